@@ -14,7 +14,7 @@ from freescale.config.options import read_number
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _NumberOrWord(click.ParamType):
+class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]
     """Which words stand for a number, the settings know."""
 
     name = "integer or word"

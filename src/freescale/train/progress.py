@@ -105,8 +105,8 @@ class ConsoleProgress(Callback):
         found = entry["snapshot_cost"]
         if trainer.rank == 0:
             self._print(
-                f"warning: a snapshot every {found['steps']:,} steps takes {found['percent']:.1f} % "
-                "of training; --snapshot-every auto keeps it to 1 %"
+                f"warning: a snapshot every {found['steps']:,} steps takes "
+                f"{found['percent']:.1f} % of training; --snapshot-every auto keeps it to 1 %"
             )
 
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:

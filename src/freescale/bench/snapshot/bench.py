@@ -1,10 +1,12 @@
 """Snapshots beside training, and restores, on the shared workload.
 
-Turns of steps with snapshots and without alternate in one run, so that whatever else the machine
-does falls on both. A turn with snapshots begins with a whole one, which is complete before the
-clock starts; what is timed are the changes that follow, and the marking of rows. Then the same
-state is restored from memory, and from a checkpoint whose files are synced and dropped from the
-page cache; both verify what they read.
+Snapshots are first taken at the pace of `auto`, until their interval has settled. Then turns of
+steps with snapshots and without alternate, at that interval and at a given one, so that whatever
+else the machine does falls on both. A turn with snapshots begins with a whole one, and a second one
+an interval later, so that those which are timed find as many changed rows as any in a run; the
+marking of rows is timed with them. Then the same state is restored from
+memory, and from a checkpoint whose files are synced and dropped from the page cache; both verify
+what they read.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -29,7 +31,7 @@ from freescale.bench.common.workload import Workload
 from freescale.embedding.optimizers import Adam
 from freescale.ledger.machine import get_gpu_name
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.snapshot.contents import CONSUMER
+from freescale.train.snapshot.pace import BUDGET, Pace
 from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
 
@@ -45,9 +47,9 @@ class Plan:
 
     device: str
     state: float  # GB of a rank
-    every: int
+    every: int  # steps between snapshots, beside `auto`
     turns: int
-    each: int
+    each: int  # steps of a turn, at least
 
     def as_arguments(self) -> list[str]:
         """For a rank that is started with a command line of its own."""
@@ -68,6 +70,13 @@ class Plan:
         )
 
 
+class Timed(NamedTuple):
+    """Of a step, in seconds."""
+
+    wall: float
+    processor: float  # of all threads of the rank
+
+
 class Measured:
     """A rank that trains, with the parts of a run that snapshots need."""
 
@@ -84,7 +93,7 @@ class Measured:
             self.model, self.optimizer, precision="fp32", check=False, balance="none"
         )
         self.checkpoints = Checkpoints(folder, transport)
-        self.snapshots = Snapshots(transport, plan.every)
+        self.snapshots = Snapshots(transport, "auto")
         self.run = secrets.token_hex(8)  # of rank 0
         self.run = transport.gather_bytes(self.run.encode())[0].decode()
         self.snapshots.open(self.run, 0)
@@ -103,26 +112,57 @@ class Measured:
         )
         return cast("RunState", found)
 
-    def make_steps(self, count: int, snapshots: bool) -> float:
-        """Seconds of a step. A collective."""
+    def make_steps(self, count: int, snapshots: bool) -> Timed:
+        """A collective."""
         self._synchronize()
-        begin = time.perf_counter()
+        begin, computed = time.perf_counter(), time.process_time()
         for _ in range(count):
             next(self._steps)
             if snapshots:
                 self.snapshots.take_if_due(self.state())
+        computed = time.process_time() - computed
         self._synchronize()
-        return (time.perf_counter() - begin) / count
+        return Timed((time.perf_counter() - begin) / count, computed / count)
 
-    def take_whole(self) -> float:
-        """Takes a whole snapshot and waits for it; its seconds."""
-        held = self.snapshots._held
-        assert held is not None
-        held.forget()
+    def settle_interval(self) -> int:
+        """Trains at the pace of `auto` until three snapshots in a row have not changed it."""
+        same = 0
+        while same < 3:
+            before = self.snapshots.interval
+            self.make_steps(before, snapshots=True)
+            same = same + 1 if self.snapshots.interval == before else 0
+        self.finish()
+        return self.snapshots.interval
+
+    def take(self) -> float:
+        """Takes a snapshot and waits for it; its seconds."""
         self.snapshots._due = 0
         next(self._steps)
         self.snapshots.take_if_due(self.state())
         return self.finish()
+
+    def take_whole(self) -> float:
+        self.snapshots.forget_files()
+        return self.take()
+
+    def time_with(self, interval: int, count: int) -> Timed:
+        """A step's time with snapshots, each of which finds the changes of two intervals, as it
+        does in a run."""
+        self.snapshots.pace = Pace(interval)
+        self.take_whole()  # both files are as of now
+        self.make_steps(interval, snapshots=False)
+        self.take()
+        self.make_steps(interval // 2, snapshots=False)
+        self.snapshots._due = self.pipeline.steps + interval // 2
+        timed = self.make_steps(count, snapshots=True)
+        self.changes_seconds = self.finish()
+        return timed
+
+    def time_without(self, count: int) -> Timed:
+        for group in self.model.tables.groups:
+            for consumer in group.rows.changed.consumers:
+                group.rows.changed.forget(consumer)
+        return self.make_steps(count, snapshots=False)
 
     def finish(self) -> float:
         """Waits for the snapshot under way; its seconds."""
@@ -133,10 +173,6 @@ class Measured:
         if taking.error is not None:
             raise taking.error
         return taking.seconds
-
-    def stop_marking(self) -> None:
-        for group in self.model.tables.groups:
-            group.rows.changed.forget(CONSUMER)
 
     def _synchronize(self) -> None:
         if self.transport.device.type == "cuda":
@@ -187,7 +223,7 @@ def bench_rank(plan: Plan, to: Destination) -> None:
     root = transport.gather_bytes(root.encode())[0].decode()
     measured = Measured(plan, transport, Path(root) / "checkpoints")
     try:
-        row = _measure(measured)
+        rows = _measure(measured)
     finally:
         measured.snapshots.abandon(end=True)
     transport.gather_bytes(b"")
@@ -195,63 +231,83 @@ def bench_rank(plan: Plan, to: Destination) -> None:
         import shutil
 
         shutil.rmtree(root)
-        _write(plan, transport, row, to)
+        _write(plan, transport, rows, to)
     transport.close()
 
 
-def _measure(measured: Measured) -> Row:
-    plan = measured.plan
+def _measure(measured: Measured) -> list[Row]:
     measured.make_steps(5, snapshots=False)
-    times: dict[bool, list[float]] = {True: [], False: []}
-    whole, changes = [], []
-    for _ in range(plan.turns):
-        whole.append(measured.take_whole())
-        times[True].append(measured.make_steps(plan.each, snapshots=True))
-        changes.append(measured.finish())
-        measured.stop_marking()
-        times[False].append(measured.make_steps(plan.each, snapshots=False))
-    measured.take_whole()
+    found = measured.settle_interval()
+    rows = [
+        {"snapshot_every": asked, **_compare(measured, interval)}
+        for asked, interval in (("auto", found), (measured.plan.every, measured.plan.every))
+    ]
+    return [*rows, _restore(measured)]
+
+
+def _compare(measured: Measured, interval: int) -> Row:
+    """Steps with snapshots beside steps without."""
+    plan = measured.plan
+    count = interval * max(1, round(plan.each / interval))
+    on, off = [], []
+    for turn in range(plan.turns):  # in turn one or the other is first
+        if turn % 2:
+            off.append(measured.time_without(count))
+        on.append(measured.time_with(interval, count))
+        if not turn % 2:
+            off.append(measured.time_without(count))
+    ratios = [with_.wall / without.wall for with_, without in zip(on, off, strict=True)]
+    computed = statistics.median(each.processor for each in on)
+    usual = statistics.median(each.processor for each in off)
+    return {
+        "interval": interval,
+        "steps_of_a_turn": count,
+        "step_ms": 1e3 * statistics.median(each.wall for each in off),
+        "step_ms_with_snapshots": 1e3 * statistics.median(each.wall for each in on),
+        "more_percent": 100 * (statistics.median(ratios) - 1),
+        "turns_more_percent": [100 * (ratio - 1) for ratio in ratios],
+        "more_processor_percent": 100 * (computed / usual - 1),
+        "changes_seconds": measured.changes_seconds,
+    }
+
+
+def _restore(measured: Measured) -> Row:
+    whole = measured.take_whole()
     memory, exact = measured.restore(disk=False)
     measured.checkpoints.save(measured.model, measured.optimizer, {"step": measured.pipeline.steps})
     if measured.transport.rank == 0:
         _drop_from_cache(measured.checkpoints.folder)
     disk, equal = measured.restore(disk=True)
-    ratios = [on / off for on, off in zip(times[True], times[False], strict=True)]
     return {
-        "step_ms": 1e3 * statistics.median(times[False]),
-        "step_ms_with_snapshots": 1e3 * statistics.median(times[True]),
-        "more_percent": 100 * (statistics.median(ratios) - 1),
-        "turns_more_percent": [100 * (ratio - 1) for ratio in ratios],
-        "interval": measured.snapshots.interval,
-        "whole_seconds": statistics.median(whole),
-        "changes_seconds": statistics.median(changes),
+        "whole_seconds": whole,
         "memory_seconds": memory,
         "disk_seconds": disk,
         "restored_exactly": exact and equal,
     }
 
 
-def _write(plan: Plan, transport: Transport, row: Row, to: Destination) -> None:
+def _write(plan: Plan, transport: Transport, rows: list[Row], to: Destination) -> None:
     share = f"{plan.state:g} GB of state a rank, {transport.world} ranks"
+    auto, _, restored = rows
     claims = [
         claim(
-            f"step with a snapshot every {plan.every} steps, beside without: {share}",
-            1.0,
-            row["more_percent"],
+            f"step with snapshots (auto), beside without: {share}",
+            100 * BUDGET,
+            auto["more_percent"],
             "% longer",
             at_least=False,
         ),
         claim(
             f"restore from memory, verification included: {share}",
             1.0,
-            row["memory_seconds"],
+            restored["memory_seconds"],
             "s",
             at_least=False,
         ),
         claim(
             "both restores have the bits of the trained table and its row state (1: all)",
             1.0,
-            float(row["restored_exactly"]),
+            float(restored["restored_exactly"]),
             "",
             at_least=True,
         ),
@@ -260,4 +316,4 @@ def _write(plan: Plan, transport: Transport, row: Row, to: Destination) -> None:
     about |= asdict(plan.make_workload(transport.world)) | {"row_optimizer": "adam"}
     testbed = f"{transport.world}ranks-{get_gpu_name()}" if plan.device == "cuda" else "cpu"
     command = f"freescale bench snapshot --device {plan.device} --nproc {transport.world}"
-    write("snapshot", testbed, command, [row], claims, to=to, workload=about)
+    write("snapshot", testbed, command, rows, claims, to=to, workload=about)

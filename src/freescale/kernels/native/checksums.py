@@ -24,17 +24,15 @@ def sum_blocks(value: Tensor) -> Words:
 def copy_blocks(value: Tensor, into: Tensor) -> Words:
     """As the reference."""
     assert into.shape == value.shape and into.dtype == value.dtype and into.is_contiguous()
-    sums = _pass_over(value, into)
-    done = sums.size * BYTES // value.element_size()
-    into.view(-1)[done:].copy_(value.view(-1)[done:])
-    return sums
+    return _pass_over(value, into)
 
 
 def _pass_over(value: Tensor, into: Tensor | None) -> Words:
     assert value.is_contiguous()
-    sums = np.empty(value.numel() * value.element_size() // BYTES, np.uint64)
+    size = value.numel() * value.element_size()
+    sums = np.empty(-(-size // BYTES), np.uint64)
     arrays = address(value), address(into), _FACTORS, sums.ctypes.data
-    require_native().sum_blocks(sums.size, *arrays)
+    require_native().sum_blocks(size, *arrays)
     return sums
 
 
@@ -48,5 +46,5 @@ def replace_rows(
     size = into[:1].numel() * into.element_size()
     require_native().replace_rows(
         *(rows.numel(), size, address(rows), address(source), packed),
-        *(address(into), sums.size, _FACTORS, sums.ctypes.data),
+        *(address(into), into.numel() * into.element_size(), _FACTORS, sums.ctypes.data),
     )

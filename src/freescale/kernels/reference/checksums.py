@@ -2,7 +2,8 @@
 
 Memory is cut into blocks of 4,096 words of 64 bits. The sum of a block is that of its words, each
 multiplied by an odd number of its own place, modulo 2**64: no change of one word leaves it as it
-is, and the change of a row changes it by what the row's own words tell.
+is, and the change of a row changes it by what the row's own words tell. The last block is filled
+up with zeros.
 """
 
 from __future__ import annotations
@@ -37,10 +38,15 @@ def as_bytes(value: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def sum_blocks(value: Tensor) -> Words:
-    """The sums of a tensor's whole blocks, as many as fit into it."""
+    """The sums of a tensor's blocks."""
     data = as_bytes(value)
     whole = data[: data.size - data.size % BYTES]
-    return np.matmul(whole.view(np.uint64).reshape(-1, WORDS), FACTORS)
+    sums: Words = np.matmul(whole.view(np.uint64).reshape(-1, WORDS), FACTORS)
+    if whole.size == data.size:
+        return sums
+    last = np.zeros(BYTES, np.uint8)
+    last[: data.size - whole.size] = data[whole.size :]
+    return np.append(sums, np.dot(last.view(np.uint64), FACTORS))
 
 
 def copy_blocks(value: Tensor, into: Tensor) -> Words:

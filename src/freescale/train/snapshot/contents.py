@@ -44,6 +44,7 @@ class SnapshotContents:
     tensors: dict[str, Tensor]  # all but the tables
     state: dict[str, Any]
     file: StateFile
+    spare: StateFile | None  # that will be a copy of it, if the other one is not current
     changes: bool  # whether the file needs only the rows that have changed
     sends: str  # to a buddy: "nothing", "changes", "whole"
     sent: dict[str, Tensor] = field(default_factory=dict)  # by table: the rows that go there
@@ -61,6 +62,7 @@ class SnapshotContents:
         progress: Mapping[str, Any],
         reducer: Reducer | None,
         file: StateFile,
+        spare: StateFile | None,
         sends: str,
     ) -> SnapshotContents:
         """Everything but the rows of sharded tables. From now on changes of rows are marked."""
@@ -68,7 +70,7 @@ class SnapshotContents:
         rest = {f"rest/{name}": copy_to_host(value) for name, value in shared.items()}
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}
         state["marks"] = []
-        contents = SnapshotContents(rest, state, file, file.current, sends)
+        contents = SnapshotContents(rest, state, file, spare, file.current, sends)
         contents._model, contents._mark = model, model.tables.mark_state()
         file.begin()
         try:
@@ -155,6 +157,8 @@ class SnapshotContents:
                 self.state["marks"].append([number, consumer, label])
                 self.marks[label] = _keep(changed.get_marks(consumer))
         changed.follow(self.file.consumer)
+        if self.spare is not None:
+            changed.follow(self.spare.consumer)
         if self.sends != "nothing":
             changed.follow(SENT)
 

@@ -5,7 +5,7 @@
     JSON         {"tensors": {name: [dtype, shape, place, checksum]}, ...}
 
 A file without its preamble is half written. The checksum of a tensor is the CRC-32 of the sums of
-its blocks (kernels/reference/checksums.py), and of what is left behind the last whole one.
+its blocks (kernels/reference/checksums.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from freescale.embedding.memory import get_available_memory
 from freescale.kernels.dispatch import choose_checksums
-from freescale.kernels.reference.checksums import BYTES, Words, as_bytes
+from freescale.kernels.reference.checksums import Words, as_bytes
 from freescale.train.checkpoint.files import Damaged
 
 _PREAMBLE = struct.Struct("<8sQQI")
@@ -36,13 +36,14 @@ _RESERVE = 0.95  # of the free memory that a file may take
 Entries = dict[str, list[Any]]  # of the JSON
 
 
-def sum_tensor(value: Tensor, blocks: Words | None = None) -> int:
-    """The checksum of a tensor on the host, contiguous. `blocks`: the sums of its blocks, where
-    they are known."""
-    if blocks is None:
-        blocks = choose_checksums().sum_blocks(value)
-    assert blocks is not None
-    return zlib.crc32(as_bytes(value)[blocks.size * BYTES :].data, zlib.crc32(blocks.data))
+def sum_tensor(value: Tensor) -> int:
+    """The checksum of a tensor on the host, contiguous."""
+    return join_sums(choose_checksums().sum_blocks(value))
+
+
+def join_sums(blocks: Words) -> int:
+    """The checksum of a tensor whose blocks have these sums."""
+    return zlib.crc32(blocks.data)
 
 
 @dataclass

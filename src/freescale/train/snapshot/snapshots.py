@@ -179,6 +179,7 @@ class Snapshots:
         assert self._held is not None
         model, step, rank = state.model, state.position.step, self.transport.rank
         last, file = self._held.find_last(rank), self._files[self._turn]
+        spare = self._files[1 - self._turn]
         parent = None if last is None or self._buddy is None else last.step
         sends = "nothing" if self._buddy is None else "whole" if parent is None else "changes"
         usual = file.current and sends != "whole"
@@ -190,6 +191,7 @@ class Snapshots:
                 state.describe(),
                 state.position.pipeline.reducer,
                 file,
+                None if spare.current else spare,
                 sends,
             )
         )
@@ -262,6 +264,9 @@ class Snapshots:
 
         # Nothing goes anywhere before the new one is there everywhere.
         run_on_all_ranks(channel, complete)
+        if contents.spare is not None:
+            with suppress(OSError):  # where it does not fit, the next snapshot says so
+                contents.spare.copy_tables(contents.file)
 
     def _keep_own(self, contents: SnapshotContents, own: Link, sent: Link) -> Tensor | None:
         """Puts this rank's file into the keeper. Returns the bytes for its buddy."""

@@ -1,8 +1,9 @@
 """A memory file with a rank's whole state, which the next snapshot but one brings up to date where
 it lies: rows that have changed are replaced, and nothing else of the tables is touched.
 
-A rank has two of them and takes them in turn, so that one is complete at any time. Their memory is
-there from the first snapshot on: fresh pages would take longer than the copies.
+A rank has two of them and takes them in turn, so that one is complete at any time; the second one
+begins as a copy of the first. Their memory is there from the first snapshot on: fresh pages would
+take longer than the copies.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from freescale.train.snapshot.segment import (
     Segment,
     check_room,
     create_file,
+    join_sums,
     lay_out,
     map_file,
     seal_file,
-    sum_tensor,
     unseal_file,
     view_tensors,
     write_tensors,
@@ -48,8 +49,8 @@ class StateFile:
         """Makes room for tables (any device), unless it is there. OSError if they do not fit."""
         if tables.keys() <= self.tables.keys():
             return
-        begin = -(-max(self._end, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        entries, end = lay_out(tables, begin)
+        begin = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
+        entries, end = lay_out(tables, begin or ALIGN)
         check_room(end - begin)
         os.ftruncate(self._file, end)
         self.tables |= view_tensors(map_file(self._file, end, begin), entries, begin)
@@ -69,6 +70,16 @@ class StateFile:
         into, sums = self.tables[name], self._sums[name]
         choose_checksums().replace_rows(into, sums, rows, source, packed)
 
+    def copy_tables(self, other: StateFile) -> None:
+        """Takes over all that is in another file of the same tables, which is complete; from then
+        on it lacks only the rows marked for it. OSError if they do not fit."""
+        self.begin()
+        self.reserve(other.tables)
+        for name, value in other.tables.items():
+            self.tables[name].copy_(value)
+            self._sums[name] = other._sums[name].copy()
+        self.current = True
+
     def seal(self, header: Mapping[str, Any], beside: Mapping[str, Tensor]) -> Segment:
         """Once the tables are written: adds what is beside them. The segment's descriptor is its
         own."""
@@ -76,7 +87,7 @@ class StateFile:
         entries, end = lay_out(beside, self._end or ALIGN)
         write_tensors(self._file, entries, beside)
         for name, sums in self._sums.items():
-            self._entries[name][3] = sum_tensor(self.tables[name], sums)
+            self._entries[name][3] = join_sums(sums)
         segment = seal_file(os.dup(self._file), header, self._entries | entries, end)
         self.current = True
         return segment
