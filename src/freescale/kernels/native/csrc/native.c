@@ -4,6 +4,7 @@
 
 #include "checksums.h"
 #include "layers.h"
+#include "marks.h"
 #include "pairs.h"
 #include "position_softmax.h"
 #include "positions.h"
