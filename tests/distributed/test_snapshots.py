@@ -252,11 +252,14 @@ def test_other_ranks_and_a_newer_checkpoint_go_on_from_disk(killed, data):
     trainer.run_folder.close()
 
 
-def test_a_run_that_has_no_checkpoint_goes_on_from_memory(data, tmp_path):
+@pytest.mark.parametrize("host", [True, False], ids=["in place", "by way of host memory"])
+def test_a_run_that_has_no_checkpoint_goes_on_from_memory(data, tmp_path, host, monkeypatch):
+    """`host`: whether tables are in host memory; those of a GPU are copied there first."""
+    monkeypatch.setattr("freescale.train.snapshot.contents._is_on_host", lambda value: host)
     folder = tmp_path / "run"
-    leave(build(data, folder, checkpoint_every=1000), 8)
+    leave(build(data, folder, checkpoint_every=1000), 17)
     trainer = build(data, folder, "auto", checkpoint_every=1000)
-    assert trainer.step == 6
+    assert trainer.step == 15
     expected = build(data, tmp_path / "plain", checkpoint_every=1000, snapshot_every=None)
     trainer.train()
     expected.train()

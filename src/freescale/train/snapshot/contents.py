@@ -140,7 +140,7 @@ class SnapshotContents:
                 self._take_marks(number, group.rows.changed)
 
     def _put(self, name: str, value: Tensor, rows: Tensor | None) -> None:
-        if value.device.type != "cpu":
+        if not _is_on_host(value):
             taken = value if rows is None else value.index_select(0, rows)
             places = None if rows is None else copy_to_host(rows)
             self._waiting.append((name, places, copy_to_host(taken)))
@@ -163,6 +163,10 @@ class SnapshotContents:
             changed.follow(SENT)
 
 
+def _is_on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
+
+
 def _keep(value: Tensor) -> Tensor:
     """What is a copy already stays as it is."""
-    return value if value.device.type == "cpu" else copy_to_host(value)
+    return value if _is_on_host(value) else copy_to_host(value)
