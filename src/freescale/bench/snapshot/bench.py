@@ -2,11 +2,11 @@
 
 Snapshots are first taken at the pace of `auto`, until their interval has settled. Then turns of
 steps with snapshots and without alternate, at that interval and at a given one, so that whatever
-else the machine does falls on both. A turn with snapshots begins with a whole one, and a second one
-an interval later, so that those which are timed find as many changed rows as any in a run; the
-marking of rows is timed with them. Then the same state is restored from
-memory, and from a checkpoint whose files are synced and dropped from the page cache; both verify
-what they read.
+else the machine does falls on both. What snapshots add is the sum of two medians, which a slow
+moment does not change: what the steps that feel a snapshot take more than others, over the steps
+between two; and what the others take more than steps without the marking of rows. Then the same
+state is restored from memory, and from a checkpoint whose files are synced and dropped from the
+page cache; both verify what they read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from freescale.bench.common.workload import Workload
 from freescale.embedding.optimizers import Adam
 from freescale.ledger.machine import get_gpu_name
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.snapshot.pace import BUDGET, Pace
+from freescale.train.snapshot.pace import BUDGET, WINDOW, Pace
 from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
 
@@ -70,11 +70,21 @@ class Plan:
         )
 
 
-class Timed(NamedTuple):
-    """Of a step, in seconds."""
+class Turn(NamedTuple):
+    """Steps, one after the other."""
 
-    wall: float
-    processor: float  # of all threads of the rank
+    seconds: list[float]
+    begun: list[int]  # those that began a snapshot
+
+    def divide(self) -> tuple[float, list[float]]:
+        """The median of steps that feel no snapshot; what each snapshot's steps take more."""
+        windows = [range(first, first + WINDOW) for first in self.begun]
+        feeling = {step for window in windows for step in window}
+        usual = statistics.median(
+            value for step, value in enumerate(self.seconds) if step not in feeling
+        )
+        whole = [window for window in windows if window[-1] < len(self.seconds)]
+        return usual, [sum(self.seconds[step] - usual for step in window) for window in whole]
 
 
 class Measured:
@@ -112,17 +122,20 @@ class Measured:
         )
         return cast("RunState", found)
 
-    def make_steps(self, count: int, snapshots: bool) -> Timed:
+    def make_steps(self, count: int, snapshots: bool) -> Turn:
         """A collective."""
         self._synchronize()
-        begin, computed = time.perf_counter(), time.process_time()
-        for _ in range(count):
+        seconds, begun = [], []
+        for number in range(count):
+            begin, before = time.perf_counter(), self.snapshots._taking
             next(self._steps)
             if snapshots:
                 self.snapshots.take_if_due(self.state())
-        computed = time.process_time() - computed
+                if self.snapshots._taking is not before:
+                    begun.append(number)
+            seconds.append(time.perf_counter() - begin)
         self._synchronize()
-        return Timed((time.perf_counter() - begin) / count, computed / count)
+        return Turn(seconds, begun)
 
     def settle_interval(self) -> int:
         """Trains at the pace of `auto` until three snapshots in a row have not changed it."""
@@ -145,25 +158,6 @@ class Measured:
         self.snapshots.forget_files()
         return self.take()
 
-    def time_with(self, interval: int, count: int) -> Timed:
-        """A step's time with snapshots, each of which finds the changes of two intervals, as it
-        does in a run."""
-        self.snapshots.pace = Pace(interval)
-        self.take_whole()  # both files are as of now
-        self.make_steps(interval, snapshots=False)
-        self.take()
-        self.make_steps(interval // 2, snapshots=False)
-        self.snapshots._due = self.pipeline.steps + interval // 2
-        timed = self.make_steps(count, snapshots=True)
-        self.changes_seconds = self.finish()
-        return timed
-
-    def time_without(self, count: int) -> Timed:
-        for group in self.model.tables.groups:
-            for consumer in group.rows.changed.consumers:
-                group.rows.changed.forget(consumer)
-        return self.make_steps(count, snapshots=False)
-
     def finish(self) -> float:
         """Waits for the snapshot under way; its seconds."""
         taking = self.snapshots._taking
@@ -173,6 +167,32 @@ class Measured:
         if taking.error is not None:
             raise taking.error
         return taking.seconds
+
+    def begin_turns(self, interval: int) -> None:
+        """From now on each snapshot finds the changes of two intervals, as it does in a run."""
+        self.snapshots.pace = Pace(interval)
+        self.take_whole()
+        self.make_steps(interval, snapshots=False)
+        self.take()
+        self.make_steps(interval - interval // 2, snapshots=False)
+
+    def time_with(self, interval: int, count: int) -> Turn:
+        """Steps with snapshots, the first in the middle of an interval."""
+        self.snapshots._due = self.pipeline.steps + max(1, interval // 2)
+        turn = self.make_steps(count, snapshots=True)
+        self.finish()
+        return turn
+
+    def time_without(self, count: int) -> Turn:
+        """Steps without, and rows are not marked: the files lack their changes from then on."""
+        changed = [group.rows.changed for group in self.model.tables.groups]
+        marks = [each._marks for each in changed]
+        for each in changed:
+            each._marks = {}
+        turn = self.make_steps(count, snapshots=False)
+        for each, of in zip(changed, marks, strict=True):
+            each._marks = of
+        return turn
 
     def _synchronize(self) -> None:
         if self.transport.device.type == "cuda":
@@ -249,25 +269,30 @@ def _compare(measured: Measured, interval: int) -> Row:
     """Steps with snapshots beside steps without."""
     plan = measured.plan
     count = interval * max(1, round(plan.each / interval))
-    on, off = [], []
-    for turn in range(plan.turns):  # in turn one or the other is first
-        if turn % 2:
-            off.append(measured.time_without(count))
-        on.append(measured.time_with(interval, count))
-        if not turn % 2:
-            off.append(measured.time_without(count))
-    ratios = [with_.wall / without.wall for with_, without in zip(on, off, strict=True)]
-    computed = statistics.median(each.processor for each in on)
-    usual = statistics.median(each.processor for each in off)
+    measured.begin_turns(interval)
+    pairs = [
+        (measured.time_with(interval, count), measured.time_without(count))
+        for _ in range(plan.turns)
+    ]
+    divided = [with_.divide() for with_, _ in pairs]
+    off = [statistics.median(without.seconds) for _, without in pairs]
+    marking = statistics.median(on / usual for (on, _), usual in zip(divided, off, strict=True)) - 1
+    snapshots = [seconds for _, costs in divided for seconds in costs]
+    step, snapshot = statistics.median(off), statistics.median(snapshots)
+    totals = [sum(of) for of in zip(*((sum(a.seconds), sum(b.seconds)) for a, b in pairs))]
+    taking = measured.snapshots._taking
+    assert taking is not None
     return {
         "interval": interval,
         "steps_of_a_turn": count,
-        "step_ms": 1e3 * statistics.median(each.wall for each in off),
-        "step_ms_with_snapshots": 1e3 * statistics.median(each.wall for each in on),
-        "more_percent": 100 * (statistics.median(ratios) - 1),
-        "turns_more_percent": [100 * (ratio - 1) for ratio in ratios],
-        "more_processor_percent": 100 * (computed / usual - 1),
-        "changes_seconds": measured.changes_seconds,
+        "step_ms": 1e3 * step,
+        "snapshot_ms": 1e3 * snapshot,
+        "snapshots_ms": [1e3 * seconds for seconds in snapshots],
+        "marking_percent": 100 * marking,
+        "more_percent": 100 * (marking + snapshot / (interval * step)),
+        "totals_more_percent": 100 * (totals[0] / totals[1] - 1),
+        "changes_seconds": taking.seconds,
+        "changes_processor_seconds": taking.processor,
     }
 
 

@@ -3,17 +3,55 @@ cost a small share of training; in any case as many as one takes to complete."""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from freescale.train.snapshot.choice import choose_affordable, choose_interval
 
 BUDGET = 0.01  # of training, for snapshots
+WINDOW = 6  # steps that feel a snapshot: its copy, its thread, caches that it has emptied
 _FIRST = 10  # steps between the first ones, where nothing is known yet
 
 Every = int | str  # "auto", or a number
 Look = dict[str, Any]  # of a rank at the last snapshot, as plain JSON
+
+
+class StepCosts:
+    """What a snapshot costs, by the processor time of this process: how much more the steps after
+    it take than others. Time of the clock would count whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self._before = time.process_time()
+        self._usual: deque[float] = deque(maxlen=50)
+        self._window: list[float] | None = None  # of the steps since the last snapshot
+        self._costs: deque[float] = deque(maxlen=3)
+
+    def note_step(self) -> None:
+        """After every step."""
+        now = time.process_time()
+        spent, self._before = now - self._before, now
+        if self._window is None:
+            self._usual.append(spent)
+            return
+        self._window.append(spent)
+        if len(self._window) == WINDOW:
+            if self._usual:
+                usual = statistics.median(self._usual)
+                self._costs.append(sum(self._window) - WINDOW * usual)
+            self._window = None
+
+    def note_snapshot(self, usual: bool) -> None:
+        """One begins; `usual`: that costs what most do."""
+        self._window = []
+        if not usual:
+            self._costs.clear()
+
+    def estimate(self) -> float:
+        """Seconds that a snapshot takes of a processor, by the last ones; 0 if nothing is known."""
+        return max(0.0, statistics.median(self._costs)) if self._costs else 0.0
 
 
 class Pace:
@@ -25,6 +63,7 @@ class Pace:
         self.interval = asked if isinstance(asked, int) else _FIRST
         self._told = not isinstance(asked, int)  # what the interval costs
         self._last: tuple[int, float] | None = None  # the last look: step, time
+        self._fastest = 0.0  # seconds of a step, without what else may come between two looks
 
     def look(self, step: int, busy: bool, seconds: float, processor: float) -> Look:
         """What this rank makes of the last snapshot.
@@ -33,17 +72,18 @@ class Pace:
             step: that was made last.
             busy: whether a snapshot is under way.
             seconds: that the last one took, with its copy; 0 if that says nothing.
-            processor: of which its threads computed.
+            processor: that it took of a processor.
         """
         now, per_step = time.perf_counter(), 0.0
         if self._last is not None and step > self._last[0]:
             per_step = (now - self._last[1]) / (step - self._last[0])
+            self._fastest = min(per_step, self._fastest or per_step)
         self._last = step, now
         least = choose_interval(self.interval, seconds, per_step)
         if not isinstance(self.asked, int):
-            least = choose_affordable(least, processor, per_step, BUDGET)
-        share = processor / per_step if per_step else 0.0
-        return {"busy": busy, "seconds": seconds, "steps": least, "per_snapshot": share}
+            least = choose_affordable(least, processor, self._fastest, BUDGET)
+        steps = processor / self._fastest if self._fastest else 0.0
+        return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
 
     def agree(self, looks: Sequence[Look]) -> dict[str, Any] | None:
         """Of all ranks. Returns a line for the log if there is something to tell: under
@@ -51,7 +91,7 @@ class Pace:
         which was asked for costs more than the budget."""
         least = max(each["steps"] for each in looks)
         grows, self.interval = least > self.interval, max(least, self.interval)
-        share = max(each["per_snapshot"] for each in looks) / self.interval
+        share = max(each["cost_in_steps"] for each in looks) / self.interval
         about = {
             "steps": self.interval,
             "asked": self.asked,

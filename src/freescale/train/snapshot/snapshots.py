@@ -23,7 +23,7 @@ from freescale.train.snapshot.contents import CONSUMER, SnapshotContents
 from freescale.train.snapshot.exchange import exchange_files
 from freescale.train.snapshot.held import HeldChains
 from freescale.train.snapshot.keeper_link import KeeperLink, is_supported, name_keeper
-from freescale.train.snapshot.pace import Every, Pace
+from freescale.train.snapshot.pace import Every, Pace, StepCosts
 from freescale.train.snapshot.restoring import Restoring, clear_snapshots
 from freescale.train.snapshot.segment import Segment, write_segment
 from freescale.train.snapshot.state_file import StateFile
@@ -73,7 +73,7 @@ class Snapshots:
     def __init__(self, transport: Transport, every: Every) -> None:
         if not is_supported():
             raise ValueError("--snapshot-every needs memory files, which only Linux has: leave it")
-        self.transport, self.pace = transport, Pace(every)
+        self.transport, self.pace, self._costs = transport, Pace(every), StepCosts()
         self.machines = transport.gather_bytes(identify_machine())
         self._link: KeeperLink | None = None
         self._held: HeldChains | None = None
@@ -154,6 +154,7 @@ class Snapshots:
             A line for the log, if the interval grows or costs much.
         """
         step = state.position.step
+        self._costs.note_step()
         if step < self._due:
             return None
         line = self._agree(step)
@@ -167,7 +168,9 @@ class Snapshots:
         taking = self._taking
         busy = taking is not None and not taking.done.is_set()
         timed = taking if taking is not None and taking.delta and not busy else None
-        costs = (timed.seconds, timed.processor) if timed is not None else (0.0, 0.0)
+        costs = 0.0, 0.0
+        if timed is not None:  # what its threads have computed is the least that it costs
+            costs = timed.seconds, max(timed.processor, self._costs.estimate())
         mine = json.dumps(self.pace.look(step, busy, *costs)).encode()
         looks = [json.loads(part) for part in self.transport.gather_bytes(mine)]
         if any(look["busy"] for look in looks):
@@ -184,6 +187,7 @@ class Snapshots:
         sends = "nothing" if self._buddy is None else "whole" if parent is None else "changes"
         usual = file.current and sends != "whole"
         taking = self._taking = _Taking(step, usual, time.perf_counter())
+        self._costs.note_snapshot(usual)
         contents = taking.run(
             lambda: SnapshotContents.collect(
                 model,
