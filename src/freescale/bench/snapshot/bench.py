@@ -1,10 +1,10 @@
 """Snapshots beside training, and restores, on the shared workload.
 
-Snapshots are first taken at the pace of `auto`, until their interval has settled. Then turns of
-steps with snapshots and without alternate, at that interval and at a given one, so that whatever
-else the machine does falls on both. What snapshots add is the sum of two medians, which a slow
-moment does not change: what the steps that feel a snapshot take more than others, over the steps
-between two; and what the others take more than steps without the marking of rows. Then the same
+Snapshots are first taken at the pace of `auto`, until their interval has settled. Then they are
+timed at that interval and at a given one. What they add is the sum of two medians, which a slow
+moment of the machine does not change: what the steps that feel a snapshot take more than others of
+its turn, over the steps between two; and what steps take more while rows are marked, where a few
+steps with marking and a few without alternate. Then the same
 state is restored from memory, and from a checkpoint whose files are synced and dropped from the
 page cache; both verify what they read.
 """
@@ -38,6 +38,7 @@ from freescale.transport.api import Transport
 if TYPE_CHECKING:
     from freescale.train.run_state import RunState
 
+_RUN = 8  # steps with marking of rows, and as many without
 WIDTH, IDS = 64, 7_000  # of the table; ids that a rank reads in a step
 
 
@@ -183,16 +184,21 @@ class Measured:
         self.finish()
         return turn
 
-    def time_without(self, count: int) -> Turn:
-        """Steps without, and rows are not marked: the files lack their changes from then on."""
+    def time_marking(self, count: int) -> dict[bool, list[float]]:
+        """Seconds of steps, by whether rows are marked. The files lack the changes of steps
+        without."""
         changed = [group.rows.changed for group in self.model.tables.groups]
         marks = [each._marks for each in changed]
-        for each in changed:
-            each._marks = {}
-        turn = self.make_steps(count, snapshots=False)
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(2 * count // _RUN):
+            marking = number % 2 == 0
+            for each, of in zip(changed, marks, strict=True):
+                each._marks = of if marking else {}
+            # the first step of a run updates some rows of the step before
+            found[marking] += self.make_steps(_RUN, snapshots=False).seconds[1:]
         for each, of in zip(changed, marks, strict=True):
             each._marks = of
-        return turn
+        return found
 
     def _synchronize(self) -> None:
         if self.transport.device.type == "cuda":
@@ -270,27 +276,27 @@ def _compare(measured: Measured, interval: int) -> Row:
     plan = measured.plan
     count = interval * max(1, round(plan.each / interval))
     measured.begin_turns(interval)
-    pairs = [
-        (measured.time_with(interval, count), measured.time_without(count))
-        for _ in range(plan.turns)
-    ]
-    divided = [with_.divide() for with_, _ in pairs]
-    off = [statistics.median(without.seconds) for _, without in pairs]
-    marking = statistics.median(on / usual for (on, _), usual in zip(divided, off, strict=True)) - 1
-    snapshots = [seconds for _, costs in divided for seconds in costs]
-    step, snapshot = statistics.median(off), statistics.median(snapshots)
-    totals = [sum(of) for of in zip(*((sum(a.seconds), sum(b.seconds)) for a, b in pairs))]
+    steps: dict[bool, list[float]] = {True: [], False: []}
+    turns = []
+    for _ in range(plan.turns):
+        turns.append(measured.time_with(interval, count))
+        for marking, seconds in measured.time_marking(plan.each).items():
+            steps[marking] += seconds
+    step = statistics.median(steps[False])
+    marking = statistics.median(steps[True]) / step - 1
+    snapshots = [seconds for turn in turns for seconds in turn.divide()[1]]
+    snapshot = statistics.median(snapshots)
+    total = statistics.mean(seconds for turn in turns for seconds in turn.seconds)
     taking = measured.snapshots._taking
     assert taking is not None
     return {
         "interval": interval,
-        "steps_of_a_turn": count,
         "step_ms": 1e3 * step,
         "snapshot_ms": 1e3 * snapshot,
         "snapshots_ms": [1e3 * seconds for seconds in snapshots],
         "marking_percent": 100 * marking,
         "more_percent": 100 * (marking + snapshot / (interval * step)),
-        "totals_more_percent": 100 * (totals[0] / totals[1] - 1),
+        "means_more_percent": 100 * (total / statistics.mean(steps[False]) - 1),
         "changes_seconds": taking.seconds,
         "changes_processor_seconds": taking.processor,
     }
