@@ -280,8 +280,8 @@ def _compare(measured: Measured, interval: int) -> Row:
     turns = []
     for _ in range(plan.turns):
         turns.append(measured.time_with(interval, count))
-        for marking, seconds in measured.time_marking(plan.each).items():
-            steps[marking] += seconds
+        for marked, seconds in measured.time_marking(plan.each).items():
+            steps[marked] += seconds
     step = statistics.median(steps[False])
     marking = statistics.median(steps[True]) / step - 1
     snapshots = [seconds for turn in turns for seconds in turn.divide()[1]]
