@@ -377,11 +377,12 @@ KEYS = {
 }
 
 
-def deduplicated(name, device="cpu"):
+def deduplicated(name, device="cpu", lowest=0):
+    """`lowest`: of the keys; those of dynamic tables have signs."""
     torch.manual_seed(3)
     n, top = KEYS[name]
-    keys = torch.randint(0, top, (n,), device=device)
-    edges = torch.tensor([0, top // 3, top // 3, top], device=device)
+    keys = torch.randint(lowest, top, (n,), device=device)
+    edges = torch.tensor([lowest // 2, top // 3, top // 3, top], device=device)
     plain, ours = unique.deduplicate(keys, edges), triton_unique.deduplicate(keys, edges)
     count = int(plain.counts.sum())
     starts, order = ours.starts.cpu().numpy(), ours.order.cpu().numpy()
@@ -440,6 +441,7 @@ ROWS = {
     "left gradients": lambda device: left_gradients(12, device),
     "spread ids": spreads,
     **{f"unique, {name}": lambda device, n=name: deduplicated(n, device) for name in KEYS},
+    "unique, signed": lambda device: deduplicated("far apart", device, -(1 << 60)),
     **{f"masks, {name}": lambda device, n=name: masks(n, device) for name in KEYS},
 }
 

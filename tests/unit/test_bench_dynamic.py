@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.dynamic.step import FAR, choose_setting, collect_figures, renew_ids
+from freescale.bench.dynamic.step import (
+    ARMS,
+    FAR,
+    choose_setting,
+    collect_figures,
+    make_dynamic,
+    renew_ids,
+)
+from freescale.config import DataConfig, RunConfig, TrainConfig
 
 
 def test_a_tenth_of_the_ids_is_new_in_every_batch():
@@ -27,6 +35,16 @@ def test_a_tenth_of_the_ids_is_new_in_every_batch():
         assert torch.equal(renewed.shared["negatives"], found[::2])
         assert not seen & set(found[new].tolist())
         seen |= set(found[new].tolist())
+
+
+def test_dynamic_arms_have_as_many_rows_as_the_static_one():
+    """And are runs that the configuration allows: it refuses a catalogue beside a dynamic table."""
+    data = DataConfig(data="file", num_items=40_960, in_batch_share=1.0)
+    static = RunConfig(data=data, train=TrainConfig(placement="item=sharded"))
+    for options in filter(None, ARMS.values()):
+        dynamic = make_dynamic(static, options)
+        assert dynamic.dynamic_tables == {"item": f"dynamic:40960{options}"}
+        assert dynamic.train.placement == static.train.placement
 
 
 def test_arms_are_compared_window_by_window():

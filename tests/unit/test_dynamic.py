@@ -3,7 +3,9 @@ eviction in every step; and a table that never evicts equals a static one."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +20,7 @@ from helpers.toys import Clicks
 import freescale
 from freescale.config import RunConfig
 from freescale.embedding.dynamic import directory
+from freescale.embedding.dynamic.storage import DynamicStorage
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.single import Single
@@ -120,6 +123,39 @@ def test_every_step_admits_evicts_and_turns_away():
             for name in total:
                 total[name] += record["counters"].get(f"dynamic_{name}", 0)
     assert all(value > 10 for value in total.values()), total
+
+
+def count_steps(schedule, rules, leaves=(99,)):
+    """What the ledger has of the table in each step of a run that is left after some of them."""
+    _, pipeline = build(LocalTransport(), schedule, rules)
+    source = iter(batches_of(CHURN))
+    for leave in leaves:
+        for result in pipeline.run(source):
+            if result.step == leave:
+                break
+    pipeline.close()
+    return [
+        {name: value for name, value in record["counters"].items() if name.startswith("dynamic_")}
+        for record in pipeline.ledger.drain()
+    ]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_a_step_counts_the_decisions_of_its_batch(rules, monkeypatch):
+    """Once, however late the lane decides, or how often somebody leaves the run meanwhile."""
+    decide, calls = DynamicStorage.make_resident, itertools.count()
+
+    def decide_late(*arguments):
+        time.sleep(0.03 * (next(calls) % 2))  # into the next step of the ledger
+        return decide(*arguments)
+
+    expected = count_steps("serial", rules)
+    assert len(expected) == len(CHURN)
+    assert all(step["dynamic_rows"] <= step["dynamic_capacity"] for step in expected)
+    assert expected[-1]["dynamic_rows"] > 0
+    monkeypatch.setattr(DynamicStorage, "make_resident", decide_late)
+    assert count_steps(Staged, rules) == expected
+    assert count_steps(Staged, rules, leaves=(2, 3, 8, 99)) == expected
 
 
 def test_without_pins_the_staged_schedule_loses_updates(monkeypatch):

@@ -61,7 +61,8 @@ def test_rowwise_adagrad_against_its_formula():
 
 
 def test_counted_adam_is_adam_of_each_row_alone():
-    """Rows are updated in some steps, each by torch's optimizer of its own; -1 is no row."""
+    """Rows are updated in some steps, each by torch's optimizer of its own; -1 is no row, and
+    what its gradient holds means nothing."""
     torch.manual_seed(0)
     weight = torch.randn(5, 4, dtype=torch.float64)
     alone = [torch.nn.Parameter(row.clone()) for row in weight]
@@ -71,6 +72,7 @@ def test_counted_adam_is_adam_of_each_row_alone():
     state = {name: torch.zeros(5, *shape, dtype=torch.float64) for name, shape in shapes}
     for step, rows in enumerate(([0, 3], [3, -1], [-1, 4, 0, -1, 3], [1], [0, 1]), start=7):
         gradient = torch.randn(len(rows), 4, dtype=torch.float64)
+        gradient[torch.tensor(rows) < 0] = torch.nan
         ours.update(weight, state, torch.tensor(rows), gradient, step=step, factor=2.0)
         for row, grad in zip(rows, gradient):
             if row >= 0:

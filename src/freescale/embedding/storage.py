@@ -153,8 +153,8 @@ class RowStorage(ABC):
 
     # ---- what was decided for steps that have not begun; where rows do not come and go, nothing
 
-    def begin(self) -> None:  # noqa: B027
-        """The step of the next batch that was made resident begins."""
+    def begin(self, ledger: Recorder | None = None) -> None:  # noqa: B027
+        """The step of the next batch that was made resident begins. `ledger`: of that step."""
 
     def roll_back(self) -> None:  # noqa: B027
         """Whoever reads the rows from now on sees them as after the last step that has begun."""

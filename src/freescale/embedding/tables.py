@@ -362,7 +362,7 @@ class Tables:
     def open_locally(self, requests: Sequence[LocalRequest | Request]) -> None:
         """For one rank: the model can read what was prepared from now on."""
         for group, request in zip(self.local_groups, requests, strict=True):
-            group.rows.begin()
+            group.rows.begin(self.transport.ledger)
             group.open(request)
         self._open = list(zip(self.local_groups, requests, strict=True))
 
@@ -394,7 +394,7 @@ class Tables:
         """From now on the model can read these rows, which are here; with `train`, their step
         begins."""
         for group in self.groups if train else ():
-            group.rows.begin()
+            group.rows.begin(self.transport.ledger)
         self._open = list(zip(self.groups, requests, strict=True))
 
     def release(self) -> None:

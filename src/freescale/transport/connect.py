@@ -28,6 +28,7 @@ from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
 from freescale.transport.meeting import meet, shares_store, warn_of_shared_store
 from freescale.transport.process_group import ProcessGroupTransport
+from freescale.transport.shared_gpu import PART, is_divided, list_settings
 from freescale.transport.signs_of_life import SignsOfLife, choose_limit
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
@@ -39,10 +40,12 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def choose_device(device: str, local_rank: int, local_world: int) -> torch.device:
-    """The device of a rank. `auto` takes a GPU per local rank, the CPU if there is no GPU.
+    """The device of a rank. `auto` takes a GPU per local rank, the CPU if there is no GPU. Ranks
+    share GPUs that MPS divides.
 
     Raises:
-        ValueError: there are fewer GPUs than local ranks, or `device` is unknown.
+        ValueError: there are fewer GPUs than local ranks, and they are not divided; or `device` is
+            unknown.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and gpus == 0):
@@ -54,12 +57,13 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
             "--device cuda, but torch finds no GPU on this machine: pass --device cpu "
             "(freescale doctor shows what torch finds)"
         )
-    if gpus < local_world:
+    if gpus < local_world and not is_divided():
         raise ValueError(
             f"{local_world} ranks on this machine, but it has {gpus} GPU{'s' * (gpus > 1)} and "
-            f"each rank needs its own: start {gpus} (--nproc {gpus}), or pass --device cpu"
+            f"each rank needs its own: start {gpus} (--nproc {gpus}), or pass --device cpu; ranks "
+            f"share a GPU where CUDA's MPS runs and {PART} says what part each of them gets"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % gpus)
 
 
 def connect(
@@ -96,6 +100,8 @@ def connect(
         else choose_device(device, local_rank, local_world)
     )
     if chosen.type == "cuda":
+        if torch.cuda.device_count() < local_world:
+            os.environ.update(list_settings(local_rank, local_world, shared=True))
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         return _join(chosen, timeout, transport, owner=False)

@@ -10,19 +10,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
 from freescale.bench.common.repository import package_path
-from freescale.train.launch import launch
+from freescale.train.launch import is_rank, launch
+from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 from freescale.transport.process_group import ProcessGroupTransport
+from freescale.transport.shared_gpu import PART, list_settings
 
 _CONTROL = "nvidia-cuda-mps-control"
-# hardware queues that ranks on one GPU can have together: with more, the last of them finds no
-# memory
-_QUEUES = 64
-_MOST_QUEUES = 32  # of one process
 
 
 def start_ranks(
@@ -61,7 +60,7 @@ def start_ranks(
                 "PYTHONPATH": package_path(),
                 **(given if threads else {}),
                 **divided,
-                **_settings(rank, ranks, shared),
+                **list_settings(rank, ranks, shared),
             }
 
         module = f"freescale.bench.{name}"
@@ -83,39 +82,25 @@ def join(device: str, seconds: float, transport: str = "collective") -> ProcessG
                 "sizes, times that say nothing"
             )
         shared = torch.cuda.device_count() < ranks
-        # torchrun sets none of this; what is set stays.
-        os.environ.update(
-            {
-                name: value
-                for name, value in _settings(rank, ranks, shared).items()
-                if name not in os.environ
-            }
-        )
+        os.environ.update(list_settings(rank, ranks, shared))  # torchrun sets none of this
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
     joined = connect(chosen, seconds, transport=transport)
     assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
     return joined
 
 
-def count_queues(ranks: int) -> str:
-    """CUDA_DEVICE_MAX_CONNECTIONS of each of several ranks on one GPU."""
-    return str(min(_MOST_QUEUES, max(1, _QUEUES // ranks)))
-
-
-def _settings(rank: int, ranks: int, shared: bool) -> dict[str, str]:
-    """What NCCL and CUDA have to be told. A value that the user set stays."""
-    # With fewer queues than streams, what waits in one stream holds up others.
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": count_queues(ranks) if shared else str(_MOST_QUEUES)}
-    if shared:
-        settings |= {
-            # NCCL takes several ranks on one GPU if each names a host of its own
-            "NCCL_HOSTID": f"host{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            # such ranks talk over loopback sockets: one stream is slow
-            "NCCL_SOCKET_NTHREADS": "2",
-            "NCCL_NSOCKS_PERTHREAD": "2",
-        }
-    return {name: os.environ.get(name, value) for name, value in settings.items()}
+@contextmanager
+def open_rank(device: str, seconds: float) -> Iterator[tuple[Transport, Path]]:
+    """This process as a rank, or alone, and a folder that the ranks of the machine share; until the
+    end of the block, which the ranks reach together. `seconds` bound every collective."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
+    transport: Transport = join(device, seconds, "auto") if is_rank() else connect(device)
+    with tempfile.TemporaryDirectory() as temporary:
+        # rank 0's, which is gone once all of them have read it
+        yield transport, Path(transport.gather_bytes(temporary.encode())[0].decode())
+        transport.gather_bytes(b"")
+    transport.close()
 
 
 @contextmanager
@@ -145,7 +130,7 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
                 f"CUDA's MPS does not start here ({_CONTROL} -d ended with status "
                 f"{begun.returncode})"
             )
-        yield {**folders, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks)}
+        yield {**folders, PART: str(100 // ranks)}
     finally:
         try:
             subprocess.run(

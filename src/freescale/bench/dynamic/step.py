@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.common.ranks import join
+from freescale.bench.common.ranks import open_rank
 from freescale.bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale.bench.common.spread import spread
 from freescale.bench.train.files import write_interactions
@@ -47,9 +46,7 @@ from freescale.train.build import (
     load_histories,
     prepare_data,
 )
-from freescale.train.launch import is_rank
 from freescale.transport.api import Transport
-from freescale.transport.connect import connect
 
 ARMS = {"static": "", "device map": ":map=device", "host map": ":map=host"}
 ITEMS = ("history", "targets", "negatives")  # features of the item table
@@ -122,6 +119,16 @@ def renew_ids(batch: SequenceBatch, number: int) -> SequenceBatch:
     return replace(batch.with_parts(parts), shared=shared, packing=None)
 
 
+def make_dynamic(config: RunConfig, options: str) -> RunConfig:
+    """The same run on a dynamic item table of as many rows. `options`: of an arm."""
+    rows = f"item=dynamic:{config.data.num_items}{options}"
+    return replace(
+        config,
+        data=replace(config.data, num_items=None),  # ids of a dynamic table have no bound
+        train=replace(config.train, rows=rows),
+    )
+
+
 class StepBench:
     """A rank that measures."""
 
@@ -156,10 +163,7 @@ class StepBench:
         gc.collect()  # the table before this one
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
-        config = self.config
-        if options:
-            rows = f"item=dynamic:{self.setting.rows}{options}"
-            config = replace(config, train=replace(config.train, rows=rows))
+        config = make_dynamic(self.config, options) if options else self.config
         batches = [renew_ids(b, n) if options else b for n, b in enumerate(self.batches)]
         if self.setting.device == "cuda":
             batches = [batch.pin_memory() for batch in batches]
@@ -258,16 +262,8 @@ def collect_figures(rows: list[Row]) -> dict[str, float]:
 
 
 def bench_step(setting: StepSetting, to: Destination) -> None:
-    if setting.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
-    transport: Transport = (
-        join(setting.device, LIMIT, "auto") if is_rank() else connect(setting.device)
-    )
-    with tempfile.TemporaryDirectory() as temporary:
-        # rank 0's, which all ranks of the machine read
-        folder = Path(transport.gather_bytes(temporary.encode())[0].decode())
+    with open_rank(setting.device, LIMIT) as (transport, folder):
         rows = StepBench(setting, transport, folder).measure()
-        transport.gather_bytes(b"")
     if transport.rank == 0:
         claims = make_claims(ASKED, collect_figures(rows))
         if setting.keep:
@@ -276,4 +272,3 @@ def bench_step(setting: StepSetting, to: Destination) -> None:
             write("dynamic", name, command, rows, claims, ["triton"], to=to)
         else:
             show_claims(claims)
-    transport.close()

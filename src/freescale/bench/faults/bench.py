@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import statistics
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from freescale.bench.common.hosts import Network, open_hosts
+from freescale.bench.common.ranks import share_gpu
 from freescale.bench.common.results import Destination, write
 from freescale.bench.faults.claims import is_exact, make_claims
 from freescale.bench.faults.command_testbed import CommandTestbed
@@ -30,6 +34,7 @@ from freescale.bench.faults.setting import (
     choose_setting,
     make_command,
     make_data,
+    read_ranks,
 )
 from freescale.bench.faults.storm import Storm
 from freescale.bench.faults.strikes import Strikes
@@ -103,6 +108,36 @@ def bench_faults(options: Options, to: Destination) -> int:
     preload()
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
+    with _divide_gpu(options) as divided:
+        os.environ.update(divided)
+        rows = _make_storms(options, work)
+    usual = options.storms and options.device == "cpu"
+    claims = make_claims(rows, None if usual else sum(one[1] for one in options.plan()))
+    struck = {event["kind"] for row in rows for event in row["events"]}
+    about = {name: kind.about for name, kind in KINDS.items() if name in struck}
+    write("faults", options.testbed, options.command, rows, claims, to=to, kinds=about)
+    return int(not all(is_exact(row) for row in rows))
+
+
+@contextmanager
+def _divide_gpu(options: Options) -> Iterator[dict[str, str]]:
+    """What ranks have in their environment, which may have to share a GPU."""
+    if options.device != "cuda":
+        yield {}
+        return
+    # Ranks are forked, and CUDA does not start in the child of a process that has asked it for
+    # GPUs: torch asks the driver's monitor instead.
+    told = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    os.environ.update(told)
+    ranks = max(most for _, most in read_ranks(options.ranks))
+    if torch.cuda.device_count() >= ranks:
+        yield told
+        return
+    with share_gpu(ranks) as divided:
+        yield told | divided
+
+
+def _make_storms(options: Options, work: Path) -> list[dict[str, Any]]:
     adopt_orphans()
     disk = mount_disk(work / "disk.img", work / "disk")
     if not disk:
@@ -113,12 +148,7 @@ def bench_faults(options: Options, to: Destination) -> int:
             kinds = list_kinds(disk, setting.hosts, setting.snapshot_every > 0)
             over = network if setting.hosts > 1 else None
             rows.append(run_storm(work, seed, faults, setting, kinds, over))
-    usual = options.storms and options.device == "cpu"
-    claims = make_claims(rows, None if usual else sum(one[1] for one in options.plan()))
-    struck = {event["kind"] for row in rows for event in row["events"]}
-    about = {name: kind.about for name, kind in KINDS.items() if name in struck}
-    write("faults", options.testbed, options.command, rows, claims, to=to, kinds=about)
-    return int(not all(is_exact(row) for row in rows))
+    return rows
 
 
 def run_storm(

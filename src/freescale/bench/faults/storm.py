@@ -152,7 +152,11 @@ class Storm:
         self._failures += 1
         print(f"  without a fault: {what}", flush=True)
         if self._failures > _MOST_FAILURES:
-            raise RuntimeError(f"the run fails again and again ({what}): see {self.testbed.said}")
+            said = self.testbed.said.read_text(errors="replace").strip().splitlines()
+            raise RuntimeError(
+                f"the run fails again and again ({what}): {' / '.join(said[-3:])}; see "
+                f"{self.testbed.said}"
+            )
 
     def later(self, seconds: float, work: Any) -> None:
         """Calls `work()` after some seconds."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from freescale.batch import SequenceBatch
-from freescale.bench.common.ranks import join
+from freescale.bench.common.ranks import open_rank
 from freescale.bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale.bench.common.spread import spread
 from freescale.bench.common.turns import read_peak_memory, read_resident_memory
@@ -44,9 +43,7 @@ from freescale.train.build import (
     load_histories,
     prepare_data,
 )
-from freescale.train.launch import is_rank
 from freescale.transport.api import Transport
-from freescale.transport.connect import connect
 
 POPULARITIES = {"zipf": 1.0, "uniform": None}
 COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
@@ -255,16 +252,8 @@ def collect_figures(rows: list[Row]) -> Mapping[str, float]:
 
 
 def bench_host_tables(setting: Setting, to: Destination) -> None:
-    if setting.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
-    transport: Transport = (
-        join(setting.device, LIMIT, "auto") if is_rank() else connect(setting.device)
-    )
-    with tempfile.TemporaryDirectory() as temporary:
-        # rank 0's, which all ranks of the machine read
-        folder = Path(transport.gather_bytes(temporary.encode())[0].decode())
+    with open_rank(setting.device, LIMIT) as (transport, folder):
         rows = Bench(setting, transport, folder).measure()
-        transport.gather_bytes(b"")
     if transport.rank == 0:
         claims = make_claims(ASKED, collect_figures(rows))
         ranks = f"{transport.world}ranks-" if transport.world > 1 else ""
@@ -274,4 +263,3 @@ def bench_host_tables(setting: Setting, to: Destination) -> None:
             write("host_tables", name, command, rows, claims, ["triton"], to=to)
         else:
             show_claims(claims)
-    transport.close()

@@ -1,5 +1,6 @@
 """The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
-minutes), and its own time and memory (`speed`)."""
+minutes), its own time and memory (`speed`), and the time that is useful under failures
+(`recovery`)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from freescale.bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("simulate", __doc__)
-    parser.add_argument("part", choices=("validate", "paper", "speed"))
+    parser.add_argument("part", choices=("validate", "paper", "speed", "recovery"))
     parser.add_argument("--most", type=int, default=4096, help="GPUs of `paper`")
+    parser.add_argument("--recovery", default="h200", help="what a failure costs, of `recovery`")
     options = parser.parse_args(arguments)
     to = read_destination(options)
     from freescale.bench.simulate.bench import bench_paper, bench_speed
@@ -19,6 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.part == "paper":
         bench_paper(options.most, to)
+    elif options.part == "recovery":
+        from freescale.bench.simulate.recovery import bench_recovery
+
+        bench_recovery(options.recovery, to)
     else:
         {"validate": validate, "speed": bench_speed}[options.part](to)
     return 0

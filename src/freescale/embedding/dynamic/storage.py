@@ -85,6 +85,7 @@ class DynamicStorage(RowStorage):
         self._undone = 0  # the last ones of them
         self._begun = 0  # batches whose step has begun
         self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
+        self._uncounted: deque[dict[str, int]] = deque()  # of batches whose step has not begun
         self._lock = RLock()  # a lane decides while the main thread begins a step
 
     # ---- every step
@@ -111,12 +112,17 @@ class DynamicStorage(RowStorage):
             with ledger.span("make rows"):
                 self._insert(decided, new)
             self.last_figures = decided.figures
-            for name, value in vars(decided.figures).items():
-                ledger.count(f"dynamic_{name}", value)
-            own = self._ranges[self.spec.name]
-            ledger.count("dynamic_rows", self.directory.used)
-            ledger.count("dynamic_capacity", own.last - own.first)
+            self._uncounted.append(self._describe(decided.figures))
         return slots if decided.inverse is None else slots.index_select(0, decided.inverse)
+
+    def _describe(self, figures: BatchFigures) -> dict[str, int]:
+        """For the ledger: the decisions about a batch, and the table after them."""
+        own = self._ranges[self.spec.name]
+        return {
+            **{f"dynamic_{name}": value for name, value in vars(figures).items()},
+            "dynamic_rows": self.directory.used,
+            "dynamic_capacity": own.last - own.first,
+        }
 
     def _insert(self, decided: Decided, slots: Tensor) -> None:
         new = {
@@ -201,9 +207,15 @@ class DynamicStorage(RowStorage):
 
     # ---- what is provisional
 
-    def begin(self) -> None:
+    def begin(self, ledger: Recorder | None = None) -> None:
         """The step of the next batch that was made resident begins. Waits for a lane that decides
         about another batch only if something was rolled back."""
+        # Counted here, not where it is decided: a lane may be late, and the ledger's step would
+        # have the rows of two batches, and the one before it none.
+        figures = self._uncounted.popleft()
+        if ledger is not None:
+            for name, value in figures.items():
+                ledger.count(name, value)
         self._begun += 1
         if self._undone:
             with self._lock:
@@ -226,6 +238,7 @@ class DynamicStorage(RowStorage):
         """Takes back what was decided for steps that have not begun: they will not come."""
         with self._lock:
             self.roll_back()
+            self._uncounted.clear()
             while self._undone:
                 self._decisions.pop()
                 self._undone -= 1
@@ -291,6 +304,7 @@ class DynamicStorage(RowStorage):
         self.inner.reload()
         self.directory.rebuild()
         self._decisions.clear()
+        self._uncounted.clear()
         self._undone, self._begun = 0, self.directory.batches
 
     def get_ids(self, name: str) -> Tensor:

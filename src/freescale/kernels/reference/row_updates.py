@@ -108,6 +108,8 @@ def counted_adam(
     rates = [1 - beta for beta in betas]
     both = torch.tensor(rates, dtype=weight.dtype, device=weight.device)
     for block, gradient in _split_blocks(rows, gradients):
+        # not times 0: of a row that is none, the gradient may be what memory held before
+        gradient = gradient.where((block >= 0)[:, None], 0)
         there = (block >= 0).to(weight.dtype)[:, None]
         block = block.clamp(min=0).long()
         change = (gradient - first.index_select(0, block)) * rates[0]

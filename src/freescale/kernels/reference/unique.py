@@ -24,7 +24,7 @@ class Unique:
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
-    """keys [n] int64 or int32, none negative; edges [e] int64, rising, the last above every key."""
+    """keys [n] int64 or int32; edges [e] int64, rising, the last above every key."""
     check_keys(keys=keys if keys.dtype != torch.int32 else keys.long(), edges=edges)
     unique, inverse = torch.unique(keys, return_inverse=True)
     return Unique(

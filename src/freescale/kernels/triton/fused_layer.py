@@ -44,12 +44,16 @@ from freescale.kernels.triton.launch import (
     round_up_to_power_of_two,
     use_device,
 )
-from freescale.kernels.triton.layer import MOST_PARTS, WIDE
+from freescale.kernels.triton.layer import WIDE
 from freescale.kernels.upload import upload
 from freescale.random import compute_keep_threshold
 
 # Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
+# Backward: so few registers that five programs run on a multiprocessor at a time, four of the gate
+# with several rows each; and no more parts of the tokens, each with sums of its own, than run so on
+# the 132 of an H200: none waits for others to end.
+REGISTERS, GATE_REGISTERS, MOST_PARTS = 96, 128, 5 * 132
 SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
@@ -192,6 +196,18 @@ def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
 
 
 @cache
+def _choose_backward_shape(
+    width: int, dtype: torch.dtype, registers: int = REGISTERS
+) -> dict[str, Any]:
+    """`registers`: of programs with several rows at a time. Rows of eight warps and of float32 do
+    not fit in so few."""
+    shape = _choose_shape(BACKWARD, width)
+    if width >= WIDE or dtype == torch.float32:
+        return {**shape, "maxnreg": None}
+    return {**shape, "maxnreg": REGISTERS if shape["R"] == 1 else registers}
+
+
+@cache
 def _choose_silu_shape(widths: tuple[int, ...]) -> dict[str, int]:
     """R tokens, C columns of one of the pieces."""
     columns = min(SILU_COLUMNS, round_up_to_power_of_two(max(widths)))
@@ -329,7 +345,7 @@ class _Layer(torch.autograd.Function):
             grad_output = _multiply(grad.t(), gated, ctx.dtypes[2])
             grad_gated = torch.mm(grad, output)
             grad_attended, grad_projected = torch.empty_like(attended), torch.empty_like(projected)
-            shape = _choose_shape(BACKWARD, gated_width)
+            shape = _choose_backward_shape(gated_width, options.dtype, GATE_REGISTERS)
             launch_kernel(
                 gate_backward_kernel, (sums.count,),
                 grad_gated, attended, projected, options.keys, gate_weight, gate_bias,
@@ -357,7 +373,7 @@ class _Layer(torch.autograd.Function):
             grad_normal = torch.mm(grad_projected, projection)
             grad_x = torch.empty_like(x)
             grad_added = _empty(x.shape, ctx.added, x) if ctx.added not in (None, x.dtype) else None
-            shape = _choose_shape(BACKWARD, width)
+            shape = _choose_backward_shape(width, options.dtype)
             launch_kernel(
                 add_norm_backward_kernel, (sums.count,),
                 grad_normal, above, x, input_weight, means, inverses, grad_x, grad_added,

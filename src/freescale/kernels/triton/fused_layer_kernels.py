@@ -14,7 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.triton.layer_kernels import _kept, _norm_gradient, _statistics
+from freescale.kernels.triton.layer_kernels import (
+    _kept,
+    _norm_gradient,
+    _sigmoid,
+    _silu_slope,
+    _statistics,
+)
 
 
 @triton.jit
@@ -49,9 +55,9 @@ def add_norm_kernel(
         values += _load_vector(added_bias, column, WIDTH)[None, :]
         tl.store(total + place, values.to(total.dtype.element_ty), mask=there)
         # what is stored is what the norm sees, in backward too
-        values = tl.where(there, values.to(total.dtype.element_ty).to(tl.float32), 0.0)
+        values = values.to(total.dtype.element_ty).to(tl.float32)
     if out is not None:
-        mean, inverse = _statistics(values, there, eps, WIDTH)
+        mean, inverse = _statistics(values, column, eps, WIDTH)
         scale = _load_vector(weight, column, WIDTH)
         shift = _load_vector(bias, column, WIDTH)
         result = (values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]
@@ -86,7 +92,7 @@ def add_norm_backward_kernel(
             values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
             mean = tl.load(means + row, mask=row < tokens, other=0.0)
             inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
-            normal = tl.where(there, (values - mean[:, None]) * inverse[:, None], 0.0)
+            normal = (values - mean[:, None]) * inverse[:, None]
             weight_sum += slope * normal
             bias_sum += slope
             result += _norm_gradient(slope, normal, scale, inverse, WIDTH)
@@ -95,7 +101,7 @@ def add_norm_backward_kernel(
         if grad_added is not None:
             tl.store(grad_added + place, result.to(grad_added.dtype.element_ty), mask=there)
         if ADDED:
-            added_sum += tl.where(there, result, 0.0)
+            added_sum += result
     if grad is not None:
         _store_sum(parts, column, tl.sum(weight_sum, 0), SUMS, WEIGHT_AT, WIDTH)
         _store_sum(parts, column, tl.sum(bias_sum, 0), SUMS, BIAS_AT, WIDTH)
@@ -119,15 +125,9 @@ def silu_kernel(
     values = tl.load(x + row[:, None] * TOTAL + FIRST + column[None, :], mask=there, other=0.0).to(
         tl.float32
     )
-    result = values * tl.sigmoid(values)
+    result = values * _sigmoid(values)
     place = row[:, None] * width + column[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _silu_slope(x):
-    part = tl.sigmoid(x)
-    return part * (1 + x * (1 - part))
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _silu_gradient(
         place = row[:, None] * TOTAL + FIRST + column[None, :]
         values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
         slope = tl.load(grad + row[:, None] * WIDTH + column[None, :], mask=there, other=0.0)
-        result = slope.to(tl.float32) * _silu_slope(values)
+        result = slope.to(tl.float32) * _silu_slope(values, _sigmoid(values))
         tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
         total += result
     _store_sum(parts, column, tl.sum(total, 0), SUMS, AT + FIRST, WIDTH)
@@ -202,9 +202,9 @@ def gate_kernel(
     opening = opening.to(tl.float32)
     scale = _load_vector(weight, column, WIDTH)
     shift = _load_vector(bias, column, WIDTH)
-    mean, inverse = _statistics(values, there, eps, WIDTH)
+    mean, inverse = _statistics(values, column, eps, WIDTH)
     result = (values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]
-    result *= opening * tl.sigmoid(opening)
+    result *= opening * _sigmoid(opening)
     if keys is not None:
         result = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), result * share, 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
@@ -239,10 +239,12 @@ def gate_backward_kernel(
         inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
         if keys is not None:
             slope = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), slope * share, 0.0)
-        normal = tl.where(there, (values - mean[:, None]) * inverse[:, None], 0.0)
-        opened = slope * (normal * scale[None, :] + shift[None, :]) * _silu_slope(opening)
+        normal = (values - mean[:, None]) * inverse[:, None]
+        opened_part = _sigmoid(opening)
+        opened = slope * (normal * scale[None, :] + shift[None, :])
+        opened *= _silu_slope(opening, opened_part)
         tl.store(grad_gate + beside, opened.to(grad_gate.dtype.element_ty), mask=there)
-        slope *= opening * tl.sigmoid(opening)
+        slope *= opening * opened_part
         result = _norm_gradient(slope, normal, scale, inverse, WIDTH)
         tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=there)
         weight_sum += slope * normal

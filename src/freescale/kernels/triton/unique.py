@@ -34,7 +34,7 @@ class GroupedKeys(Unique):
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> GroupedKeys:
-    """keys [n] int64 or int32, none negative; edges [e] int64, rising, the last above every key. A
+    """keys [n] int64 or int32; edges [e] int64, rising, the last above every key. A
     sort of int32 takes half the passes."""
     check_keys(**({"keys": keys} if keys.dtype != torch.int32 else {}), edges=edges)
     _check_size(keys)

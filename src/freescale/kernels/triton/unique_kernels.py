@@ -50,12 +50,11 @@ def _below(keys, wanted, n, steps, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "steps", "count"])
 def edges_kernel(keys, ranks, edges, counts, n, steps, count, BLOCK: tl.constexpr):
-    """counts[e]: unique keys from edges[e - 1] up to edges[e]."""
+    """counts[e]: unique keys from edges[e - 1], or the lowest of all, up to edges[e]."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = _below(keys, tl.load(edges + e, mask=e < count, other=0), n, steps, BLOCK)
-    start = _below(
-        keys, tl.load(edges + e - 1, mask=(e > 0) & (e < count), other=-1), n, steps, BLOCK
-    )
+    before = tl.load(edges + e - 1, mask=(e > 0) & (e < count), other=0)
+    start = tl.where(e > 0, _below(keys, before, n, steps, BLOCK), 0)
     total = tl.load(ranks + end - 1, mask=end > 0, other=0) - tl.load(
         ranks + start - 1, mask=start > 0, other=0
     )
