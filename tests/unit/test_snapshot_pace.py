@@ -55,7 +55,7 @@ def test_auto_settles_where_the_budget_is_kept(clock):
     """Where a snapshot of more steps costs more, too: 30 ms and 0.5 ms for each step."""
     pace = Pace("auto")
     lines = train(pace, clock, 40, lambda steps: 0.03 + 0.0005 * steps)
-    assert pace.interval in (60, 61)  # 0.06 s = 1 % of 60 steps of 0.1 s, as they round
+    assert 60 <= pace.interval <= 75  # 0.06 s = 1 % of 60 steps of 0.1 s; it grows by a quarter
     steps = [line["snapshot_interval"]["steps"] for line in lines]
     assert steps == sorted(set(steps)) and steps[-1] == pace.interval
     assert lines[-1]["snapshot_interval"]["percent"] <= 100 * BUDGET

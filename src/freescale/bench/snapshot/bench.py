@@ -38,6 +38,7 @@ from freescale.transport.api import Transport
 if TYPE_CHECKING:
     from freescale.train.run_state import RunState
 
+_SETTLING = 80  # steps
 _RUN = 8  # steps with marking of rows, and as many without
 WIDTH, IDS = 64, 7_000  # of the table; ids that a rank reads in a step
 
@@ -139,12 +140,16 @@ class Measured:
         return Turn(seconds, begun)
 
     def settle_interval(self) -> int:
-        """Trains at the pace of `auto` until three snapshots in a row have not changed it."""
-        same = 0
-        while same < 3:
+        """Trains at the pace of `auto` until two snapshots have not changed it, of those that cost
+        what most do: from the third on."""
+        self.snapshots.pace.interval = _SETTLING  # from where on it grows: a run has more time
+        taken, same = 0, 0
+        while taken < 5 or same < 2:
             before = self.snapshots.interval
             self.make_steps(before, snapshots=True)
-            same = same + 1 if self.snapshots.interval == before else 0
+            taken, same = taken + 1, same + 1 if self.snapshots.interval == before else 0
+            if self.transport.rank == 0:
+                print(f"a snapshot every {self.snapshots.interval} steps", flush=True)
         self.finish()
         return self.snapshots.interval
 

@@ -3,6 +3,7 @@ cost a small share of training; in any case as many as one takes to complete."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from freescale.train.snapshot.choice import choose_affordable, choose_interval
 BUDGET = 0.01  # of training, for snapshots
 WINDOW = 6  # steps that feel a snapshot: its copy, its thread, caches that it has emptied
 _FIRST = 10  # steps between the first ones, where nothing is known yet
+_GROWS_BY = 1.25  # at least, with auto: more steps change more rows, so that a snapshot costs more
 
 Every = int | str  # "auto", or a number
 Look = dict[str, Any]  # of a rank at the last snapshot, as plain JSON
@@ -90,7 +92,10 @@ class Pace:
         `snapshot_interval`, that the interval grows; under `snapshot_cost`, once, that the one
         which was asked for costs more than the budget."""
         least = max(each["steps"] for each in looks)
-        grows, self.interval = least > self.interval, max(least, self.interval)
+        grows = least > self.interval
+        if grows and not isinstance(self.asked, int):
+            least = max(least, math.ceil(_GROWS_BY * self.interval))
+        self.interval = max(least, self.interval)
         share = max(each["cost_in_steps"] for each in looks) / self.interval
         about = {
             "steps": self.interval,

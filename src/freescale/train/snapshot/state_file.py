@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ class StateFile:
         self._entries: Entries = {}
         self._end = 0
         self._file = create_file(0)
+        self._close = weakref.finalize(self, os.close, self._file)
         self._sums: dict[str, Words] = {}
 
     def reserve(self, tables: Mapping[str, Tensor]) -> None:
@@ -94,5 +96,5 @@ class StateFile:
 
     def close(self) -> None:
         """The memory stays as long as a keeper has it."""
-        os.close(self._file)
+        self._close()
         self.tables.clear()
