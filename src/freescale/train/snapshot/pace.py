@@ -29,6 +29,7 @@ class StepCosts:
         self._before = time.process_time()
         self._usual: deque[float] = deque(maxlen=50)
         self._window: list[float] | None = None  # of the steps since the last snapshot
+        self._counts = False  # whether that is a usual one
         self._costs: deque[float] = deque(maxlen=3)
 
     def note_step(self) -> None:
@@ -40,16 +41,14 @@ class StepCosts:
             return
         self._window.append(spent)
         if len(self._window) == WINDOW:
-            if self._usual:
+            if self._usual and self._counts:
                 usual = statistics.median(self._usual)
                 self._costs.append(sum(self._window) - WINDOW * usual)
             self._window = None
 
     def note_snapshot(self, usual: bool) -> None:
         """One begins; `usual`: that costs what most do."""
-        self._window = []
-        if not usual:
-            self._costs.clear()
+        self._window, self._counts = [], usual
 
     def estimate(self) -> float:
         """Seconds that a snapshot takes of a processor, by the last ones; 0 if nothing is known."""
