@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="steps, in a row beside auto",
     )
     parser.add_argument("--turns", type=int, default=4, help="of steps")
-    parser.add_argument("--each", type=int, default=40, help="steps of a turn, or one interval")
+    parser.add_argument("--each", type=int, default=96, help="steps of a turn, or one interval")
     options = parser.parse_args(arguments)
     to = read_destination(options)
     ranks = options.nproc or (2 if options.device == "cpu" else 4)

@@ -1,12 +1,12 @@
 """Snapshots beside training, and restores, on the shared workload.
 
 Snapshots are first taken at the pace of `auto`, until their interval has settled. Then they are
-timed at that interval and at a given one. What they add is the sum of two medians, which a slow
-moment of the machine does not change: what the steps that feel a snapshot take more than others of
-its turn, over the steps between two; and what steps take more while rows are marked, where a few
-steps with marking and a few without alternate. Then the same
-state is restored from memory, and from a checkpoint whose files are synced and dropped from the
-page cache; both verify what they read.
+timed at that interval and at a given one. What they add is the sum of two medians: what the steps
+that feel a snapshot take more than others of its turn, over the steps between two; and what steps
+take more while rows are marked, where a few steps with marking and a few without alternate. The
+time inside the calls that mark is a column of its own. Then the same state is restored from memory,
+and from a checkpoint whose files are synced and dropped from the page cache; both verify what they
+read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import secrets
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 import freescale
 from freescale.bench.common.arm import Model, feed
@@ -77,6 +79,7 @@ class Turn(NamedTuple):
 
     seconds: list[float]
     begun: list[int]  # those that began a snapshot
+    marked: list[float]  # seconds of which rows were marked
 
     def divide(self) -> tuple[float, list[float]]:
         """The median of steps that feel no snapshot; what each snapshot's steps take more."""
@@ -109,7 +112,19 @@ class Measured:
         self.run = secrets.token_hex(8)  # of rank 0
         self.run = transport.gather_bytes(self.run.encode())[0].decode()
         self.snapshots.open(self.run, 0)
+        self.changed = [group.rows.changed for group in self.model.tables.groups]
+        self.marking = 0.0  # seconds so far
+        for each in self.changed:
+            each.mark = self._time_calls(each.mark)  # type: ignore[method-assign, assignment]
         self._steps = self.pipeline.run(feed(workload, transport.rank, transport.world))
+
+    def _time_calls(self, call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        def timed(rows: Tensor) -> None:
+            begin = time.perf_counter()
+            call(rows)
+            self.marking += time.perf_counter() - begin
+
+        return timed
 
     def state(self) -> RunState:
         """Of a run, as far as snapshots look at it."""
@@ -127,17 +142,19 @@ class Measured:
     def make_steps(self, count: int, snapshots: bool) -> Turn:
         """A collective."""
         self._synchronize()
-        seconds, begun = [], []
+        seconds, begun, marked = [], [], []
         for number in range(count):
             begin, before = time.perf_counter(), self.snapshots._taking
+            marking = self.marking
             next(self._steps)
             if snapshots:
                 self.snapshots.take_if_due(self.state())
                 if self.snapshots._taking is not before:
                     begun.append(number)
             seconds.append(time.perf_counter() - begin)
+            marked.append(self.marking - marking)
         self._synchronize()
-        return Turn(seconds, begun)
+        return Turn(seconds, begun, marked)
 
     def settle_interval(self) -> int:
         """Trains at the pace of `auto` until two snapshots have not changed it, of those that cost
@@ -192,7 +209,7 @@ class Measured:
     def time_marking(self, count: int) -> dict[bool, list[float]]:
         """Seconds of steps, by whether rows are marked. The files lack the changes of steps
         without."""
-        changed = [group.rows.changed for group in self.model.tables.groups]
+        changed = self.changed
         marks = [each._marks for each in changed]
         found: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * count // _RUN):
@@ -282,13 +299,17 @@ def _compare(measured: Measured, interval: int) -> Row:
     count = interval * max(1, round(plan.each / interval))
     measured.begin_turns(interval)
     steps: dict[bool, list[float]] = {True: [], False: []}
-    turns = []
+    turns, by_turn = [], []
     for _ in range(plan.turns):
         turns.append(measured.time_with(interval, count))
-        for marked, seconds in measured.time_marking(plan.each).items():
+        found = measured.time_marking(plan.each)
+        on, off = (statistics.median(found[marked]) for marked in (True, False))
+        by_turn.append(100 * (on / off - 1))
+        for marked, seconds in found.items():
             steps[marked] += seconds
     step = statistics.median(steps[False])
     marking = statistics.median(steps[True]) / step - 1
+    calls = statistics.median(of for turn in turns for of in turn.marked)
     snapshots = [seconds for turn in turns for seconds in turn.divide()[1]]
     snapshot = statistics.median(snapshots)
     total = statistics.mean(seconds for turn in turns for seconds in turn.seconds)
@@ -300,6 +321,8 @@ def _compare(measured: Measured, interval: int) -> Row:
         "snapshot_ms": 1e3 * snapshot,
         "snapshots_ms": [1e3 * seconds for seconds in snapshots],
         "marking_percent": 100 * marking,
+        "marking_turns_percent": by_turn,
+        "marking_calls_percent": 100 * calls / step,
         "more_percent": 100 * (marking + snapshot / (interval * step)),
         "means_more_percent": 100 * (total / statistics.mean(steps[False]) - 1),
         "changes_seconds": taking.seconds,
