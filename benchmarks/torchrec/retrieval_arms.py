@@ -39,9 +39,9 @@ from freescale.train.build import (
     build_module,
     build_row_optimizer,
     choose_row_std,
-    count_workers,
     load_histories,
 )
+from freescale.worker_server import count_workers
 
 FEATURES = ("history", "targets", "negatives")
 _CHUNK = 1 << 15  # rows that are drawn at a time

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import id_map_cases
+from helpers import dynamic_storage_cases, id_map_cases
 from helpers.collisions import batch_of
 from helpers.dynamic_streams import CHURN, RULES, build
 from helpers.gpu_training import CudaClicks
@@ -21,6 +21,14 @@ from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    """What a model adds up by itself, too: without it two serial runs differ in their last bits."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class CudaClicks32(CudaClicks):
@@ -134,6 +142,12 @@ def test_the_cases_of_the_interpreter(case):
     ), found
 
 
+@pytest.mark.parametrize("case", dynamic_storage_cases.CASES)
+def test_rows_are_those_of_the_host_map(case):
+    found = dynamic_storage_cases.compare(*dynamic_storage_cases.CASES[case], "cuda")
+    assert found["steps"] and found["ahead"] and found["evicted"] > 3, found
+
+
 @pytest.mark.parametrize("evict", ["lru", "lfu", After(5)], ids=str)
 def test_a_large_map_decides_as_the_host(evict):
     """All shards, programs beside each other: batches of 200,000 ids, a tenth of which are new,
@@ -159,9 +173,10 @@ def test_a_large_map_decides_as_the_host(evict):
         assert decided[0].figures.evicted > 1000
 
 
-def test_a_large_shard_decides_as_the_host():
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_a_large_shard_decides_as_the_host(evict):
     """Few shards of many rows, all of which one batch has filled: bounds among equal last uses."""
-    rules = Dynamic(12_000 * SHARDS)
+    rules = Dynamic(12_000 * SHARDS, evict=evict)
     pair = id_map_cases.Pair(rules, (0, 3), "cuda")
     keys = compute_keys(torch.arange(60_000_000, 120_000_000))
     keys = keys[(keys >> 52) + SHARDS // 2 < 3]

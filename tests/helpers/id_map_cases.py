@@ -19,7 +19,7 @@ from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import draw_initial_rows
 from freescale.kernels.reference import id_map
 from freescale.kernels.triton import id_map as triton_id_map
-from freescale.kernels.triton import initial_rows
+from freescale.kernels.triton import row_exchange
 from freescale.random import derive, hash_name, mix
 from helpers.dynamic_streams import SPECIAL, id_in
 
@@ -166,11 +166,12 @@ def placed(device="cpu", maps=12):
         order |= {"batch": 20, "limit": draw(1, 13)}
         found = []
         for module in (id_map, triton_id_map):
-            contents, sums = module.place(plain, missing, **order)
+            contents, again, sums = module.place(plain, missing, **order)
             count = int(sums[0])
-            pairs = zip(contents.entries[:count].tolist(), contents.ids[:count].tolist())
-            found.append((sorted(pairs), sums.tolist(), set(contents.entries[count:].tolist())))
-        held[f"map {number}"] = found[0][:2] == found[1][:2] and found[1][2] <= {-1}
+            ids = contents.ids[:count].tolist()
+            pairs = sorted(zip(contents.entries[:count].tolist(), ids))
+            found.append((pairs, sums.tolist(), again[:count].tolist() == ids))
+        held[f"map {number}"] = found[0] == found[1] and found[0][2]
     return held
 
 
@@ -228,16 +229,52 @@ def crowded(device="cpu"):
     return compare(rules, (9, 10), stream, device)
 
 
-def drawn(device="cpu"):
-    """Initial rows, against those of plain torch."""
+def alike(device="cpu"):
+    """Ids that begin at the same bucket and agree in all bits of their hash that a word holds: each
+    is told from the others by the id of its entry alone."""
+    hashes = (9 << 52) + (torch.arange(110) << 20) + 5
+    stream = [(hashes[at : at + 24] ^ -(1 << 63), None) for at in range(0, 84, 12)]
+    return compare(Dynamic(40 * SHARDS), (9, 10), stream, device)
+
+
+def exchanged(device="cpu"):
+    """Rows that come and go, beside plain torch: initial ones, zeros, and those that were there."""
     held = {}
+    ids = torch.cat([torch.tensor(SPECIAL), torch.arange(-20, 50)]).to(device)
+    slots = (torch.arange(ids.numel(), device=device) * 7 + 3) % 101  # each once
     for width in (1, 12, 128):
         spec = TableSpec("item", 1, width, torch.float32, ())
-        ids = torch.cat([torch.tensor(SPECIAL), torch.arange(-20, 50)]).to(device)
         seed = derive(7, hash_name("item")).view(1).to(device)
-        ours = initial_rows.draw_rows(ids, seed, width, 0.3)
-        error = (ours - draw_initial_rows(spec, ids, 7, 0.3)).abs().max()
-        held[f"width {width}"] = float(error) < 2e-6
+        first = torch.arange(101.0 * width, device=device).view(101, width)
+        table = first.clone()
+        kept = row_exchange.insert_drawn(table, slots, ids, seed, 0.3)
+        drawn = table[slots]
+        error = (drawn - draw_initial_rows(spec, ids, 7, 0.3)).abs().max()
+        same = torch.equal(kept, first[slots])
+        row_exchange.swap_rows(table, slots, kept)
+        same &= torch.equal(table, first) and torch.equal(kept, drawn)
+        held[f"width {width}"] = float(error) < 2e-6 and same
+    for shape in ((), (2,)):
+        first = torch.rand(101, *shape, device=device) + 1
+        table = first.clone()
+        kept = row_exchange.insert_zeros(table, slots)
+        others = torch.ones(101, dtype=torch.bool, device=device).index_fill_(0, slots, False)
+        same = torch.equal(kept, first[slots]) and not table[slots].any()
+        held[f"state {shape}"] = same and torch.equal(table[others], first[others])
+    return held
+
+
+def read(device="cpu"):
+    """Rows of ids that are there, of others and of crowded buckets, in one pass."""
+    rules, shards, width = Dynamic(9 * SHARDS), (4094, 4096), 12
+    pair = Pair(rules, shards, device)
+    weight = torch.rand(rules.rows + 1, width).to(device)
+    held = {"rows": True}
+    for keys, counted in draw_stream(shards, 20, 4, 20):
+        pair.decide(keys, counted)
+        rows = triton_id_map.read_rows(pair.device.map, keys.to(device), weight, rules.rows)
+        slots = pair.host.find(keys, absent=rules.rows).to(device)
+        held["rows"] &= torch.equal(rows, weight[slots]) and bool((slots < rules.rows).any())
     return held
 
 
@@ -254,10 +291,12 @@ CASES = {
         for name, (rules, shards, drawn) in STREAMS.items()
     },
     "crowded": crowded,
+    "alike": alike,
     "neighbours": neighbours,
     "rebuilt": rebuilt,
-    "initial rows": drawn,
+    "exchanged": exchanged,
     "placed": placed,
+    "read": read,
 }
 
 
@@ -265,5 +304,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # several blocks of a shard: the interpreter is slow
     triton_id_map.SHARD_BLOCK, triton_id_map.ORDER_BLOCK, triton_id_map.BLOCK = 16, 4, 32
+    triton_id_map.HELD_ROWS, triton_id_map.HELD_ROWS_OF_WARP = 8, 4
     with by_kernels(triton_id_map):
         print(json.dumps({name: case("cpu") for name, case in CASES.items()}))

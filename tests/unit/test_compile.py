@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +17,11 @@ from freescale.kernels.triton import launch
 from freescale.kernels.triton.compile import compile_versions, find_versions
 from freescale.kernels.triton.compile_worker import Version, settle_keys
 from freescale.kernels.triton.launch import Block, launch_kernel, record_launches
-from freescale.ledger.compilations import watch_compilations
+from freescale.ledger.compilations import describe_source, watch_compilations
 from freescale.random import derive
-from freescale.train.build import build_module
+from freescale.train.build import build_model, build_module
 from freescale.train.compile_kernels import call_kernels, call_model
+from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton exists for Linux alone"
@@ -105,10 +106,40 @@ def test_what_is_compiled_covers_what_a_run_launches(task, changes):
     module.item = torch.nn.Embedding(50, 64)
     with record_launches() as needed:
         for seed in range(4):
-            call_model(module, draw_batch(config, seed), config, CPU)
+            batch = draw_batch(config, seed)
+            call_model(module, batch, config, CPU)
+            if len(batch) > 1:  # the first batch is checked in parts, which begin anywhere
+                call_model(module, batch.slice(1, len(batch)), config, CPU)
+    assert len(needed) > 50 and not list_missing(needed, beforehand)
+
+
+def list_missing(needed, beforehand):
     ready = {repr(version) for version in find_versions(beforehand, H200)}
     missing = [v for v in find_versions(needed, H200) if repr(v) not in ready]
-    assert len(needed) > 50 and not missing, [version.name for version in missing]
+    return [describe_source(version.build_source()) for version in missing]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_what_is_compiled_covers_the_tables_of_one_rank(optimizer):
+    """The calls of its schedule: the head reads a copy of the rows, the encoder the table."""
+    config = configure(position_bias=False, time_bias=False)
+    config = replace(config, train=replace(config.train, row_optimizer=optimizer))
+    with record_launches() as beforehand:
+        call_kernels(config, False, CPU)
+    sizes = SimpleNamespace(num_items=50, num_actions=0)
+    model = build_model(config, sizes, LocalTransport())
+    tables = model.tables
+    with record_launches() as needed:
+        for seed in range(4):
+            batch = draw_batch(config, seed)
+            if not tables.placed:
+                tables.place(batch)
+            requests = tables.request_locally([batch])
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = model.module.train()(batch)
+            losses["next_item"].backward()
+            tables.update_locally(tables.collect_locally(requests), step=1 + seed)
+    assert len(needed) > 50 and not list_missing(needed, beforehand)
 
 
 def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
@@ -123,9 +154,14 @@ def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
     assert len(launches) == 3 and len(versions) == 1
     assert compile_versions(versions, lambda *progress: told.append(progress)) == 1
     assert told == [(0, 1), (1, 1)] and compile_versions(versions) == 0
-    count = watch_compilations()
+    list_compiled = watch_compilations()
     versions[0].compile()
-    assert count() == 0  # from the cache
+    assert list_compiled() == []  # from the cache
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    versions[0].compile()
+    assert list_compiled() == [
+        "flags_kernel(keys: *i64 / 16, flags: *i32 / 16, n: i32, BLOCK=1024)"
+    ]
 
 
 def find_keys(names):

@@ -62,7 +62,10 @@ def test_a_gpu_run_has_a_line_with_its_figures(tmp_path, monkeypatch):
     """Everything but the device."""
     monkeypatch.setattr("torch.profiler.profile", lambda activities: PROFILE)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    monkeypatch.setattr("freescale.train.device_figures.watch_compilations", lambda: lambda: 3)
+    compiled = ["gather_kernel(rows: *i32)", "scatter_kernel(rows: *i64)"]
+    monkeypatch.setattr(
+        "freescale.train.device_figures.watch_compilations", lambda: lambda: compiled
+    )
     transport = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     trainer = SimpleNamespace(rank=0, step=0, total=12, folder=tmp_path, transport=transport)
     figures = DeviceFigures(steps=2)
@@ -71,7 +74,8 @@ def test_a_gpu_run_has_a_line_with_its_figures(tmp_path, monkeypatch):
         figures.on_step(trainer, SimpleNamespace(step=step))
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     entry = json.loads(line)
-    assert entry["step"] == 12 and entry["launches"] == 1.5 and entry["compilations"] == 3
+    assert entry["step"] == 12 and entry["launches"] == 1.5 and entry["compilations"] == 2
+    assert entry["compiled"] == compiled
     assert 0 < entry["device_busy"] <= 1
 
 

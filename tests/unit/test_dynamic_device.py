@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import id_map_cases, interpreter
+from helpers import dynamic_storage_cases, id_map_cases, interpreter
 from helpers.collisions import batch_of
 from helpers.dynamic_streams import CHURN, RULES, SPECIAL, build, id_in, state_of
 from hypothesis import given, settings
@@ -28,10 +28,11 @@ from freescale.embedding.dynamic_rules import (
     parse_dynamic,
 )
 from freescale.kernels.reference import id_map
+from freescale.kernels.triton import row_exchange
 from freescale.kernels.triton.compile import find_versions
-from freescale.kernels.triton.initial_rows import draw_rows
 from freescale.kernels.triton.launch import record_launches
 from freescale.pipeline.staged import Staged
+from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.compile_kernels import call_id_map
 from freescale.transport.local import LocalTransport
@@ -54,6 +55,17 @@ def test_streams_of_the_kernels_evict_sweep_and_turn_away(interpreted):
     streams = [interpreted[case] for case in (*id_map_cases.STREAMS, "crowded")]
     for name in FIGURES:
         assert sum(found[name] for found in streams) > 3, name
+
+
+@pytest.fixture(scope="module")
+def interpreted_storage():
+    return interpreter.interpreted(dynamic_storage_cases.__file__)
+
+
+@pytest.mark.parametrize("case", dynamic_storage_cases.CASES)
+def test_rows_are_those_of_the_host_map(interpreted_storage, case):
+    found = interpreted_storage[case]
+    assert found["steps"] and found["ahead"] and found["evicted"] > 3, found
 
 
 POOL = [id_in(shard, number) for shard in (0, 1, 2) for number in range(12)] + SPECIAL
@@ -116,7 +128,13 @@ def test_kernels_are_compiled_before_the_first_step(evict):
                 directory.undo(decided.changes)
                 directory.find(keys)
         directory.rebuild()
-        draw_rows(KEYS[:3], KEYS[:1], config.model.width, 0.3)
+        weight = torch.zeros(5, config.model.width)
+        directory.read(KEYS[1:4], weight, torch.float32, absent=3)
+        kept = row_exchange.insert_drawn(weight, KEYS[:3], KEYS[:3], KEYS[:1], 0.3)
+        row_exchange.swap_rows(weight, KEYS[:3], kept)
+        for shape in build_row_optimizer(config).state_shapes(config.model.width).values():
+            state = torch.zeros(5, *shape)
+            row_exchange.swap_rows(state, KEYS[:3], row_exchange.insert_zeros(state, KEYS[:3]))
     with record_launches() as ready:
         call_id_map(rules, config, torch.device("cpu"))
     known = {repr(version) for version in find_versions(ready, H200)}

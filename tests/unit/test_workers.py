@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ import torch
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.data import Histories, generate
-from freescale.data.workers import WorkerLoader, choose_workers, read_ahead
+from freescale.data.workers import WorkerLoader, read_ahead
+from freescale.worker_server import WorkerServer, choose_workers
 
 LARGE = 25  # every so many batches
 
@@ -107,16 +111,78 @@ def test_an_error_in_a_worker_is_raised_with_its_traceback():
 
 
 def test_a_killed_worker_is_an_error():
-    with WorkerLoader(Counting(1 << 30), 1) as loader:
+    with WorkerLoader(Counting(1 << 30), 2) as loader:
         loader.wait_until_up()
-        os.kill(read_children()[0], signal.SIGTERM)  # ignored: the trainer decides
+        for worker in read_workers():
+            os.kill(worker, signal.SIGTERM)  # ignored: the trainer decides
         taken = [next(loader).number for _ in range(20)]
         assert taken == list(range(20))
-        os.kill(read_children()[0], signal.SIGKILL)
+        assert len(read_workers()) == 2
+        os.kill(read_workers()[0], signal.SIGKILL)
         with pytest.raises(RuntimeError, match="data worker . was killed by signal 9"):
             for _ in range(30):
                 next(loader)
     assert read_children() == []
+
+
+def test_batches_do_not_wait_for_the_server():
+    """It is stopped while it comes up: all batches are made here, and nobody waits for its end."""
+    source, server = Counting(1000), WorkerServer()
+    os.kill(server.pid, signal.SIGSTOP)
+    with WorkerLoader(source, 1, server=server) as loader:
+        assert all(are_equal(batch, source.batch(n)) for n, batch in enumerate(loader))
+        assert loader.made_here == 1000
+    server.close()
+    assert read_children() == [] and not server.is_open
+
+
+def test_a_server_that_ends_is_an_error():
+    """Before it has forked a worker; with workers, they go on without it."""
+    server = WorkerServer()
+    with WorkerLoader(Counting(1 << 30), 1, server=server) as loader:
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="data worker 0 was killed by signal 9"):
+            loader.wait_until_up()
+    server.close()
+    with WorkerLoader(Counting(1 << 30), 1) as loader:
+        loader.wait_until_up()
+        (worker,) = read_workers()
+        os.kill(read_parent(worker), signal.SIGKILL)
+        assert [next(loader).number for _ in range(50)] == list(range(50))
+    with pytest.raises(ProcessLookupError):
+        wait_for_end(worker)
+
+
+def test_a_server_forks_the_workers_of_one_loader_after_another():
+    with closing(WorkerServer()) as server:
+        before: list[int] = []
+        for start in (0, 7):
+            with WorkerLoader(Counting(40, start=start), 2, server=server) as loader:
+                loader.wait_until_up()
+                assert [batch.number for batch in loader] == list(range(start, 40))
+                workers = read_workers()
+                assert len(workers) == 2 and not set(workers) & set(before)
+                before = workers
+    assert read_children() == []
+
+
+def test_workers_end_with_the_trainer(tmp_path):
+    """However it ends."""
+    told = tmp_path / "workers"
+    program = (
+        f"import os, signal, sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        "from test_workers import *\n"
+        "loader = WorkerLoader(Counting(1 << 30), 2)\n"
+        "loader.wait_until_up()\n"
+        f"open({str(told)!r}, 'w').write(' '.join(map(str, read_children())))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=False)
+    left = list(map(int, told.read_text().split()))
+    assert len(left) == 3
+    for process in left:
+        with pytest.raises(ProcessLookupError):
+            wait_for_end(process)
 
 
 def test_without_workers_a_thread_reads():
@@ -133,16 +199,46 @@ def test_choice_of_workers():
 
 
 def read_children() -> list[int]:
-    """Data workers that this process has started and not waited for; other tests of the process
-    may have children of their own."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        found += (task / "children").read_text().split()
-    named = [pid for pid in found if b"worker_process" in _read_command(pid)]
-    return sorted(map(int, named))
+    """Servers that this process has started and not waited for, and their workers; other tests of
+    the process may have children of their own."""
+    return sorted([*_read_servers(), *read_workers()])
 
 
-def _read_command(pid: str) -> bytes:
+def read_workers() -> list[int]:
+    """Data workers of this process's servers."""
+    return sorted(worker for server in _read_servers() for worker in _list_children(server))
+
+
+def _read_servers() -> list[int]:
+    children = _list_children(os.getpid())
+    return [pid for pid in children if b"worker_process" in _read_command(pid)]
+
+
+def read_parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[1])
+
+
+def wait_for_end(process: int) -> None:
+    """Raises ProcessLookupError once a process has ended, waited for or not."""
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[0]
+        except OSError:
+            state = "Z"
+        if state == "Z":
+            raise ProcessLookupError(process)
+        time.sleep(0.05)
+
+
+def _list_children(process: int) -> list[int]:
+    found: list[str] = []
+    with suppress(OSError):  # it has ended
+        for task in Path(f"/proc/{process}/task").iterdir():
+            found += (task / "children").read_text().split()
+    return list(map(int, found))
+
+
+def _read_command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has ended

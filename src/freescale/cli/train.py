@@ -17,6 +17,7 @@ from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.recipe import list_recipes
 from freescale.train.launch import follow_launcher, is_rank
+from freescale.worker_server import start_early
 
 _DISTRIBUTION, _OUTPUT = "Distribution", "Output"
 
@@ -168,6 +169,8 @@ def train_run(
         assert run_folder is not None
         _refuse_missing_data(base, run_folder)
     config = RunConfig.from_settings(given, base)
+    launches = not is_rank() and (nproc > 1 or restarts)
+    server = None if launches else start_early(config)  # it imports torch while we do
     if not is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
@@ -184,7 +187,7 @@ def train_run(
     follow_launcher()
     from freescale.train.run import run_training
 
-    return run_training(config, run_folder, resume, lambda: _prepare(config))
+    return run_training(config, run_folder, resume, lambda: _prepare(config), server)
 
 
 def _read_base(run_folder: Path | None, resume: str | None) -> RunConfig | None:

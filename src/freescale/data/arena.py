@@ -22,7 +22,7 @@ class Arena:
         page = mmap.PAGESIZE
         self.slots, self.slot_bytes = slots, -(-slot_bytes // page) * page
         size = self.slots * self.slot_bytes
-        self.fd = _make_file(size) if fd is None else fd
+        self.fd = make_file(size) if fd is None else fd
         # views of the array keep it alive, and it the mapping
         self._array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
         weakref.finalize(self, os.close, self.fd)
@@ -44,7 +44,8 @@ class Arena:
         return True
 
 
-def _make_file(size: int) -> int:
+def make_file(size: int) -> int:
+    """The descriptor of a file of this size without a name, in memory where that is possible."""
     if hasattr(os, "memfd_create"):  # unlike files in /dev/shm, which containers keep small
         fd = os.memfd_create("freescale-batches")
     else:

@@ -1,14 +1,20 @@
-"""A worker: makes its share of a run's batches, in shared memory. `workers.py` starts it."""
+"""Data workers, each of which makes its share of a run's batches in shared memory, and the server
+that forks them, which `freescale.worker_server` starts."""
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
 import pickle
 import signal
+import socket
 import traceback
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -16,6 +22,9 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import describe_schema
 from freescale.data.arena import Arena
 from freescale.packed import Layout
+from freescale.worker_server import MOST_WORKERS, RECORD, Record
+
+_SHARED = 2  # file descriptors that all workers get: the arena, the pickled source
 
 
 class BatchSource(Protocol):
@@ -43,31 +52,92 @@ class Made:
 
 
 def main(fd: int) -> None:
-    """Works until the connection `fd` is closed."""
+    """The server: forks workers until the connection `fd` is closed."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the trainer may need more batches to stop well
         signal.signal(stop, signal.SIG_IGN)
     torch.set_num_threads(1)
-    connection: Connection[Any, Any] = Connection(fd)
-    with suppress(EOFError, ConnectionError):  # the trainer has ended
-        _work(connection)
+    import freescale.data.loader  # noqa: F401 - what most sources are of: once, not in each worker
+
+    gc.freeze()  # what was imported stays in pages that all workers share
+    control = socket.socket(fileno=fd)
+    workers: list[int] = []  # process ids; 0: it was waited for
+    with suppress(ConnectionError):  # the trainer has ended
+        control.sendall(RECORD.pack(Record.UP, 0))
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, RECORD.size, _SHARED + MOST_WORKERS)
+            if not message:
+                break
+            kind, number = RECORD.unpack(message)
+            if kind == Record.FORK:
+                _end(workers)
+                workers = [_fork(control, fds, _SHARED + index) for index in range(number)]
+                for each in fds:
+                    os.close(each)
+            elif kind == Record.STATUS:
+                control.sendall(RECORD.pack(Record.STATUS, _wait(workers, number)))
+            else:
+                _end(workers)
+    _end(workers)
 
 
-def _work(connection: Connection[Any, Any]) -> None:
-    index, workers, memory, slots, slot_bytes = pickle.loads(connection.recv_bytes())
-    pickled = connection.recv_bytes()
+def _fork(control: socket.socket, fds: list[int], own: int) -> int:
+    """Forks a worker, whose connection is fds[own]."""
+    worker = os.fork()
+    if not worker:
+        control.close()
+        for number, fd in enumerate(fds):
+            # the trainer must see a worker's end, though the others live
+            if number >= _SHARED and number != own:
+                os.close(fd)
+        _be_worker(fds[own], *fds[:_SHARED])
+    return worker
+
+
+def _wait(workers: list[int], index: int) -> int:
+    """The exit status of a worker that has ended or is about to."""
+    _, status = os.waitpid(workers[index], 0)
+    workers[index] = 0
+    return os.waitstatus_to_exitcode(status)
+
+
+def _end(workers: list[int]) -> None:
+    """Whatever they are doing: they have nothing to put away."""
+    for worker in filter(None, workers):
+        os.kill(worker, signal.SIGKILL)
+    for worker in filter(None, workers):
+        os.waitpid(worker, 0)
+    workers.clear()
+
+
+def _be_worker(fd: int, memory: int, source: int) -> NoReturn:
+    """Works until the connection `fd` is closed."""
+    status = 1
+    try:
+        with suppress(EOFError, ConnectionError):  # the trainer has ended
+            _work(Connection(fd), memory, source)
+        status = 0
+    except BaseException:  # noqa: BLE001 - the process ends here
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # without what the server would do at its own end
+
+
+def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
+    index, workers, slots, slot_bytes = pickle.loads(connection.recv_bytes())
     try:
         arena = Arena(slots, slot_bytes, memory)
-        source: BatchSource = pickle.loads(pickled)
-        connection.send_bytes(pickle.dumps(None))
-        number = source.start + index
+        with mmap.mmap(pickled, 0, access=mmap.ACCESS_READ) as whole:
+            source: BatchSource = pickle.loads(whole)
+        number, free = source.start + index, deque[int]()
         while True:  # the end is the trainer's: it closes the connection
-            slot, needed = pickle.loads(connection.recv_bytes())
-            while number < needed:
-                number += workers
-            if number < source.stop:
-                made = _make(source.batch(number), number, arena, slot)
-                connection.send_bytes(pickle.dumps(made))
-                number += workers
+            while not free or number >= source.stop or connection.poll():
+                slot, needed = pickle.loads(connection.recv_bytes())
+                free.extend([] if slot is None else [slot])
+                while number < needed:
+                    number += workers
+            made = _make(source.batch(number), number, arena, free.popleft())
+            connection.send_bytes(pickle.dumps(made))
+            number += workers
     except (EOFError, ConnectionError):
         raise
     except BaseException as error:  # noqa: BLE001 - raised in the trainer

@@ -5,26 +5,26 @@ run, packed, in slots of its own. The training process builds tensors that view 
 last of them is gone and no device copies from it any more, the slot goes back to its worker. With
 CUDA all slots are pinned once.
 
-    trainer -> worker   the source; then, again and again, a free slot and the first batch that is
-                        still needed
-    worker -> trainer   that it is up; then a batch's number, slot and layout, or the error instead
+    trainer -> worker   its share; then, again and again, a free slot, or none, and the first batch
+                        that is still needed
+    worker -> trainer   a batch's number, slot and layout, or the error instead
 
-Workers are fresh interpreters: CUDA does not survive a fork, and scripts need no main guard. Until
-they are up, the caller's thread makes the batches. They end with the connection, however the
-trainer ends, and the shared memory has no name that could be left behind.
+Workers are forked from a server (freescale.worker_server), a fresh interpreter: scripts need no
+main guard. Until they are up, the caller's thread makes the batches: steps that take a little
+longer end sooner than steps that wait. Workers end with the connection, however the trainer ends,
+and the shared memory has no name that could be left behind.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
-import subprocess
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -34,43 +34,23 @@ import torch
 
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
-from freescale.data.arena import Arena
+from freescale.data.arena import Arena, make_file
 from freescale.data.prefetch import prefetch
 from freescale.data.worker_process import BatchSource, Made
 from freescale.packed import Packed
+from freescale.worker_server import WorkerServer
 
 _HELD = 6  # batches that a schedule has under way, about
 _SPARE = 4  # a slot has room for so many times the first batch
 _LEAST = 1 << 20  # bytes of a slot
-_START = (
-    "import sys; sys.path[:] = {path!r}; from freescale.data.worker_process import main; main({fd})"
-)
-
-
-def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> int:
-    """Worker processes of a rank.
-
-    Args:
-        asked: What the user wants; None leaves it to this rule.
-        device: Type of the device that computes.
-        cores: Of this machine, for all its ranks.
-        ranks: On this machine.
-
-    Returns:
-        0: a thread of the trainer. On CPUs the trainer leaves the interpreter free while it
-        computes, and the cores are busy with that.
-    """
-    if asked is not None:
-        return asked
-    return 0 if device == "cpu" else max(0, min(8, cores // ranks - 1))
 
 
 def read_ahead(
-    source: BatchSource, workers: int, pin: bool
+    source: BatchSource, workers: int, pin: bool, server: WorkerServer | None = None
 ) -> AbstractContextManager[Iterator[SequenceBatch]]:
     """The batches of a source, made ahead by workers; with none, by a thread."""
     if workers:
-        return WorkerLoader(source, workers, pin)
+        return WorkerLoader(source, workers, pin, server)
     numbers = range(source.start, source.stop)
     return closing(prefetch(source.batch(number) for number in numbers))
 
@@ -84,34 +64,58 @@ class WorkerLoader:
         source: Makes a batch from its number; pickled for the workers.
         workers: Processes.
         pin: Whether a GPU will copy the batches.
+        server: Forks the workers, for one loader at a time; it stays. None starts one, which ends
+            with the loader.
 
     Raises:
         RuntimeError: A worker has died.
     """
 
-    def __init__(self, source: BatchSource, workers: int, pin: bool = False) -> None:
+    def __init__(
+        self,
+        source: BatchSource,
+        workers: int,
+        pin: bool = False,
+        server: WorkerServer | None = None,
+    ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}; it must be 1 or more")
         self._source, self._number = source, source.start
         self._workers: list[_Worker] = []
+        self._server: WorkerServer | None = None
+        self._lasts = server is not None  # beyond this loader
         self._first: SequenceBatch | None = None
         self.made_here = 0  # batches that did not wait for a worker to be up
         if source.start >= source.stop:
             return
+        self._server = WorkerServer() if server is None else server
+        try:
+            self._start(workers, pin)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, workers: int, pin: bool) -> None:
+        source = self._source
         first = self._first = source.batch(source.start).pack()
-        assert first.packed is not None
+        assert first.packed is not None and self._server is not None
         slots = 2 + -(-_HELD // workers)
         arena = Arena(workers * slots, max(_LEAST, _SPARE * first.packed.numel()))
         if pin:
             arena.pin()
         pickled = pickle.dumps(source)
-        try:
+        with ExitStack() as passed_on:
+            file = make_file(len(pickled))
+            passed_on.callback(os.close, file)
+            with open(file, "wb", closefd=False) as whole:
+                whole.write(pickled)
+            theirs = []
             for number in range(workers):
+                ours, other = socket.socketpair()
+                theirs.append(passed_on.enter_context(other))
                 own = range(number * slots, (number + 1) * slots)
-                self._workers.append(_Worker(number, workers, pickled, arena, own))
-        except BaseException:
-            self.close()
-            raise
+                self._workers.append(_Worker(number, workers, ours, self._server, arena, own))
+            self._server.fork(theirs, [arena.fd, file])
 
     def __iter__(self) -> Iterator[SequenceBatch]:
         return self
@@ -138,15 +142,18 @@ class WorkerLoader:
 
     def wait_until_up(self) -> None:
         """Waits for the workers, instead of making their first batches here. Before the first
-        batch."""
+        batch; for those who count or compare batches, not for those who train on them."""
         for worker in self._workers[: self._source.stop - self._number]:
-            worker.wait_until_up(self._number)
+            worker.wait_until_up()
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing."""
         for worker in self._workers:
             worker.close()
         self._workers = []
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop() if self._lasts else server.close()
 
     def __enter__(self) -> Self:
         return self
@@ -174,33 +181,32 @@ class _Worker:
     """The trainer's end of one worker."""
 
     def __init__(
-        self, number: int, workers: int, source: bytes, arena: Arena, slots: range
+        self,
+        number: int,
+        workers: int,
+        connection: socket.socket,
+        server: WorkerServer,
+        arena: Arena,
+        slots: range,
     ) -> None:
         self._number, self._workers, self._arena = number, workers, arena
-        self._slots = slots
+        self._server = server
         self._lent = 0  # slots that the worker may fill or has filled
         self._returned: deque[_Lease] = deque()  # by whatever thread drops the last tensor
         self._arrived: Made | None = None
-        self._is_up = self._has_delivered = False
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno())]
-            # no CUDA; not in our process group: Ctrl-C in a terminal is the trainer's business
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), arena.fd],
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                process_group=0,
-            )
-        self._connection: Connection[Any, Any] = Connection(ours.detach())
-        share = (number, workers, arena.fd, arena.slots, arena.slot_bytes)
-        self._send(pickle.dumps(share), source)
+        self._has_delivered = False
+        self._connection: Connection[Any, Any] = Connection(connection.detach())
+        self._send(pickle.dumps((number, workers, arena.slots, arena.slot_bytes)))
+        for slot in slots:
+            self._give(slot, 0)
 
     def take(self, number: int) -> SequenceBatch | None:
-        """The batch; None if the worker is not up, or skips it."""
+        """The batch; None if the worker is not up, or skips it: it is not asked for again."""
         self.wait_for(number)
         if self._arrived is None or self._arrived.number != number:
+            # what it begins with if it comes up now; nobody may read that for a long time
+            if select.select([], [self._connection], [], 0)[1]:
+                self._send(pickle.dumps((None, number + self._workers)))
             return None
         made, self._arrived = self._arrived, None
         return self._open(made, number + 1)
@@ -213,24 +219,18 @@ class _Worker:
                 self._give(self._arrived.slot, number)
             if not self._has_delivered and not self._connection.poll():
                 return
-            # behind those that are made here meanwhile
-            self._arrived = self._receive(number + 2 * self._workers)
+            self._arrived = self._receive()
 
-    def wait_until_up(self, number: int) -> None:
-        while not self._has_delivered:
-            self._arrived = self._receive(number)
+    def wait_until_up(self) -> None:
+        if not self._has_delivered:
+            self._arrived = self._receive()
 
-    def _receive(self, needed: int) -> Made | None:
-        """What the worker says next. None: that it is up; then it gets its slots."""
+    def _receive(self) -> Made:
+        """The batch that the worker has made next."""
         try:
             message = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise self._explain_death() from None
-        if not self._is_up and message is None:
-            self._is_up = True
-            for slot in self._slots:
-                self._give(slot, needed)
-            return None
         if isinstance(message, BaseException):
             raise message
         assert isinstance(message, Made)
@@ -280,7 +280,7 @@ class _Worker:
             pass  # what it said last is still to be read
 
     def _explain_death(self) -> RuntimeError:
-        status = self._process.wait()
+        status = self._server.find_status(self._number)
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return RuntimeError(
             f"data worker {self._number} {how}; is there memory enough? --workers 0 reads the data "
@@ -289,8 +289,6 @@ class _Worker:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.kill()  # it has nothing to put away
-        self._process.wait()
 
 
 @lru_cache(4)

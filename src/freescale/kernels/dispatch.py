@@ -31,6 +31,7 @@ from freescale.kernels.reference import (
     layer,
     marks,
     positions,
+    row_exchange,
     row_sums,
     row_updates,
     rows,
@@ -48,6 +49,7 @@ from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import layer as triton_layer
 from freescale.kernels.triton import positions as triton_positions
+from freescale.kernels.triton import row_exchange as triton_row_exchange
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
@@ -307,8 +309,13 @@ def choose_checksums() -> Any:
     return native_checksums if native_checksums.is_there() else checksums
 
 
-def fits_draws(weight: Tensor) -> bool:
-    """Whether `triton.initial_rows` draws rows of this table."""
+def choose_row_exchange(weight: Tensor) -> Any:
+    """Chooses the module whose `swap_rows` exchanges rows of this table, and of its state."""
+    return triton_row_exchange if fits_exchange(weight) else row_exchange
+
+
+def fits_exchange(weight: Tensor) -> bool:
+    """Whether `triton.row_exchange` draws and exchanges rows of this table."""
     return _fits_triton_rows(weight, (torch.float32,))
 
 

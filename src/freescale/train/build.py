@@ -3,7 +3,6 @@ the same."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from freescale.data.history_builder import Progress
 from freescale.data.loader import Histories
 from freescale.data.negatives import choose_negatives
 from freescale.data.prepare import prepare
-from freescale.data.workers import choose_workers
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
@@ -107,13 +105,6 @@ def adopt_choices(config: RunConfig, data: Histories) -> RunConfig:
     names = ("negatives_per", "negatives", "negatives_from", "log_q")
     chosen = {name: getattr(data, name) for name in names}
     return replace(config, data=replace(config.data, **chosen))
-
-
-def count_workers(config: RunConfig, device: str) -> int:
-    """Processes that make the batches of this rank."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return choose_workers(config.data.workers, device, cores, max(1, ranks))
 
 
 def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:

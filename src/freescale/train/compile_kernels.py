@@ -23,10 +23,12 @@ from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels import dispatch
+from freescale.kernels.reference.id_map import IdMap
 from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.triton import id_map as triton_id_map
+from freescale.kernels.triton import row_exchange
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton.compile import compile_recorded
-from freescale.kernels.triton.initial_rows import draw_rows
 from freescale.train.build import build_module, build_row_optimizer, parse_tables
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
@@ -109,21 +111,26 @@ def call_model(
             predict(batch)
 
 
+def list_wires(config: RunConfig) -> list[torch.dtype | None]:
+    """What rows are gathered as; None: as they are."""
+    return [None, *([torch.bfloat16] if config.train.wire_precision == "bf16" else [])]
+
+
 def call_tables(config: RunConfig, device: torch.device) -> None:
     """What a table does in a step: unique ids, rows and their gradients, updates."""
     width, train = config.model.width, config.train
     weight = torch.zeros(ITEMS, width, device=device)
     numbers = torch.arange(2 * triton_row_sums.CHUNK, device=device) % ITEMS
     edges = torch.tensor([ITEMS], device=device)
-    wires = (None, torch.bfloat16) if train.wire_precision == "bf16" else (None,)
+    wires = list_wires(config)
     dispatch.deduplicate(numbers, edges)
     dispatch.collision_masks(numbers, numbers)
     for wire in wires:
         for index in (numbers, numbers.to(torch.int32)):
             dispatch.gather_rows(weight, index, wire)
-        rows = weight.to(wire or weight.dtype).requires_grad_()
+        read = weight.to(wire or weight.dtype).requires_grad_()
         for count in (numbers.numel(), ITEMS):  # long sums go in chunks
-            dispatch.read_rows(rows, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
+            dispatch.read_rows(read, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.zeros(numbers.numel(), width, device=device)
     dispatch.sum_duplicates(numbers, gradients)
     call_local_tables(config, weight, numbers.to(torch.int32), gradients)
@@ -135,28 +142,45 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     if train.row_clip is not None:
         dispatch.choose_optimizers(weight).clip_rows(gradients, train.row_clip)
     for step in (1, 10**9):  # Adam's correction is computed in two ways
-        optimizer.update(weight, state, numbers, gradients, step=step, factor=0.5)
+        for rows in (numbers, numbers.to(torch.int32)):  # of other ranks; of a copy on one rank
+            optimizer.update(weight, state, rows, gradients, step=step, factor=0.5)
 
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
     """What the map of a dynamic table does for a batch, and when it is loaded."""
     kernels = dispatch.choose_id_map(device)
-    held = kernels.allocate(ACTIONS, ITEMS, 0, device)
+    rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # of a shard: more make no difference
+    held = kernels.allocate(ACTIONS, rows, 0, device)
     keys = torch.arange(ITEMS, device=device)
     order = {"by_count": rules.evict == "lfu", "evicts": not isinstance(rules.evict, After)}
     kernels.rebuild(held)
     for counted in (None, torch.ones(ITEMS, dtype=torch.uint8, device=device)):
-        found = kernels.find(held, keys)
-        kernels.swap_uses(held, kernels.use(held, found, counted, 0))
-        missing = kernels.list_missing(held, keys, found, counted)
+        looked = kernels.look_up(held, keys, counted, 0)
+        kernels.swap_uses(held, looked.uses)
+        missing = kernels.list_missing(held, keys, looked, counted)
         if rules.shard_counters:
             kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
             missing = replace(missing, counts=missing.wanted)
-        new, _ = kernels.place(held, missing, batch=0, limit=0, **order)
-        kernels.swap_contents(held, new)
-        kernels.find_again(held, keys, found)
+        new, _, sums = kernels.place(held, missing, batch=0, limit=0, **order)
+        for total in (sums, None):
+            kernels.swap_contents(held, new, total)
+        kernels.find_again(held, keys, looked)
+    kernels.find(held, keys)
     if dispatch.has_triton():
-        draw_rows(keys, keys[:1], config.model.width, 0.5)
+        call_row_exchange(held, keys, config)
+
+
+def call_row_exchange(held: IdMap, keys: Tensor, config: RunConfig) -> None:
+    """What a dynamic table does with its rows, and their state."""
+    weight = torch.zeros(ITEMS, config.model.width, device=keys.device)
+    for wire in list_wires(config):
+        triton_id_map.read_rows(held, keys, weight, 0, wire)
+    row_exchange.swap_rows(
+        weight, keys, row_exchange.insert_drawn(weight, keys, keys, keys[:1], 0.5)
+    )
+    for shape in build_row_optimizer(config).state_shapes(config.model.width).values():
+        state = torch.zeros(ITEMS, *shape, device=keys.device)
+        row_exchange.swap_rows(state, keys, row_exchange.insert_zeros(state, keys))
 
 
 def call_local_tables(

@@ -36,14 +36,14 @@ def choose_first_step(done: int, total: int, steps: int) -> int | None:
 class DeviceFigures(Callback):
     """Adds a line to metrics.jsonl: `device_busy`, the share of the time in which the GPU had a
     kernel or a copy to do (0 to 1), `launches` of kernels a step, and `compilations`, of Triton's
-    kernels between the first step and the profile."""
+    kernels between the first step and the profile; where there were any, `compiled` names them."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._first: int | None = None
         self._profiler: torch.profiler.profile | None = None
         self._begin = 0.0
-        self._count: Callable[[], int] | None = None
+        self._list_compiled: Callable[[], list[str]] | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank == 0 and trainer.transport.device.type == "cuda":
@@ -52,8 +52,8 @@ class DeviceFigures(Callback):
     def on_step(self, trainer: Trainer, step: StepResult) -> None:
         if self._first is None:
             return
-        if self._count is None:  # after the first step, in which what is needed is compiled
-            self._count = watch_compilations()
+        if self._list_compiled is None:  # after the first step, in which what is needed is compiled
+            self._list_compiled = watch_compilations()
         if step.step == self._first:
             self._start()
         elif step.step == self._first + self._steps and self._profiler is not None:
@@ -69,13 +69,15 @@ class DeviceFigures(Callback):
         self._profiler, self._begin = profiler, time.perf_counter()
 
     def _stop(self) -> dict[str, Any]:
-        assert self._profiler is not None and self._count is not None
+        assert self._profiler is not None and self._list_compiled is not None
         torch.cuda.synchronize()
         wall = 1e3 * (time.perf_counter() - self._begin)
         self._profiler.stop()
         profile, self._profiler = read_profile(self._profiler, self._steps, wall), None
+        compiled = self._list_compiled()
         return {
             "device_busy": min(1.0, profile.busy / profile.wall),
             "launches": profile.kernels,
-            "compilations": self._count(),
+            "compilations": len(compiled),
+            **({"compiled": compiled} if compiled else {}),
         }

@@ -25,10 +25,15 @@ from freescale.train.stop_signals import StopSignals
 from freescale.train.trainer import Trainer
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
+from freescale.worker_server import WorkerServer
 
 
 def run_training(
-    config: RunConfig, folder: Path | None, resume: str | None, prepare: Callable[[], Path]
+    config: RunConfig,
+    folder: Path | None,
+    resume: str | None,
+    prepare: Callable[[], Path],
+    worker_server: WorkerServer | None = None,
 ) -> int:
     """Trains as one of the ranks, and shows the run on rank 0's terminal.
 
@@ -37,6 +42,7 @@ def run_training(
         folder: of the run; None makes a new one.
         resume: the checkpoint of the folder to go on from, or `auto`; None for a new run.
         prepare: returns the histories file.
+        worker_server: what data workers will be forked from, where the run is to have any.
 
     Returns:
         The exit status: 0, or after a signal that of exit_status.py.
@@ -55,6 +61,7 @@ def run_training(
         callbacks=callbacks,
         histories=path,
         transport=transport,
+        worker_server=worker_server,
     )
     with StopSignals(trainer.stop, transport.rank) as signals:
         results = trainer.train(signals)

@@ -41,6 +41,7 @@ from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 from freescale.transport.signs_of_life import name_silent_ranks
+from freescale.worker_server import WorkerServer, start_early
 
 _DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
 
@@ -61,6 +62,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         histories: Path | None = None,
         transport: Transport | None = None,
+        worker_server: WorkerServer | None = None,
     ) -> None:
         """Builds everything and, with `resume`, loads a checkpoint of the folder.
 
@@ -74,12 +76,16 @@ class Trainer:
             histories: the prepared histories file. None prepares `config.data.data`.
             transport: joins the ranks. None connects by torchrun's environment, or as one process,
                 and disconnects after training.
+            worker_server: what data workers are forked from, started earlier; ends with training.
+                None starts one where workers are expected.
 
         Raises:
             ValueError: if the folder holds another run, there is nothing to resume, or the data,
                 the model and the checkpoint do not fit each other.
         """
         self.config = config
+        # First of all: while the model is built and kernels are compiled, it comes up.
+        self._worker_server = worker_server or start_early(config)
         self.histories = histories if histories is not None else prepare_data(config)
         self._connected = transport is None
         settings = config.train
@@ -233,6 +239,8 @@ class Trainer:
             ):
                 yield
         finally:
+            if self._worker_server is not None:
+                self._worker_server.close()
             self.run_folder.close()
             if self.snapshots is not None:  # the run has not come to its end
                 expected = self.run_folder.is_auto or has_launcher()
@@ -246,7 +254,7 @@ class Trainer:
     def _open(self, signals: StopSignals) -> TrainingLoop:
         """Opens the folder; from now on nothing is refused any more."""
         self.position.refuse_end(self.folder)
-        # First of all: while kernels are compiled, the workers come up.
+        # While kernels are compiled, the workers come up.
         batches = read_batches(self)
         try:
             self._prepare_steps()
@@ -255,6 +263,12 @@ class Trainer:
             raise
         self.callbacks.call("on_start", self)
         return TrainingLoop(self, signals, batches)
+
+    def get_worker_server(self) -> WorkerServer:
+        """What data workers are forked from; until training ends."""
+        if self._worker_server is None or not self._worker_server.is_open:
+            self._worker_server = WorkerServer()
+        return self._worker_server
 
     def _prepare_steps(self) -> None:
         compile_kernels(

@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from typing import TYPE_CHECKING, cast
 
 from freescale.batch import SequenceBatch
-from freescale.data.workers import WorkerLoader, read_ahead
+from freescale.data.workers import read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
-from freescale.train.build import count_workers
 from freescale.train.milestones import save_checkpoint, take_snapshot, validate_if_due
 from freescale.train.rollback import roll_back
 from freescale.train.stop_signals import StopSignals
+from freescale.worker_server import count_workers
 
 if TYPE_CHECKING:
     from freescale.train.trainer import Trainer
@@ -33,7 +33,9 @@ Batches = AbstractContextManager[Iterator[SequenceBatch]]
 def read_batches(trainer: Trainer) -> Batches:
     """The batches of this rank, from where the run stands. Workers start at once."""
     kind = trainer.transport.device.type
-    return read_ahead(trainer.data, count_workers(trainer.config, kind), pin=kind == "cuda")
+    count = count_workers(trainer.config, kind)
+    server = trainer.get_worker_server() if count else None
+    return read_ahead(trainer.data, count, kind == "cuda", server)
 
 
 def start_ledger(trainer: Trainer) -> Collector:
@@ -76,8 +78,6 @@ class TrainingLoop:
         clock, seen, supervised = time.perf_counter(), 0, 0.0
         with ExitStack() as stack:
             batches = stack.enter_context(self._batches)
-            if isinstance(batches, WorkerLoader):
-                batches.wait_until_up()
             guarded = trainer.callbacks.guard(batches, position.skipped)
             # closed with the loop, also where an error leaves it: all ranks leave together
             steps = cast("Generator[StepResult, None, None]", trainer.pipeline.run(guarded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,8 @@ PROFILED = 5  # steps, after those that are timed
 class _Watch(Callback):
     """Times windows of steps, then profiles some more."""
 
-    def __init__(self, shape: Shape, compilations: Callable[[], int]) -> None:
-        self._shape, self._count = shape, compilations
+    def __init__(self, shape: Shape, compilations: Callable[[], list[str]]) -> None:
+        self._shape, self._list_compiled = shape, compilations
         self.timed = shape.warmup + shape.windows * WINDOW  # steps
         self.total = self.timed + PROFILED + 2
         self.marks: list[float] = []  # at the ends of windows
@@ -44,12 +45,14 @@ class _Watch(Callback):
         if number == 1:
             self._wait(cuda)
             self.first_step = time.perf_counter() - self._begin
-            self.compiled_first = self._count()
+            self.compiled_first = len(self._list_compiled())
         if shape.warmup <= number <= self.timed and (number - shape.warmup) % WINDOW == 0:
             self._wait(cuda)
             self.marks.append(time.perf_counter())
         if number == self.timed:
-            self.compiled_timed = self._count()
+            self.compiled_timed = len(self._list_compiled())
+            for kernel in self._list_compiled()[self.compiled_first :]:
+                print(f"{shape.name}: compiled after step 1: {kernel}", file=sys.stderr)
         if not cuda:
             return
         if number == self.timed + 1:
@@ -100,7 +103,7 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
 
 
 def measure_shape(
-    shape: Shape, folder: Path, device: str, compilations: Callable[[], int]
+    shape: Shape, folder: Path, device: str, compilations: Callable[[], list[str]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the row of the result, and details: the slowest kernels and the ledger's spans."""
     file = write_interactions(shape, folder / f"{shape.name.replace(' ', '-')}.parquet")

@@ -3,15 +3,16 @@
 The decisions are those of directory.py, to the id; the map is in the memory of the device
 (kernels/triton/id_map.py). A batch is decided on in this order:
 
-    1. every id of the batch is looked up, and those that have a row use it
+    1. every id of the batch is looked up; those that have a row use it, the others are listed
     2. `After` removes old rows of the shard whose turn it is
-    3. the others, each once, by shard and ascending, get empty rows or those of victims; with
+    3. these, each once, by shard and ascending, get empty rows or those of victims; with
        `Seen(n)`, n > 1, the host counts them before (waiting_ids.py)
     4. they are looked up again
 
-All of it is work of the current stream. The host reads four numbers: what the ledger reports, and
-how many rows have to be drawn; with `Seen(n)` also the ids without a row. Work on the map is in the
-order of the calls, whichever threads and streams they come from.
+All of it is work of the current stream. The host reads a few numbers: what the ledger reports, and
+how many rows have to be drawn; with `Seen(n)` also the ids without a row. They are on their way
+before the map changes, so that the device has work left while the host goes on. Work on the map is
+in the order of the calls, whichever threads and streams they come from.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class DeviceDirectory:
         shards = first_shard, last_shard
         self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
-        self._none = torch.zeros(1, dtype=torch.int64, device=device)
+        self._numbers = _Numbers(device)
         self.used = 0  # entries that hold an id
         self._reached = record_event_on(device)  # the last work on the map; None on a CPU
 
@@ -92,22 +93,27 @@ class DeviceDirectory:
         keys, counted = keys.contiguous(), None if counted is None else counted.contiguous()
         bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
         with self._in_turn():
-            found = kernels.find(self.map, keys)
-            uses = kernels.use(self.map, found, counted, batch)
+            looked = kernels.look_up(self.map, keys, counted, batch, absent)
             swept, removed = self._sweep(batch)
-            missing, admitted = kernels.list_missing(self.map, keys, found, counted), None
+            missing, admitted = kernels.list_missing(self.map, keys, looked, counted), None
             if self._waiting is not None:
                 room = kernels.count_room(self.map, missing, **bounds)
                 admitted = self._waiting.count(missing, room, batch)
                 missing = admitted.missing
-            by_count = evict == "lfu"
-            new, sums = kernels.place(self.map, missing, batch=batch, by_count=by_count, **bounds)
-            sums, new_ids = _Numbers(torch.cat([sums, removed])), new.ids.clone()
-            kernels.swap_contents(self.map, new)
-            kernels.find_again(self.map, keys, found, absent)
+            placed, ids, sums = kernels.place(
+                self.map,
+                missing,
+                batch=batch,
+                by_count=evict == "lfu",
+                tell=lambda sums: self._numbers.send(sums, removed),
+                **bounds,
+            )
+            kernels.swap_contents(self.map, placed, sums)
+            kernels.find_again(self.map, keys, looked, absent)
         self.batches += 1
-        inserted, evicted, wanted, gone = sums.read()
-        new = Contents(**{name: value[:inserted] for name, value in vars(new).items()})
+        inserted, evicted, wanted, *swept_rows = self._numbers.read()
+        gone = sum(swept_rows)
+        new = Contents(**{name: value[:inserted] for name, value in vars(placed).items()})
         rows = inserted - evicted - gone
         self.used += rows
         figures = BatchFigures(inserted, evicted, gone, wanted - inserted, 0, 0)
@@ -119,22 +125,22 @@ class DeviceDirectory:
                 forgotten=admitted.forgotten,
             )
         return Decided(
-            entries=found,
+            entries=looked.found,
             inverse=None,
             new=new.entries,
             inserted=None,
-            new_ids=new_ids[:inserted],
+            new_ids=ids[:inserted],
             removed=swept.entries if swept is not None and gone else None,
             figures=figures,
-            changes=DeviceChanges(uses, swept if gone else None, new, rows, admitted),
+            changes=DeviceChanges(looked.uses, swept if gone else None, new, rows, admitted),
         )
 
-    def _sweep(self, batch: int) -> tuple[Contents | None, Tensor]:
+    def _sweep(self, batch: int) -> tuple[Contents | None, Tensor | None]:
         """(what was there before, how many went [1]) of the shard whose turn it is."""
         evict, (first, last), rows = self._rules.evict, self._shards, self._rules.shard_rows
         turn = batch % SHARDS
         if not isinstance(evict, After) or not first <= turn < last:
-            return None, self._none
+            return None, None
         begin = (turn - first) * rows
         held = self.map.last[begin : begin + rows]
         goes = (held != EMPTY) & (held < batch - evict.steps)
@@ -152,6 +158,15 @@ class DeviceDirectory:
         with self._in_turn():
             found: Tensor = self._kernels.find(self.map, keys.contiguous(), absent)
         return found
+
+    def read(self, keys: Tensor, weight: Tensor, dtype: torch.dtype, absent: int) -> Tensor:
+        """Rows [n, width], of weight [m, width] on a GPU, of keys [n]; row `absent` for those
+        without one. In one pass; changes nothing."""
+        with self._in_turn():
+            read: Tensor = self._kernels.read_rows(
+                self.map, keys.contiguous(), weight, absent, dtype
+            )
+        return read
 
     def undo(self, changes: DeviceChanges) -> None:
         """Back to the state before the last batch that is not undone."""
@@ -215,13 +230,20 @@ class DeviceDirectory:
 
 
 class _Numbers:
-    """Integers on their way from the device, which goes on meanwhile."""
+    """A few integers on their way from the device, which goes on meanwhile."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = None
+        if device.type == "cuda":
+            self._pinned = torch.empty(4, dtype=torch.int64, pin_memory=True)
+        self._kept, self._copied = torch.empty(0), record_event_on(device)
+
+    def send(self, values: Tensor, more: Tensor | None) -> None:
+        """After the current stream's work so far. Before the next ones, `read` them."""
+        values = values if more is None else torch.cat([values, more])
         self._kept = values
-        if values.is_cuda:
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._kept = pinned.copy_(values, non_blocking=True)
+        if self._pinned is not None and values.is_cuda:
+            self._kept = self._pinned[: values.numel()].copy_(values, non_blocking=True)
         self._copied = record_event_on(values.device)
 
     def read(self) -> list[int]:

@@ -35,9 +35,9 @@ from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directo
 from freescale.embedding.dynamic.draws import BatchDraws, DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
-from freescale.kernels.dispatch import fits_draws
+from freescale.kernels.dispatch import choose_row_exchange, fits_exchange
 from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.triton.initial_rows import draw_rows
+from freescale.kernels.triton.row_exchange import insert_drawn, insert_zeros
 from freescale.kernels.upload import upload
 from freescale.random import derive, hash_name
 from freescale.streams import current_stream
@@ -94,7 +94,7 @@ class DynamicStorage(RowStorage):
         self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
     ) -> Tensor:
         """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. Waits for
-        the device: a host directory for the keys, a device directory for four numbers."""
+        the device: a host directory for the keys, a device directory for a few numbers."""
         with self._lock:
             self._redo_all()
             with ledger.span("decide rows"):
@@ -125,12 +125,24 @@ class DynamicStorage(RowStorage):
         }
 
     def _insert(self, decided: Decided, slots: Tensor) -> None:
-        new = {
-            name: value.new_zeros(slots.numel(), *value.shape[1:]) for name, value in self._parts
-        }
-        new["rows"] = self._draw(decided.new_ids)
-        decision = _Decision(decided.changes, decided.removed, slots, new)
-        self._exchange_rows(decision)
+        """On a GPU in one pass for each part: rows are drawn where the ones that go were read."""
+        decision = _Decision(decided.changes, decided.removed, slots, {})
+        if self._draws_in_place:
+            rows = insert_drawn(
+                self.weight, slots, decided.new_ids, self._get_table_seed(), self._std
+            )
+            state = {name: insert_zeros(value, slots) for name, value in self.state.items()}
+            decision.rows = {"rows": rows} | state
+            self._mark_exchanged(decision)
+        else:
+            decision.rows = {
+                name: value.new_zeros(slots.numel(), *value.shape[1:])
+                for name, value in self.state.items()
+            }
+            decision.rows["rows"] = draw_initial_rows(
+                self.spec, decided.new_ids, self._seed, self._std
+            )
+            self._exchange_rows(decision)
         self._decisions.append(decision)
 
     def find_missing(self, slots: Tensor) -> Tensor:
@@ -155,15 +167,18 @@ class DynamicStorage(RowStorage):
             self._decisions[-1].draws = self.draws.add(host, worth.cpu().numpy())
             return upload(self.draws.estimate(host), rows.device).index_select(0, inverse)
 
-    def _draw(self, ids: Tensor) -> Tensor:
-        """Rows of ids [m], a function of (seed, table, id) alone."""
-        plain = isinstance(self.directory, Directory) or self.spec.padding is not None
-        if plain or not fits_draws(self.weight):
-            return draw_initial_rows(self.spec, ids, self._seed, self._std)
+    @property
+    def _draws_in_place(self) -> bool:
+        """Whether the kernels of a GPU draw the rows of this table."""
+        on_device = isinstance(self.directory, DeviceDirectory) and self.spec.padding is None
+        return on_device and fits_exchange(self.weight)
+
+    def _get_table_seed(self) -> Tensor:
+        """[1] on the device."""
         if self._table_seed is None:
             seed = derive(self._seed, hash_name(self.spec.name)).view(1)
             self._table_seed = seed.to(self.weight.device)
-        return draw_rows(ids, self._table_seed, self.spec.width, self._std)
+        return self._table_seed
 
     @property
     def _parts(self) -> list[tuple[str, Tensor]]:
@@ -175,10 +190,12 @@ class DynamicStorage(RowStorage):
             for tensor in (decision.slots, decision.removed, *decision.rows.values()):
                 if tensor is not None:
                     tensor.record_stream(stream)
+        swap_rows = choose_row_exchange(self.weight).swap_rows
         for name, value in self._parts:
-            before = value.index_select(0, decision.slots)
-            value.index_copy_(0, decision.slots, decision.rows[name])
-            decision.rows[name] = before
+            swap_rows(value, decision.slots, decision.rows[name])
+        self._mark_exchanged(decision)
+
+    def _mark_exchanged(self, decision: _Decision) -> None:
         self.inner._mark(decision.slots)
         if decision.removed is not None:
             self.changed.mark(decision.removed.to(self.changed.device))
@@ -186,6 +203,8 @@ class DynamicStorage(RowStorage):
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [n, width] of keys [n]; zeros for those that have none."""
         with self._lock:
+            if isinstance(self.directory, DeviceDirectory) and fits_exchange(self.weight):
+                return self.directory.read(rows, self.weight, dtype, absent=self._zero)
             return self.inner.read(self.directory.find(rows, absent=self._zero), dtype)
 
     def update(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.host_tables.plan import Numbers
+from freescale.kernels.native import row_copies
 from freescale.kernels.upload import upload
 from freescale.streams import record_event
 from freescale.transport.threads import wait_for_event
@@ -51,31 +52,22 @@ class HostCopies:
             self.bring(home, up.rows, cache, up.slots)
 
     def bring(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        found = home.index_select(0, torch.from_numpy(rows))
-        cache.index_copy_(0, torch.from_numpy(slots), found)
+        copy_rows(cache, torch.from_numpy(slots), home, torch.from_numpy(rows))
 
     def send(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        found = cache.index_select(0, torch.from_numpy(slots))
-        _scatter(home, torch.from_numpy(rows), found)
+        copy_rows(home, torch.from_numpy(rows), cache, torch.from_numpy(slots))
 
 
-def _scatter(home: Tensor, rows: Tensor, values: Tensor) -> None:
-    """home[rows] = values, on the host. Torch copies entry by entry here: in the widest entries
-    that there are."""
-    if all(_is_wide(tensor) for tensor in (home, values)):
-        home, values = home.view(torch.complex128), values.view(torch.complex128)
-    home.index_copy_(0, rows, values)
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    """Whether its rows can be seen as entries of 16 bytes, at addresses that these must have."""
-    entry = torch.complex128.itemsize
-    return (
-        tensor.dim() == 2
-        and tensor.is_contiguous()
-        and tensor.shape[1] * tensor.element_size() % entry == 0
-        and tensor.data_ptr() % entry == 0
-    )
+def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor | None) -> None:
+    """to[to_rows] = source[rows], on the host; None: the first rows in order."""
+    if row_copies.fits(to, source):
+        row_copies.copy_rows(to, to_rows, source, rows)
+        return
+    found = source[: len(to_rows)] if rows is None and to_rows is not None else source[rows]
+    if to_rows is None:
+        to[: len(found)] = found
+    else:
+        to.index_copy_(0, to_rows, found)
 
 
 class _Buffer:
@@ -99,7 +91,7 @@ class _Buffer:
             self.copied = None
         if self.stores is not None:
             home, rows, values = self.stores
-            _scatter(home, rows, values)
+            copy_rows(home, rows, values, None)
             self.stores = None
 
 
@@ -131,7 +123,7 @@ class PinnedCopies:
         for home, cache, rows, slots in self._split(pairs, up):
             buffer = self._take_buffer()
             room = buffer.view(home, rows.numel())
-            torch.index_select(home, 0, rows, out=room)
+            copy_rows(room, None, home, rows)
             found = room.to(cache.device, non_blocking=True)
             buffer.copied = record_event(blocking=True)
             cache.index_copy_(0, slots, found)

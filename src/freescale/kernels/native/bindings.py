@@ -22,6 +22,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp-simd",
+    "-pthread",
     "-shared",
     "-fPIC",
 )
@@ -88,6 +89,7 @@ class NativeLibrary:
             library.divide_marked_rows, size, *[at] * 3, size, *[at] * 3
         )
         self.sum_by_place = _declare(library.sum_by_place, *[size] * 2, *[at] * 2, size, at)
+        self.copy_rows = _declare(library.copy_rows, *[size] * 2, *[at] * 4, size)
         self.put_rows = _declare(library.put_rows, *[size] * 2, *[at] * 3)
         self.mark_rows = _declare(library.mark_rows, size, at, *[size] * 2, at)
         self.count_marks = _declare(library.count_marks, size, at, returns=size)

@@ -6,12 +6,13 @@ table. A key is an id's hash with the sign flipped (embedding/dynamic/layout.py)
 are the shard. Whatever a batch changes is swapped with what was there before, so that the same call
 takes it back.
 
-On a device, lists whose length only the device knows have the length of the input; behind what
-they hold, and between it, is -1.
+On a device, lists whose length only the device knows have the length of the input, and anything
+behind what they hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,8 @@ class IdMap:
     shards: int
     rows: int  # of a shard
     first_shard: int
-    ids: Tensor  # [shards * rows] int64
+    # Of an entry, side by side in 16 bytes: who finds its id has the others with it.
+    ids: Tensor  # [shards * rows] int64, every second one of its memory
     last: Tensor  # [shards * rows] int32, batch of the last use; EMPTY: no id
     count: Tensor  # [shards * rows] int32, batches that used it
     words: Tensor  # [shards, buckets, 8] int32: where ids are found (triton/id_map.py), or nothing
@@ -45,9 +47,19 @@ class IdMap:
 class Uses:
     """The rows that a batch used, each once, and what is swapped with them."""
 
-    entries: Tensor  # [n] int64
+    entries: Tensor  # [n] int64; -1: none
     last: Tensor  # [n] int32
     count: Tensor  # [n] int32
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A batch beside the map."""
+
+    found: Tensor  # [n] int64: the entry of each key
+    uses: Uses
+    places: Tensor  # [n] int32, in any order: of the keys that have none
+    number: Tensor  # [1]: how many these are
 
 
 @dataclass(frozen=True)
@@ -69,15 +81,11 @@ class Missing:
 
 def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> IdMap:
     """A map without ids."""
-    return IdMap(
-        shards,
-        rows,
-        first_shard,
-        torch.zeros(shards * rows, dtype=torch.int64, device=device),
-        torch.full((shards * rows,), EMPTY, dtype=torch.int32, device=device),
-        torch.zeros(shards * rows, dtype=torch.int32, device=device),
-        torch.zeros(0, dtype=torch.int32, device=device),
-    )
+    entries = torch.zeros(shards * rows, 2, dtype=torch.int64, device=device)
+    _, _, last, count = entries.view(torch.int32).unbind(1)
+    last.fill_(EMPTY)
+    words = torch.zeros(0, dtype=torch.int32, device=device)
+    return IdMap(shards, rows, first_shard, entries[:, 0], last, count, words)
 
 
 def compute_ids(keys: Tensor) -> Tensor:
@@ -99,22 +107,28 @@ def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
     return torch.where(ids[place] == wanted, used[order[place]], absent)
 
 
-def find_again(map: IdMap, keys: Tensor, found: Tensor, absent: int = -1) -> None:
-    """Writes the entries of those keys [n] that were not `found` [n]: their ids may have got
-    one."""
-    found.copy_(find(map, keys, absent))
-
-
-def use(map: IdMap, found: Tensor, counted: Tensor | None, batch: int) -> Uses:
-    """A batch uses entries [n]; -1 is none, and an entry may occur several times. It counts as one
-    use if one of them is `counted` [n] uint8; None: all are."""
+def look_up(
+    map: IdMap, keys: Tensor, counted: Tensor | None, batch: int, absent: int = -1
+) -> Lookup:
+    """Finds the keys [n] of a batch, which uses their entries; `absent`, no entry's number, for
+    those that have none. An entry counts as used once if one of its keys is `counted` [n] uint8;
+    None: all are."""
+    found = find(map, keys)
     hit = found >= 0
     entries = torch.unique(found[hit])
     uses = Uses(entries, map.last[entries], map.count[entries])
     map.last[entries] = batch
     counts = entries if counted is None else torch.unique(found[hit & (counted != 0)])
     map.count[counts] = (map.count[counts].long() + 1).clamp(max=MOST).int()
-    return uses
+    places = (~hit).nonzero().view(-1)
+    found[places] = absent
+    return Lookup(found, uses, places.int(), torch.tensor([places.numel()]).to(places.device))
+
+
+def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> None:
+    """Writes the entries of those keys [n] that had none: their ids may have got one."""
+    places = lookup.places.long()
+    lookup.found[places] = find(map, keys[places], absent)
 
 
 def swap_uses(map: IdMap, uses: Uses) -> None:
@@ -127,13 +141,13 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
         other.copy_(now)
 
 
-def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None) -> Missing:
-    """The ids of keys [n], in any order and as often as they occur, that were not `found` [n]. Of
-    ids that are never `counted` none is listed."""
-    absent = found < 0
+def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
+    """The ids of those keys [n] that have no entry. Of ids that are never `counted` none is
+    listed."""
+    places = lookup.places.long()
     if counted is not None:
-        absent &= counted != 0
-    keys = torch.unique(keys[absent])
+        places = places[counted[places] != 0]
+    keys = torch.unique(keys[places])
     ids = compute_ids(keys)
     shard = _shift(keys ^ _SIGN, _BITS) - map.first_shard
     order = ids.argsort()
@@ -149,15 +163,23 @@ def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Ten
 
 
 def place(
-    map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool
-) -> tuple[Contents, Tensor]:
+    map: IdMap,
+    missing: Missing,
+    *,
+    batch: int,
+    limit: int,
+    by_count: bool,
+    evicts: bool,
+    tell: Callable[[Tensor], None] = lambda sums: None,
+) -> tuple[Contents, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
-    (last use, id), or of (count, last use, id). Changes nothing.
+    (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
+    as they are on their way.
 
     Returns:
-        what to swap with the map, and the sums over shards [3]: ids that get an entry, those whose
-        entry held another id, missing ids.
+        what to swap with the map, its ids once more, and the sums over shards [3]: ids that get an
+        entry, those whose entry held another id, missing ids.
     """
     empty, entries = map.last == EMPTY, torch.arange(map.last.numel(), device=map.last.device)
     able = ~empty & (map.last < limit) & evicts
@@ -176,11 +198,14 @@ def place(
     counts = ones if missing.counts is None else missing.counts[from_]
     contents = Contents(order, ones * batch, counts, missing.ids[from_])
     sums = [len(order), int((~empty)[order].sum()), int(missing.wanted.sum())]
-    return contents, torch.tensor(sums, device=order.device)
+    summed = torch.tensor(sums, device=order.device)
+    tell(summed)
+    return contents, contents.ids.clone(), summed
 
 
-def swap_contents(map: IdMap, contents: Contents) -> None:
-    """Exchanges ids, last uses and counts with those that are noted."""
+def swap_contents(map: IdMap, contents: Contents, total: Tensor | None = None) -> None:
+    """Exchanges ids, last uses and counts with those that are noted; the first `total` [1] of
+    them, if it is given."""
     swap_uses(map, contents)
     there = contents.entries >= 0
     now = map.ids[contents.entries.clamp(min=0)]

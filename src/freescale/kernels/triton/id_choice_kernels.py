@@ -2,9 +2,10 @@
 each of them gets.
 
 A shard decides for itself, so that a program for each needs no other: it looks for the bounds in
-(count, last use, id) up to which entries go by bisection, each step a walk through the shard, whose
-last uses stay in the cache. The walk ends as soon as a bound has the right number of entries below
-it: after as many steps as the number of equal entries has bits, and a few.
+(count, last use, id) up to which entries go by bisection, each step a walk through the shard. This
+ends as soon as a bound has the right number of entries below it: after as many steps as the number
+of equal entries has bits, and a few. A shard of few rows is read once and walked through in
+registers: HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
 """
 
 # mypy: ignore-errors
@@ -15,9 +16,11 @@ import triton.language as tl
 
 from freescale.kernels.triton.id_map_kernels import (
     BOTTOM,
+    ID,
     MOST,
     SIGN,
     TOP,
+    USE,
     find_shard,
     load_hashes,
     unmix,
@@ -27,29 +30,31 @@ from freescale.kernels.triton.id_map_kernels import (
 
 
 @triton.jit(
-    do_not_specialize=["n", "size", "first_shard"],
-    do_not_specialize_on_alignment=["keys", "counted"],
+    do_not_specialize=["size", "first_shard"],
+    do_not_specialize_on_alignment=["keys", "counted", "number"],
 )
 def claim_kernel(
-    keys, found, counted, claims, wanted, numbers, n, size, first_shard,
+    keys, counted, places, number, claims, wanted, numbers, size, first_shard,
     COUNTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """numbers[i]: the number of keys[i] among the missing ones of its shard, in any order; -1 for
-    those that are not missing, and all but one of equal ones. claims [size], a power of two: -1
-    throughout, afterwards an open-addressing table of the ones that count."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    active = (i < n) & (tl.load(found + i, mask=i < n, other=0) < 0)
+    """numbers[j]: the number of the key at places[j] among the missing ones of its shard, in any
+    order; -1 for those that do not count, and all but one of equal ones. claims [size], a power of
+    two: -1 throughout, afterwards an open-addressing table of the ones that count."""
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = j < tl.load(number)
+    i = tl.load(places + j, mask=there, other=0)
+    active = there
     if COUNTED:
-        active = active & (tl.load(counted + i, mask=i < n, other=0) != 0)
-    hash = load_hashes(keys, i, active)
+        active = active & (tl.load(counted + i, mask=there, other=0) != 0)
+    hash = load_hashes(keys, i, there)
     key = (hash ^ SIGN).to(tl.int64, bitcast=True)
     place = (hash >> 8).to(tl.int64, bitcast=True) & (size - 1)
-    first = active & (i < 0)
+    first = active & (j < 0)
     while tl.max(active.to(tl.int32), 0) > 0:
         # A comparison has no mask: where there is nothing to do, it is with what never stands
-        # there.
+        # there. So only missing keys may come here: the others would all wait for one place.
         expected = tl.where(active, -1, -2)
-        held = tl.atomic_cas(claims + place, expected, i.to(tl.int32), sem="relaxed")
+        held = tl.atomic_cas(claims + place, expected, i, sem="relaxed")
         mine = active & (held == -1)
         first = first | mine
         other = tl.load(keys + held, mask=active & (held >= 0), other=0)
@@ -57,19 +62,48 @@ def claim_kernel(
         place = tl.where(active, (place + 1) & (size - 1), place)
     one = tl.zeros([BLOCK], tl.int32) + 1
     shard = find_shard(hash) - first_shard
-    number = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
-    tl.store(numbers + i, tl.where(first, number, -1), mask=i < n)
+    rank = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
+    tl.store(numbers + j, tl.where(first, rank, -1), mask=there)
 
 
-@triton.jit(do_not_specialize=["n", "first_shard"], do_not_specialize_on_alignment=["keys"])
-def collect_kernel(keys, numbers, starts, missing, n, first_shard, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["shards"])
+def scan_kernel(
+    counts, evicted, wanted, starts, sums, shards, SUMS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """starts[shard]: the sum of the counts before it. One program. SUMS: of all three, too."""
+    before = tl.full((), 0, tl.int64)
+    others = tl.full((), 0, tl.int64)
+    asked = tl.full((), 0, tl.int64)
+    for begin in range(0, shards, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        each = tl.load(counts + at, mask=at < shards, other=0)
+        tl.store(starts + at, before + tl.cumsum(each, 0) - each, mask=at < shards)
+        before += tl.sum(each, 0).to(tl.int64)
+        if SUMS:
+            each = tl.load(evicted + at, mask=at < shards, other=0)
+            others += tl.sum(each, 0).to(tl.int64)
+            each = tl.load(wanted + at, mask=at < shards, other=0)
+            asked += tl.sum(each, 0).to(tl.int64)
+    if SUMS:
+        tl.store(sums, before)
+        tl.store(sums + 1, others)
+        tl.store(sums + 2, asked)
+
+
+@triton.jit(
+    do_not_specialize=["first_shard"], do_not_specialize_on_alignment=["keys", "number"]
+)  # fmt: skip
+def collect_kernel(
+    keys, places, number, numbers, starts, missing, first_shard, BLOCK: tl.constexpr
+):  # fmt: skip
     """Puts missing ids in the range of their shard."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    number = tl.load(numbers + i, mask=i < n, other=-1)
-    there = number >= 0
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.load(numbers + j, mask=j < tl.load(number), other=-1)
+    there = rank >= 0
+    i = tl.load(places + j, mask=there, other=0)
     hash = load_hashes(keys, i, there)
     start = tl.load(starts + find_shard(hash) - first_shard, mask=there, other=0)
-    tl.store(missing + start + number, unmix(hash).to(tl.int64, bitcast=True), mask=there)
+    tl.store(missing + start + rank, unmix(hash).to(tl.int64, bitcast=True), mask=there)
 
 
 @triton.jit
@@ -93,33 +127,58 @@ def order_kernel(missing, wanted, starts, ordered, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _count_up_to(
-    ids, last, count, first, rows, limit, most_uses, latest, bound,
-    LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+def _load_entries(
+    ids, last, count, first, begin, rows, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(last uses, counts, ids) of entries of a shard, from `begin` on; behind it, none may go.
+    Without BY_COUNT the last uses stand for the counts, which nobody reads."""
+    at = begin + tl.arange(0, BLOCK)
+    used = tl.load(last + (first + at) * USE, mask=at < rows, other=MOST)
+    uses = used
+    if BY_COUNT:
+        uses = tl.load(count + (first + at) * USE, mask=at < rows, other=0)
+    id = tl.load(ids + (first + at) * ID, mask=at < rows, other=0)
+    return used, uses, id
+
+
+@triton.jit
+def _is_up_to(
+    entries, limit, most_uses, latest, bound, LEVEL: tl.constexpr, BY_COUNT: tl.constexpr
 ):  # fmt: skip
-    """How many entries of a shard may go and are, at a level of the order (0: count, 1: last use,
-    2: id), not above `bound`; at the levels before, equal to `most_uses` and `latest`."""
+    """Which entries may go and are, at a level of the order (0: count, 1: last use, 2: id), not
+    above `bound`; at the levels before, equal to `most_uses` and `latest`."""
+    used, uses, id = entries
+    able = (used >= 0) & (used < limit)
+    if BY_COUNT:
+        able = able & ((uses <= bound) if LEVEL == 0 else (uses == most_uses))
+    if LEVEL == 1:
+        able = able & (used <= bound)
+    if LEVEL == 2:
+        able = able & (used == latest) & (id <= bound)
+    return able
+
+
+@triton.jit
+def _count_up_to(
+    ids, last, count, held, first, rows, limit, most_uses, latest, bound,
+    LEVEL: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How many entries of a shard `_is_up_to` finds."""
     total = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, rows, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        used = tl.load(last + first + at, mask=at < rows, other=-1)
-        able = (used >= 0) & (used < limit)
-        if BY_COUNT:
-            uses = tl.load(count + first + at, mask=able, other=0)
-            able = able & ((uses <= bound) if LEVEL == 0 else (uses == most_uses))
-        if LEVEL == 1:
-            able = able & (used <= bound)
-        if LEVEL == 2:
-            able = able & (used == latest)
-            able = able & (tl.load(ids + first + at, mask=able, other=TOP) <= bound)
-        total += able.to(tl.int32)
-    return tl.sum(total, 0).to(tl.int64)
+    if HELD:
+        total += _is_up_to(held, limit, most_uses, latest, bound, LEVEL, BY_COUNT).to(tl.int32)
+    else:
+        for begin in range(0, rows, BLOCK):
+            part = _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
+            able = _is_up_to(part, limit, most_uses, latest, bound, LEVEL, BY_COUNT)
+            total += able.to(tl.int32)
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def _bisect(
-    ids, last, count, first, rows, limit, most_uses, latest, low, high, need,
-    LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    ids, last, count, held, first, rows, limit, most_uses, latest, low, high, need,
+    LEVEL: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(A bound in [low, high] that `need` entries are not above or, if none is found, the least one
     that more are not above; how many of those that are equal to it are needed, 0 for all). None is
@@ -128,8 +187,9 @@ def _bisect(
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, without a sum
         there = _count_up_to(
-            ids, last, count, first, rows, limit, most_uses, latest, middle, LEVEL, BY_COUNT, BLOCK
-        )
+            ids, last, count, held, first, rows, limit, most_uses, latest, middle,
+            LEVEL, HELD, BY_COUNT, BLOCK,
+        )  # fmt: skip
         below = tl.where(there <= need, there, below)
         low = tl.where(there < need, middle + 1, tl.where(there == need, middle, low))
         high = tl.where(there < need, high, middle)
@@ -138,18 +198,19 @@ def _bisect(
 
 @triton.jit
 def _find_tied_ids(
-    ids, last, count, first, rows, most_uses, latest,
-    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    ids, last, count, held, first, rows, most_uses, latest,
+    HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(least, greatest) id of the entries that are equal but for it."""
     least = tl.zeros([BLOCK], tl.int64) + TOP
     greatest = tl.zeros([BLOCK], tl.int64) + BOTTOM
     for begin in range(0, rows, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        tied = tl.load(last + first + at, mask=at < rows, other=-1) == latest
+        used, uses, id = (
+            held if HELD else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
+        )
+        tied = used == latest
         if BY_COUNT:
-            tied = tied & (tl.load(count + first + at, mask=tied, other=0) == most_uses)
-        id = tl.load(ids + first + at, mask=tied, other=0)
+            tied = tied & (uses == most_uses)
         least = tl.minimum(least, tl.where(tied, id, TOP))
         greatest = tl.maximum(greatest, tl.where(tied, id, BOTTOM))
     return tl.min(least, 0), tl.max(greatest, 0)
@@ -166,7 +227,7 @@ def room_kernel(
     if want > 0:
         for begin in range(0, rows, BLOCK):
             at = begin + tl.arange(0, BLOCK)
-            used = tl.load(last + shard * rows + at, mask=at < rows, other=MOST)
+            used = tl.load(last + (shard * rows + at) * USE, mask=at < rows, other=MOST)
             able = used < 0
             if EVICTS:
                 able = able | (used < limit)
@@ -177,96 +238,101 @@ def room_kernel(
 @triton.jit(do_not_specialize=["rows", "limit"])
 def choose_kernel(
     ids, last, count, wanted, starts, chosen, taken, evicted, rows, limit,
-    BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, BLOCK: tl.constexpr,
+    BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for a shard: as many entries as its missing ids want, if there are so many. The
     lowest empty ones, ascending, and behind them the first ones in the order of eviction, also
     ascending by their number: `assign_kernel` puts them in that order."""
     shard = tl.program_id(0).to(tl.int64)
-    want = tl.load(wanted + shard).to(tl.int64)
+    want = tl.load(wanted + shard)
     start = tl.load(starts + shard)
     first = shard * rows
     empties = want * 0
     need = want * 0
     if want > 0:
+        held = _load_entries(ids, last, count, first, 0, rows, BY_COUNT, BLOCK)
         empty = tl.zeros([BLOCK], tl.int32)
         able = tl.zeros([BLOCK], tl.int32)
         oldest = tl.zeros([BLOCK], tl.int32) + MOST
         fewest = tl.zeros([BLOCK], tl.int32) + MOST
         highest = tl.zeros([BLOCK], tl.int32)
         for begin in range(0, rows, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            used = tl.load(last + first + at, mask=at < rows, other=MOST)
+            used, uses, _ = (
+                held
+                if HELD
+                else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
+            )
             empty += (used < 0).to(tl.int32)
             if EVICTS:
                 old = (used >= 0) & (used < limit)
                 able += old.to(tl.int32)
                 oldest = tl.minimum(oldest, tl.where(old, used, MOST))
                 if BY_COUNT:
-                    uses = tl.load(count + first + at, mask=old, other=0)
                     fewest = tl.minimum(fewest, tl.where(old, uses, MOST))
-                    highest = tl.maximum(highest, uses)
-        empties = tl.minimum(tl.sum(empty, 0).to(tl.int64), want)
-        ables = tl.sum(able, 0).to(tl.int64)
+                    highest = tl.maximum(highest, tl.where(old, uses, 0))
+        empties = tl.minimum(tl.sum(empty, 0), want)
+        ables = tl.sum(able, 0)
         need = tl.minimum(ables, want - empties)
         # (count, last use, id) up to which entries go: as yet, all
         most_uses = want * 0 + MOST
         latest = want * 0 + limit
-        greatest = want * 0 + TOP
+        greatest = first * 0 + TOP
         if (need > 0) & (need < ables):
             left = need
             if BY_COUNT:
                 most_uses, left = _bisect(
-                    ids, last, count, first, rows, limit, most_uses, latest,
-                    tl.min(fewest, 0).to(tl.int64), tl.max(highest, 0).to(tl.int64), left,
-                    0, BY_COUNT, BLOCK,
+                    ids, last, count, held, first, rows, limit, most_uses, latest,
+                    tl.min(fewest, 0), tl.max(highest, 0), left,
+                    0, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
             if left > 0:
                 latest, left = _bisect(
-                    ids, last, count, first, rows, limit, most_uses, latest,
-                    tl.min(oldest, 0).to(tl.int64), want * 0 + limit - 1, left,
-                    1, BY_COUNT, BLOCK,
+                    ids, last, count, held, first, rows, limit, most_uses, latest,
+                    tl.min(oldest, 0), want * 0 + limit - 1, left,
+                    1, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
             if left > 0:
                 low, high = _find_tied_ids(
-                    ids, last, count, first, rows, most_uses, latest, BY_COUNT, BLOCK
+                    ids, last, count, held, first, rows, most_uses, latest, HELD, BY_COUNT, BLOCK
                 )
                 greatest, left = _bisect(
-                    ids, last, count, first, rows, limit, most_uses, latest, low, high, left,
-                    2, BY_COUNT, BLOCK,
+                    ids, last, count, held, first, rows, limit, most_uses, latest, low, high, left,
+                    2, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
         empty_before = want * 0
         before = want * 0
         for begin in range(0, rows, BLOCK):
             at = begin + tl.arange(0, BLOCK)
-            used = tl.load(last + first + at, mask=at < rows, other=MOST)
+            used, uses, id = (
+                held
+                if HELD
+                else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
+            )
             free = used < 0
             number = empty_before + tl.cumsum(free.to(tl.int32), 0) - 1
             tl.store(chosen + start + number, first + at, mask=free & (number < empties))
             empty_before += tl.sum(free.to(tl.int32), 0)
             if EVICTS:
                 goes = (used >= 0) & (used < limit) & (need > 0)
-                id = tl.load(ids + first + at, mask=goes & (used == latest), other=0)
                 sooner = (used < latest) | ((used == latest) & (id <= greatest))
                 if BY_COUNT:
-                    uses = tl.load(count + first + at, mask=goes, other=0)
                     sooner = (uses < most_uses) | ((uses == most_uses) & sooner)
                 goes = goes & sooner
                 number = empties + before + tl.cumsum(goes.to(tl.int32), 0) - 1
                 tl.store(chosen + start + number, first + at, mask=goes)
                 before += tl.sum(goes.to(tl.int32), 0)
-    tl.store(taken + shard, (empties + need).to(tl.int32))
-    tl.store(evicted + shard, need.to(tl.int32))
+    tl.store(taken + shard, empties + need)
+    tl.store(evicted + shard, need)
 
 
 @triton.jit(do_not_specialize=["batch"])
 def assign_kernel(
     ids, last, count, ordered, occurred, chosen, starts, taken, evicted, targets,
-    entries, new_ids, lasts, counts, batch,
+    entries, new_ids, again, lasts, counts, batch,
     BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for a shard: its missing ids, in their order, get the chosen entries, in theirs.
-    Writes from targets[shard] on. OCCURRED: their counts are given."""
+    Writes from targets[shard] on, ids twice. OCCURRED: their counts are given."""
     shard = tl.program_id(0)
     total = tl.load(taken + shard)
     empties = total - tl.load(evicted + shard)
@@ -276,19 +342,19 @@ def assign_kernel(
         at = begin + tl.arange(0, BLOCK)
         entry = tl.load(chosen + start + at, mask=at < total, other=0)
         holds = (at >= empties) & (at < total)
-        id = tl.load(ids + entry, mask=holds, other=0)[:, None]
-        used = tl.load(last + entry, mask=holds, other=0)[:, None]
+        id = tl.load(ids + entry * ID, mask=holds, other=0)[:, None]
+        used = tl.load(last + entry * USE, mask=holds, other=0)[:, None]
         if BY_COUNT:
-            used_by = tl.load(count + entry, mask=holds, other=0)[:, None]
+            used_by = tl.load(count + entry * USE, mask=holds, other=0)[:, None]
         rank = tl.zeros([BLOCK], tl.int32)
         for other in range(empties, total, BLOCK):
             near = other + tl.arange(0, BLOCK)
             theirs = tl.load(chosen + start + near, mask=near < total, other=0)
-            their_id = tl.load(ids + theirs, mask=near < total, other=0)[None, :]
-            their_last = tl.load(last + theirs, mask=near < total, other=0)[None, :]
+            their_id = tl.load(ids + theirs * ID, mask=near < total, other=0)[None, :]
+            their_last = tl.load(last + theirs * USE, mask=near < total, other=0)[None, :]
             sooner = (their_last < used) | ((their_last == used) & (their_id < id))
             if BY_COUNT:
-                their_uses = tl.load(count + theirs, mask=near < total, other=0)[None, :]
+                their_uses = tl.load(count + theirs * USE, mask=near < total, other=0)[None, :]
                 sooner = (their_uses < used_by) | ((their_uses == used_by) & sooner)
             sooner = sooner & (near < total)[None, :]
             rank += tl.sum(sooner.to(tl.int32), 1)
@@ -296,6 +362,7 @@ def assign_kernel(
         new = tl.load(ordered + start + number, mask=at < total, other=0)
         tl.store(entries + target + at, entry, mask=at < total)
         tl.store(new_ids + target + at, new, mask=at < total)
+        tl.store(again + target + at, new, mask=at < total)
         tl.store(lasts + target + at, tl.zeros([BLOCK], tl.int32) + batch, mask=at < total)
         uses = tl.zeros([BLOCK], tl.int32) + 1
         if OCCURRED:

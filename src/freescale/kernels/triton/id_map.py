@@ -1,12 +1,13 @@
 """The map from id to row of a dynamic table, in the memory of a GPU: the twin of
 `reference.id_map`.
 
-    find       every id of a batch: its bucket, one sector, and the id of the entry it names
-    use        last uses and counts of those that have a row
-    missing    the others, each once, by shard and ascending; without a sort of the batch
+    look up    every id of a batch: its bucket, one sector, and the entry it names, another one; in
+               the same pass last uses and counts of those that have a row, and a list of the others
+    missing    these, each once, by shard and ascending; without a sort of the batch
     place      a program for a shard looks for as many entries as its missing ids want
     swap       ids out of the buckets, entries exchanged, ids into the buckets
 
+    read       ids are looked up and their rows gathered, in one pass
     room       of tables that count ids before they admit them: how many could be placed
 
 Nothing is read from the device. What is decided depends neither on the order of programs nor on
@@ -15,6 +16,7 @@ the buckets; how ids lie in these does, and nobody sees it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +24,9 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.reference import id_map as reference
-from freescale.kernels.reference.id_map import Contents, IdMap, Missing, Uses
+from freescale.kernels.reference.id_map import Contents, IdMap, Lookup, Missing, Uses
 from freescale.kernels.triton.launch import (
+    RowLaunch,
     count_blocks,
     launch_kernel,
     require_gpu,
@@ -35,12 +38,17 @@ WORDS = 8  # of a bucket: 7 entries and one about them
 # A bucket for 4 rows of a shard: 8 bytes a row, and 2 in 100 ids are not in their first bucket.
 ROWS_OF_BUCKET = 4
 # Entries of a program. Searches read 8 words for each and wait for memory; a program of `choose`
-# goes through the entries of a shard, some ten times, and orders few of them.
-FIND_BLOCK = 128
+# goes through the entries of a shard, some ten times, and orders few of them: a shard of up to
+# HELD_ROWS in registers, 16 entries a thread, one of more block by block.
+FIND_BLOCK, FIND_WARPS = 128, 4
 BLOCK = 256
 SHARD_BLOCK = 1024
+HELD_ROWS = 4096
+HELD_ROWS_OF_WARP = 512
 ORDER_BLOCK = 32
 WARPS = 4
+# Rows whose buckets, entries and columns are on their way: many, and none waits for another warp.
+READ = RowLaunch(1024, 1)
 REBUILT = 1 << 22  # entries that are put in at a time
 _LIMIT = 2**31 - 1
 
@@ -60,46 +68,72 @@ def count_buckets(rows: int) -> int:
 
 def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
     """Entries [n] of keys [n]; `absent` for those that have none."""
+    from freescale.kernels.triton.id_map_kernels import find_kernel
+
     found = torch.empty_like(keys)
-    _find(map, keys, found, absent, again=False)
+    _launch(
+        find_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, found, keys.numel(), absent,
+        *_measure(map), num_warps=FIND_WARPS,
+    )  # fmt: skip
     return found
 
 
-def find_again(map: IdMap, keys: Tensor, found: Tensor, absent: int = -1) -> None:
-    """Writes the entries of those keys [n] that were not `found` [n]: their ids may have got
-    one."""
-    _find(map, keys, found, absent, again=True)
+def read_rows(
+    map: IdMap, keys: Tensor, weight: Tensor, absent: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """keys [n] -> rows [n, width] of their entries in weight [m, width]; row `absent` for those
+    that have none."""
+    from freescale.kernels.triton.id_map_kernels import read_kernel
+
+    n, width = keys.numel(), weight.shape[1]
+    out = torch.empty(n, width, dtype=dtype or weight.dtype, device=weight.device)
+    if n:
+        shape = READ.shape(width)
+        with use_device(weight.device):
+            launch_kernel(
+                read_kernel, (count_blocks(n, shape["R"]),), map.words, map.ids, keys, weight, out,
+                n, absent, *_measure(map), **shape,
+            )  # fmt: skip
+    return out
 
 
-def _find(map: IdMap, keys: Tensor, found: Tensor, absent: int, again: bool) -> None:
-    from freescale.kernels.triton.id_map_kernels import find_kernel
-
-    _launch(
-        find_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, found, keys.numel(),
-        absent, map.first_shard, *_measure(map), AGAIN=again,
-    )  # fmt: skip
-
-
-def use(map: IdMap, found: Tensor, counted: Tensor | None, batch: int) -> Uses:
-    """A batch uses entries [n]; -1 is none, and an entry may occur several times. It counts as one
-    use if one of them is `counted` [n] uint8; None: all are."""
+def look_up(
+    map: IdMap, keys: Tensor, counted: Tensor | None, batch: int, absent: int = -1
+) -> Lookup:
+    """Finds the keys [n] of a batch, which uses their entries; `absent`, no entry's number, for
+    those that have none. An entry counts as used once if one of its keys is `counted` [n] uint8;
+    None: all are."""
     from freescale.kernels.triton.id_map_kernels import (
         count_marked_kernel,
+        look_up_kernel,
         mark_counted_kernel,
-        use_kernel,
     )
 
-    n = found.numel()
-    last, count = _allocate_pair(n, torch.int32, found.device)
-    uses = Uses(torch.empty_like(found), last, count)
+    n, device = keys.numel(), keys.device
+    if n > _LIMIT // 4:
+        raise ValueError(f"up to {_LIMIT // 4} ids can be looked up at a time, not {n}")
+    found, entries = _allocate(2, n, torch.int64, device)
+    last, count, places = _allocate(3, n, torch.int32, device)
+    number = torch.zeros(1, dtype=torch.int32, device=device)
     _launch(
-        use_kernel, found, BLOCK, map.last, map.count, found, uses.entries, last, count, n, batch,
-        COUNTS=counted is None,
+        look_up_kernel, keys, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
+        entries, last, count, places, number, n, absent, batch, *_measure(map),
+        COUNTS=counted is None, num_warps=FIND_WARPS,
     )  # fmt: skip
     if counted is not None:
-        _launch(mark_counted_kernel, found, BLOCK, map.count, found, counted, n)
-        _launch(count_marked_kernel, found, BLOCK, map.count, uses.entries, n)
-    return uses
+        _launch(mark_counted_kernel, keys, BLOCK, map.count, found, counted, n, absent)
+        _launch(count_marked_kernel, keys, BLOCK, map.count, entries, n)
+    return Lookup(found, Uses(entries, last, count), places, number)
+
+
+def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> None:
+    """Writes the entries of those keys [n] that had none: their ids may have got one."""
+    from freescale.kernels.triton.id_map_kernels import find_again_kernel
+
+    _launch(
+        find_again_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, lookup.found, lookup.places,
+        lookup.number, *_measure(map), num_warps=FIND_WARPS,
+    )  # fmt: skip
 
 
 def swap_uses(map: IdMap, uses: Uses) -> None:
@@ -112,9 +146,9 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
     )
 
 
-def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None) -> Missing:
-    """The ids of keys [n], in any order and as often as they occur, that were not `found` [n]. Of
-    ids that are never `counted` none is listed."""
+def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
+    """The ids of those keys [n] that have no entry. Of ids that are never `counted` none is
+    listed."""
     from freescale.kernels.triton.id_choice_kernels import (
         claim_kernel,
         collect_kernel,
@@ -122,19 +156,18 @@ def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None
     )
 
     n, device = keys.numel(), keys.device
-    if n > _LIMIT // 4:
-        raise ValueError(f"up to {_LIMIT // 4} ids can be looked up at a time, not {n}")
     size = round_up_to_power_of_two(max(2, 2 * n))
     claims = torch.full((size,), -1, dtype=torch.int32, device=device)
-    numbers = torch.empty(n, dtype=torch.int32, device=device)
     wanted = torch.zeros(map.shards, dtype=torch.int32, device=device)
+    (numbers,) = _allocate(1, n, torch.int32, device)
+    missing, ordered = _allocate(2, n, torch.int64, device)
+    listed = lookup.places, lookup.number
     _launch(
-        claim_kernel, keys, BLOCK, keys, found, counted, claims, wanted, numbers, n, size,
+        claim_kernel, keys, BLOCK, keys, counted, *listed, claims, wanted, numbers, size,
         map.first_shard, COUNTED=counted is not None,
     )  # fmt: skip
-    starts = wanted.cumsum(0) - wanted
-    missing, ordered = _allocate_pair(n, torch.int64, device)
-    _launch(collect_kernel, keys, BLOCK, keys, numbers, starts, missing, n, map.first_shard)
+    starts = _scan(wanted)
+    _launch(collect_kernel, keys, BLOCK, keys, *listed, numbers, starts, missing, map.first_shard)
     if n and map.shards:
         with use_device(device):
             launch_kernel(
@@ -142,6 +175,24 @@ def list_missing(map: IdMap, keys: Tensor, found: Tensor, counted: Tensor | None
                 BLOCK=ORDER_BLOCK, num_warps=1,
             )  # fmt: skip
     return Missing(ordered, wanted, starts)
+
+
+def _scan(
+    counts: Tensor, evicted: Tensor | None = None, wanted: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """counts [shards] -> [shards] int64, the sum of those before each. Sums, if given, are written:
+    of all three."""
+    from freescale.kernels.triton.id_choice_kernels import scan_kernel
+
+    starts = torch.empty(counts.numel(), dtype=torch.int64, device=counts.device)
+    if counts.numel():
+        with use_device(counts.device):
+            launch_kernel(
+                scan_kernel, (1,), counts, evicted, wanted, starts, sums, counts.numel(),
+                SUMS=sums is not None, BLOCK=SHARD_BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+    return starts
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
@@ -159,59 +210,76 @@ def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Ten
 
 
 def place(
-    map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool
-) -> tuple[Contents, Tensor]:
+    map: IdMap,
+    missing: Missing,
+    *,
+    batch: int,
+    limit: int,
+    by_count: bool,
+    evicts: bool,
+    tell: Callable[[Tensor], None] = lambda sums: None,
+) -> tuple[Contents, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
-    (last use, id), or of (count, last use, id). Changes nothing.
+    (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
+    as they are on their way.
 
     Returns:
-        what to swap with the map, and the sums over shards [3]: ids that get an entry, those whose
-        entry held another id, missing ids.
+        what to swap with the map, its ids once more, and the sums over shards [3]: ids that get an
+        entry, those whose entry held another id, missing ids.
     """
     from freescale.kernels.triton.id_choice_kernels import assign_kernel, choose_kernel
 
     n, device = missing.ids.numel(), missing.ids.device
-    entries = torch.full((n,), -1, dtype=torch.int64, device=device)
-    chosen, new_ids = _allocate_pair(n, torch.int64, device)
-    last, count = _allocate_pair(n, torch.int32, device)
-    taken, evicted = _allocate_pair(map.shards, torch.int32, device)
-    held = map.ids, map.last, map.count
+    entries, chosen, ids, again = _allocate(4, n, torch.int64, device)
+    last, count = _allocate(2, n, torch.int32, device)
+    placed = Contents(entries, last, count, ids)
     if not n or not map.shards:
-        taken, evicted = torch.zeros_like(missing.wanted), torch.zeros_like(missing.wanted)
-    else:
-        with use_device(device):
-            launch_kernel(
-                choose_kernel, (map.shards,), *held, missing.wanted, missing.starts, chosen, taken,
-                evicted, map.rows, limit,
-                BY_COUNT=by_count, EVICTS=evicts, BLOCK=SHARD_BLOCK, num_warps=WARPS,
-            )  # fmt: skip
-            targets = taken.cumsum(0) - taken
-            launch_kernel(
-                assign_kernel, (map.shards,), *held, missing.ids, missing.counts, chosen,
-                missing.starts, taken,
-                evicted, targets, entries, new_ids, last, count, batch,
-                BY_COUNT=by_count, OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK,
-                num_warps=1,
-            )  # fmt: skip
-    return Contents(entries, last, count, new_ids), torch.stack(
-        [taken, evicted, missing.wanted]
-    ).sum(1)
+        sums = torch.zeros(3, dtype=torch.int64, device=device)
+        tell(sums)
+        return placed, again, sums
+    taken, evicted = _allocate(2, map.shards, torch.int32, device)
+    sums = torch.empty(3, dtype=torch.int64, device=device)
+    held = map.ids, map.last, map.count
+    with use_device(device):
+        launch_kernel(
+            choose_kernel, (map.shards,), *held, missing.wanted, missing.starts, chosen, taken,
+            evicted, map.rows, limit, BY_COUNT=by_count, EVICTS=evicts, **_divide(map.rows),
+        )  # fmt: skip
+        targets = _scan(taken, evicted, missing.wanted, sums)
+        tell(sums)
+        launch_kernel(
+            assign_kernel, (map.shards,), *held, missing.ids, missing.counts, chosen,
+            missing.starts, taken, evicted, targets, entries, ids, again, last, count, batch,
+            BY_COUNT=by_count, OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK,
+            num_warps=1,
+        )  # fmt: skip
+    return placed, again, sums
 
 
-def swap_contents(map: IdMap, contents: Contents) -> None:
-    """Exchanges ids, last uses and counts with those that are noted."""
+def _divide(rows: int) -> dict[str, int | bool]:
+    """How a program goes through the rows of a shard."""
+    if rows > HELD_ROWS:
+        return {"HELD": False, "BLOCK": SHARD_BLOCK, "num_warps": WARPS}
+    block = max(HELD_ROWS_OF_WARP, round_up_to_power_of_two(rows))
+    return {"HELD": True, "BLOCK": block, "num_warps": block // HELD_ROWS_OF_WARP}
+
+
+def swap_contents(map: IdMap, contents: Contents, total: Tensor | None = None) -> None:
+    """Exchanges ids, last uses and counts with those that are noted; the first `total` [1] of
+    them, if it is given."""
     from freescale.kernels.triton.id_map_kernels import put_in_kernel, take_out_kernel
 
     entries, n = contents.entries, contents.entries.numel()
     noted = entries, contents.ids, contents.last, contents.count
+    measures = _measure(map)[1:]
     _launch(
-        take_out_kernel, entries, BLOCK, map.words, map.ids, map.last, map.count, *noted, n,
-        *_measure(map),
+        take_out_kernel, entries, BLOCK, map.words, map.ids, map.last, map.count, *noted, total, n,
+        *measures,
     )  # fmt: skip
     _launch(
-        put_in_kernel, entries, BLOCK, map.words, map.ids, map.last, entries, n, 0, *_measure(map),
-        ALL=False,
+        put_in_kernel, entries, BLOCK, map.words, map.ids, map.last, entries, total, n, 0,
+        *measures, ALL=False,
     )  # fmt: skip
 
 
@@ -224,21 +292,20 @@ def rebuild(map: IdMap) -> None:
         n = min(REBUILT, map.ids.numel() - begin)
         part = map.ids[begin : begin + n]
         _launch(
-            put_in_kernel, part, BLOCK, map.words, map.ids, map.last, None, n, begin,
-            *_measure(map), ALL=True,
+            put_in_kernel, part, BLOCK, map.words, map.ids, map.last, None, None, n, begin,
+            *_measure(map)[1:], ALL=True,
         )  # fmt: skip
 
 
-def _allocate_pair(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two tensors [n], each at an address of its own: what begins in the middle of another is
-    another version of a kernel."""
-    first, second = (torch.empty(n, dtype=dtype, device=device) for _ in range(2))
-    return first, second
+def _allocate(count: int, n: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors [n], each at an address of its own: what begins in the middle of another is another
+    version of a kernel."""
+    return [torch.empty(n, dtype=dtype, device=device) for _ in range(count)]
 
 
-def _measure(map: IdMap) -> tuple[int, int, int]:
-    """(rows of a shard, its buckets, bits of a row's number counted from 1)."""
-    return map.rows, map.words.shape[1], map.rows.bit_length()
+def _measure(map: IdMap) -> tuple[int, int, int, int]:
+    """(its first shard, rows of a shard, its buckets, bits of a row's number counted from 1)."""
+    return map.first_shard, map.rows, map.words.shape[1], map.rows.bit_length()
 
 
 def _launch(kernel: Any, items: Tensor, block: int, *arguments: Any, **named: Any) -> None:
@@ -246,4 +313,4 @@ def _launch(kernel: Any, items: Tensor, block: int, *arguments: Any, **named: An
     if items.numel():
         grid = (count_blocks(items.numel(), block),)
         with use_device(items.device):
-            launch_kernel(kernel, grid, *arguments, BLOCK=block, num_warps=WARPS, **named)
+            launch_kernel(kernel, grid, *arguments, BLOCK=block, **{"num_warps": WARPS, **named})

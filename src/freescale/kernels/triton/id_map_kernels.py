@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 
 WORDS = tl.constexpr(8)  # of a bucket
+# An entry is 16 bytes: its id, last use and count. From one to the next, in items of each:
+ID = tl.constexpr(2)
+USE = tl.constexpr(4)
 LAST = tl.constexpr(7)  # the word about the others
 PASSED = tl.constexpr(256)  # one id that is further on
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)  # the constants of freescale.random
@@ -75,6 +78,41 @@ def _make_tag(hash, row_bits):
 # ---- one id, one entry
 
 
+@triton.jit
+def search(
+    words, ids, hash, wanted, first_shard, rows, buckets, row_bits, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The entries [BLOCK] of ids with these hashes; -1 for those that have none."""
+    id = unmix(hash).to(tl.int64, bitcast=True)
+    shard = tl.where(wanted, find_shard(hash) - first_shard, 0)
+    tag = _make_tag(hash, row_bits)
+    bucket = _find_bucket(hash, buckets)
+    lane = tl.arange(0, WORDS)[None, :]
+    row_mask = (1 << row_bits) - 1
+    entry = tl.zeros([BLOCK], tl.int64) - 1
+    below = tl.zeros([BLOCK], tl.int32) + MOST  # rows of this bucket that were not tried
+    steps = tl.zeros([BLOCK], tl.int32)
+    active = wanted
+    while tl.max(active.to(tl.int32), 0) > 0:
+        base = (shard * buckets + bucket) * WORDS
+        word = tl.load(words + base[:, None] + lane, mask=active[:, None], other=0)
+        row = word & row_mask
+        like = (lane < LAST) & ((word >> row_bits) == tag[:, None]) & (row < below[:, None])
+        row = tl.max(tl.where(like, row, 0), 1)  # few have the bits of another: one at a time
+        about = tl.sum(tl.where(lane == LAST, word, 0), 1)
+        like = active & (row > 0)
+        place = shard * rows + row - 1
+        held = tl.load(ids + place * ID, mask=like, other=0)
+        hit = like & (held == id)
+        entry = tl.where(hit, place, entry)
+        other = like & (held != id)
+        below = tl.where(other, row, MOST)
+        steps += tl.where(other, 0, 1)
+        active = active & (hit == 0) & (other | ((about >= PASSED) & (steps < buckets)))
+        bucket = tl.where(other, bucket, tl.where(bucket + 1 < buckets, bucket + 1, 0))
+    return entry
+
+
 # Keys, and marks of those that count, begin anywhere among those of a batch.
 @triton.jit(
     do_not_specialize=["n", "absent", "first_shard", "rows", "buckets", "row_bits"],
@@ -82,66 +120,91 @@ def _make_tag(hash, row_bits):
 )
 def find_kernel(
     words, ids, keys, found, n, absent, first_shard, rows, buckets, row_bits,
-    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found[i]: the entry of keys[i], or `absent`. AGAIN: only where it is negative."""
+    """found[i]: the entry of keys[i], or `absent`."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wanted = i < n
-    if AGAIN:
-        wanted = wanted & (tl.load(found + i, mask=wanted, other=0) < 0)
-    hash = load_hashes(keys, i, wanted)
-    id = unmix(hash).to(tl.int64, bitcast=True)
-    shard = find_shard(hash) - first_shard
-    tag = _make_tag(hash, row_bits)
-    bucket = _find_bucket(hash, buckets)
-    lane = tl.arange(0, WORDS)[None, :]
-    row_mask = (1 << row_bits) - 1
-    entry = tl.zeros([BLOCK], tl.int64) - 1
-    steps = tl.zeros([BLOCK], tl.int32)
-    active = wanted
-    while tl.max(active.to(tl.int32), 0) > 0:
-        base = (shard * buckets + bucket) * WORDS
-        word = tl.load(words + base[:, None] + lane, mask=active[:, None], other=0)
-        like = (lane < LAST) & (word != 0) & ((word >> row_bits) == tag[:, None])
-        place = shard[:, None] * rows + (word & row_mask) - 1
-        held = tl.load(ids + place, mask=like, other=0)
-        place = tl.where(like & (held == id[:, None]), place, -1)
-        entry = tl.maximum(entry, tl.max(place, 1))
-        about = tl.sum(tl.where(lane == LAST, word, 0), 1)
-        steps += 1
-        active = active & (entry < 0) & (about >= PASSED) & (steps < buckets)
-        bucket = tl.where(bucket + 1 < buckets, bucket + 1, 0)
-    tl.store(found + i, tl.where(entry < 0, absent, entry), mask=wanted)
+    hash = load_hashes(keys, i, i < n)
+    entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, BLOCK)
+    tl.store(found + i, tl.where(entry < 0, absent, entry), mask=i < n)
 
 
-@triton.jit(do_not_specialize=["n", "batch"])
-def use_kernel(
-    last, count, found, entries, lasts, counts, n, batch,
+@triton.jit(
+    do_not_specialize=["n", "absent", "batch", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize_on_alignment=["keys", "number"],
+)
+def look_up_kernel(
+    words, ids, last, count, keys, found, entries, lasts, counts, places, number,
+    n, absent, batch, first_shard, rows, buckets, row_bits,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the readings of an entry one is the first to exchange its last use: it notes what was
-    there. COUNTS: and counts the batch."""
+    """found[i]: the entry of keys[i], or `absent`, and i among the places; number [1]: 0 before, of
+    these afterwards. Of the readings of an entry one is the first to exchange its last use: it
+    notes what was there. COUNTS: and counts the batch."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    entry = tl.load(found + i, mask=i < n, other=-1)
+    hash = load_hashes(keys, i, i < n)
+    entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, BLOCK)
+    there = entry >= 0
     now = tl.zeros([BLOCK], tl.int32) + batch
-    before = tl.atomic_xchg(last + entry, now, mask=entry >= 0, sem="relaxed")
-    first = (entry >= 0) & (before != now)
-    uses = tl.load(count + entry, mask=first, other=0)
+    before = tl.atomic_xchg(last + entry * USE, now, mask=there, sem="relaxed")
+    first = there & (before != now)
+    uses = tl.load(count + entry * USE, mask=first, other=0)
+    tl.store(found + i, tl.where(there, entry, absent), mask=i < n)
     tl.store(entries + i, tl.where(first, entry, -1), mask=i < n)
     tl.store(lasts + i, before, mask=first)
     tl.store(counts + i, uses, mask=first)
     if COUNTS:
-        tl.store(count + entry, tl.where(uses == MOST, uses, uses + 1), mask=first)
+        tl.store(count + entry * USE, tl.where(uses == MOST, uses, uses + 1), mask=first)
+    missing = ((i < n) & (entry < 0)).to(tl.int32)
+    begin = tl.atomic_add(number, tl.sum(missing, 0), sem="relaxed")
+    tl.store(places + begin + tl.cumsum(missing, 0) - 1, i.to(tl.int32), mask=missing != 0)
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["counted"])
-def mark_counted_kernel(count, found, counted, n, BLOCK: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["n", "absent", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize_on_alignment=["keys"],
+)
+def read_kernel(
+    words, ids, keys, weight, out, n, absent, first_shard, rows, buckets, row_bits,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """out[i]: the row of keys[i], or row `absent`. A program reads R rows of up to W columns: some
+    wait for the rows while others still search."""
+    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    hash = load_hashes(keys, i, i < n)
+    entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, R)
+    row = tl.where(entry < 0, absent, entry)
+    column = tl.arange(0, W)[None, :]
+    there = (i < n)[:, None] & (column < WIDTH)
+    values = tl.load(weight + row[:, None] * WIDTH + column, mask=there, other=0.0)
+    tl.store(out + i[:, None] * WIDTH + column, values.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(
+    do_not_specialize=["first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize_on_alignment=["keys", "number"],
+)
+def find_again_kernel(
+    words, ids, keys, found, places, number, first_shard, rows, buckets, row_bits,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the entries of keys at these places that have one now."""
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = j < tl.load(number)
+    i = tl.load(places + j, mask=there, other=0)
+    hash = load_hashes(keys, i, there)
+    entry = search(words, ids, hash, there, first_shard, rows, buckets, row_bits, BLOCK)
+    tl.store(found + i, entry, mask=entry >= 0)
+
+
+@triton.jit(do_not_specialize=["n", "absent"], do_not_specialize_on_alignment=["counted"])
+def mark_counted_kernel(count, found, counted, n, absent, BLOCK: tl.constexpr):
     """Sets the sign of the counts of entries that one counted reading has."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    entry = tl.load(found + i, mask=i < n, other=-1)
     counts = tl.load(counted + i, mask=i < n, other=0) != 0
+    entry = tl.load(found + i, mask=counts, other=absent)
     mark = tl.zeros([BLOCK], tl.int32) + MARK
-    tl.atomic_or(count + entry, mark, mask=(entry >= 0) & counts, sem="relaxed")
+    tl.atomic_or(count + entry * USE, mark, mask=entry != absent, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -149,10 +212,10 @@ def count_marked_kernel(count, entries, n, BLOCK: tl.constexpr):
     """Counts the batch where the sign is set, and clears it. entries: each once."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(entries + i, mask=i < n, other=-1)
-    held = tl.load(count + entry, mask=entry >= 0, other=0)
+    held = tl.load(count + entry * USE, mask=entry >= 0, other=0)
     uses = held & MOST
     uses = tl.where(uses == MOST, uses, uses + 1)
-    tl.store(count + entry, uses, mask=(entry >= 0) & (held < 0))
+    tl.store(count + entry * USE, uses, mask=(entry >= 0) & (held < 0))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -160,15 +223,15 @@ def swap_uses_kernel(last, count, entries, lasts, counts, n, BLOCK: tl.constexpr
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(entries + i, mask=i < n, other=-1)
     there = entry >= 0
-    _swap(last, entry, lasts, i, there)
-    _swap(count, entry, counts, i, there)
+    _swap(last, entry * USE, lasts, i, there)
+    _swap(count, entry * USE, counts, i, there)
 
 
 @triton.jit
-def _swap(table, entry, noted, i, there):
-    held = tl.load(table + entry, mask=there, other=0)
+def _swap(table, place, noted, i, there):
+    held = tl.load(table + place, mask=there, other=0)
     other = tl.load(noted + i, mask=there, other=0)
-    tl.store(table + entry, other, mask=there)
+    tl.store(table + place, other, mask=there)
     tl.store(noted + i, held, mask=there)
 
 
@@ -178,21 +241,24 @@ def _swap(table, entry, noted, i, there):
 @triton.jit
 def _locate_entry(ids, entry, there, rows):
     """(hash of the id, shard, row counted from 1) of entries."""
-    hash = _mix(tl.load(ids + entry, mask=there, other=0).to(tl.uint64, bitcast=True))
+    hash = _mix(tl.load(ids + entry * ID, mask=there, other=0).to(tl.uint64, bitcast=True))
     shard = tl.where(there, entry, 0) // rows
     return hash, shard, (tl.where(there, entry, 0) - shard * rows + 1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n", "rows", "buckets", "row_bits"])
 def take_out_kernel(
-    words, ids, last, count, entries, new_ids, lasts, counts, n, rows, buckets, row_bits,
+    words, ids, last, count, entries, new_ids, lasts, counts, total, n, rows, buckets, row_bits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Takes the ids of entries out of their buckets, and swaps entries with what is noted."""
+    """Takes the ids of n entries out of their buckets, and swaps entries with what is noted. total
+    [1], if there is one: of the n only so many."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if total is not None:
+        n = tl.load(total)
     entry = tl.load(entries + i, mask=i < n, other=-1)
     there = entry >= 0
-    active = there & (tl.load(last + entry, mask=there, other=-1) >= 0)
+    active = there & (tl.load(last + entry * USE, mask=there, other=-1) >= 0)
     hash, shard, row = _locate_entry(ids, entry, active, rows)
     bucket = _find_bucket(hash, buckets)
     lane = tl.arange(0, WORDS)[None, :]
@@ -212,23 +278,25 @@ def take_out_kernel(
         steps += 1
         active = active & (place < 0) & (steps < buckets)
         bucket = tl.where(bucket + 1 < buckets, bucket + 1, 0)
-    _swap(ids, entry, new_ids, i, there)
-    _swap(last, entry, lasts, i, there)
-    _swap(count, entry, counts, i, there)
+    _swap(ids, entry * ID, new_ids, i, there)
+    _swap(last, entry * USE, lasts, i, there)
+    _swap(count, entry * USE, counts, i, there)
 
 
 @triton.jit(do_not_specialize=["n", "begin", "rows", "buckets", "row_bits"])
 def put_in_kernel(
-    words, ids, last, entries, n, begin, rows, buckets, row_bits,
+    words, ids, last, entries, total, n, begin, rows, buckets, row_bits,
     ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Puts the ids of entries into buckets; ALL: of n entries from `begin` on."""
+    """Puts the ids of entries into buckets; ALL: of n entries from `begin` on. total: as above."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if total is not None:
+        n = tl.load(total)
     entry = tl.where(i < n, begin + i, -1)
     if not ALL:
         entry = tl.load(entries + i, mask=i < n, other=-1)
     active = entry >= 0
-    active = active & (tl.load(last + entry, mask=active, other=-1) >= 0)
+    active = active & (tl.load(last + entry * USE, mask=active, other=-1) >= 0)
     hash, shard, row = _locate_entry(ids, entry, active, rows)
     value = (_make_tag(hash, row_bits) << row_bits) | row
     bucket = _find_bucket(hash, buckets)

@@ -16,7 +16,8 @@ HISTORY = tl.constexpr(int(SampleColumn.HISTORY))
 COLUMNS = tl.constexpr(len(SampleColumn))
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "steps"])
+# keys: those of a part of a batch begin anywhere
+@triton.jit(do_not_specialize=["tokens", "count", "steps"], do_not_specialize_on_alignment=["keys"])
 def add_positions_kernel(
     x, position, keys, samples, out, token_keys, tokens, count, steps, scale,
     layer, threshold, share,

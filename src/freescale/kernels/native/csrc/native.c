@@ -1,4 +1,4 @@
-/* Kernels for one core: what a small batch computes, without an operation of torch for each line.
+/* Kernels for one core, but for copies: what a small batch computes, without an operation of torch for each line.
    Matrices are row by row and contiguous. Each function is the plain-torch reference's twin; sums go
    by token, then by pair, so the same inputs give the same bits. */
 
@@ -9,5 +9,6 @@
 #include "position_softmax.h"
 #include "positions.h"
 #include "requests.h"
+#include "row_copies.h"
 #include "rows.h"
 #include "softmax.h"

@@ -1,0 +1,60 @@
+"""Rows that come and those that go in their place, in one pass on a GPU: a row is read, kept, and
+written over by the initial row of an id, by zeros, or by the one that was kept before.
+
+Initial rows are what `embedding.storage.draw_initial_rows` draws, up to the last bits of a
+logarithm and a cosine. In plain torch each of its twenty operations writes all entries in 64 bits:
+for the new ids of a batch that is more than the batch reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.triton.launch import (
+    RowLaunch,
+    count_blocks,
+    launch_kernel,
+    require_gpu,
+    use_device,
+)
+
+EXCHANGE = RowLaunch(1024, 4)
+
+
+def insert_drawn(table: Tensor, slots: Tensor, ids: Tensor, seed: Tensor, std: float) -> Tensor:
+    """Writes the initial rows of ids [m] to different slots [m] of table [n, width] float32; seed
+    [1]: of the table, on the same device. Returns the rows [m, width] that were there."""
+    before = table.new_empty(slots.numel(), *table.shape[1:])
+    _exchange(table, slots, before, ids, seed, std, draws=True)
+    return before
+
+
+def insert_zeros(table: Tensor, slots: Tensor) -> Tensor:
+    """Writes zeros to different slots [m] of table [n, ...]. Returns what was there, [m, ...]."""
+    before = table.new_empty(slots.numel(), *table.shape[1:])
+    _exchange(table, slots, before)
+    return before
+
+
+def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
+    """Exchanges different slots [m] of table [n, ...] with what was kept, [m, ...]."""
+    _exchange(table, slots, kept, swaps=True)
+
+
+def _exchange(
+    table: Tensor, slots: Tensor, kept: Tensor, ids: Tensor | None = None,
+    seed: Tensor | None = None, std: float = 0.0, draws: bool = False, swaps: bool = False,
+) -> None:  # fmt: skip
+    require_gpu(table.device, "kernels.reference.row_exchange")
+    assert table.is_contiguous() and kept.is_contiguous() and slots.dtype == torch.int64
+    if not kept.numel():
+        return
+    from freescale.kernels.triton.row_exchange_kernels import exchange_kernel
+
+    shape = EXCHANGE.shape(kept.numel() // slots.numel())
+    with use_device(table.device):
+        launch_kernel(
+            exchange_kernel, (count_blocks(slots.numel(), shape["R"]),), table, slots, kept, ids,
+            seed, slots.numel(), std, DRAWS=draws, SWAPS=swaps, **shape,
+        )  # fmt: skip

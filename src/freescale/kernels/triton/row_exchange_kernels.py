@@ -1,0 +1,56 @@
+"""The Triton kernel of `row_exchange`, with the draws of freescale.random."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of freescale.random
+FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+SECOND = tl.constexpr(0x94D049BB133111EB)
+TURN = tl.constexpr(6.283185307179586)
+
+
+@triton.jit
+def _derive(key, counter):
+    x = key * GOLDEN + counter + 1
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _draw(id, seed, column):
+    """Of the standard normal distribution, for ids [R, 1] and columns [1, W] of the table with this
+    seed."""
+    key = _derive(_derive(seed, id), column.to(tl.uint64))
+    first = ((key >> 40).to(tl.float32) + 0.5) * (2.0**-24)  # 24 bits: exact, and never 0
+    second = (key & 0xFFFFFFFF).to(tl.float32) * (2.0**-32)
+    return tl.sqrt_rn(-2.0 * tl.log(first)) * tl.cos(second * TURN)
+
+
+@triton.jit(do_not_specialize=["count", "std"])
+def exchange_kernel(
+    table, slots, kept, ids, seeds, count, std,
+    DRAWS: tl.constexpr, SWAPS: tl.constexpr,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """kept[i]: what was in slot slots[i]; there is now the initial row of ids[i] (DRAWS, seeds
+    [1]), what kept[i] was (SWAPS), or zeros. A program exchanges R rows of up to W columns."""
+    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    slot = tl.load(slots + number, mask=number < count, other=0)
+    column = tl.arange(0, W)[None, :]
+    there = (number < count)[:, None] & (column < WIDTH)
+    place = table + slot[:, None] * WIDTH + column
+    target = kept + number[:, None] * WIDTH + column
+    before = tl.load(place, mask=there, other=0.0)
+    after = tl.zeros([R, W], table.dtype.element_ty)
+    if DRAWS:
+        id = tl.load(ids + number, mask=number < count, other=0).to(tl.uint64, bitcast=True)
+        seed = tl.load(seeds).to(tl.uint64, bitcast=True)
+        after = _draw(id[:, None], seed, column) * std
+    if SWAPS:
+        after = tl.load(target, mask=there, other=0.0)
+    tl.store(place, after, mask=there)
+    tl.store(target, before, mask=there)

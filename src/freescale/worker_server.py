@@ -1,0 +1,163 @@
+"""The process that data workers are forked from: the trainer's end of it.
+
+A worker needs torch, whose import takes seconds. One process imports it, while the trainer imports
+it too and builds its model; then workers are forked from it, in milliseconds each, as often as a
+run needs them. This module imports no torch: a command starts the server before anything else.
+
+    trainer -> server   FORK: fork so many workers, with a connection each and what all share
+                        STATUS: how did this worker end?  STOP: end all workers
+    server -> trainer   UP: torch is there; or the status that was asked for
+
+Not a child of the trainer's own by fork: CUDA does not survive it, nor do threads. The server and
+its workers end with the connection, however the trainer ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+
+from freescale.config import RunConfig
+
+RECORD = struct.Struct("<ii")  # what it is, and a number
+MOST_WORKERS = 64  # of a fork: the kernel passes on 253 descriptors at a time
+_START = (
+    "import sys; sys.path[:] = {path!r}; from freescale.data.worker_process import main; main({fd})"
+)
+_PATIENCE = 2.0  # seconds in which a server that is up ends its workers
+
+
+class Record(IntEnum):
+    """What goes between trainer and server."""
+
+    FORK = 1
+    STATUS = 2
+    STOP = 3
+    UP = 4
+
+
+class WorkerServer:
+    """Starts at once. Ends with `close`, or with this object."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            one = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+            # no CUDA; not in our process group: Ctrl-C in a terminal is the trainer's business
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(path=sys.path, fd=fd)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[fd],
+                env=os.environ | one | {"CUDA_VISIBLE_DEVICES": ""},
+                process_group=0,
+            )
+        self._control, self._is_up = ours, False
+        self._end = weakref.finalize(self, _kill, self._process, ours)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_open(self) -> bool:
+        return self._end.alive
+
+    def fork(self, connections: Sequence[socket.socket], shared: Sequence[int]) -> None:
+        """Forks a worker for each connection, once the server is up: nothing waits for it. All
+        workers get the file descriptors `shared`."""
+        if len(connections) > MOST_WORKERS:
+            raise ValueError(
+                f"workers is {len(connections)}; it may be {MOST_WORKERS} at most for a rank"
+            )
+        fds = [*shared, *(each.fileno() for each in connections)]
+        with suppress(BrokenPipeError, ConnectionResetError):  # seen by whoever waits for a worker
+            record = RECORD.pack(Record.FORK, len(connections))
+            socket.send_fds(self._control, [record], fds)
+
+    def find_status(self, worker: int) -> int:
+        """The exit status of a worker that has ended; negative: of the signal that killed it. Of
+        the server's own, if that has ended."""
+        with suppress(OSError):
+            self._control.sendall(RECORD.pack(Record.STATUS, worker))
+            while (answer := self._control.recv(RECORD.size, socket.MSG_WAITALL)) != b"":
+                kind, status = RECORD.unpack(answer)
+                if kind == Record.STATUS:
+                    return int(status)
+                self._is_up = True
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Ends the workers, whatever they are doing. More can be forked."""
+        with suppress(OSError):
+            self._control.sendall(RECORD.pack(Record.STOP, 0))
+
+    def close(self) -> None:
+        """Ends the workers and the server."""
+        if not self._end.alive:
+            return
+        if self._is_up or select.select([self._control], [], [], 0)[0]:
+            # it ends its children and waits for them: nobody else may
+            with suppress(OSError):
+                self._control.shutdown(socket.SHUT_WR)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE)
+        self._end()
+
+
+def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # it has nothing to put away
+        process.wait()
+
+
+def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> int:
+    """Worker processes of a rank.
+
+    Args:
+        asked: What the user wants; None leaves it to this rule.
+        device: Type of the device that computes.
+        cores: Of this machine, for all its ranks.
+        ranks: On this machine.
+
+    Returns:
+        0: a thread of the trainer. On CPUs the trainer leaves the interpreter free while it
+        computes, and the cores are busy with that.
+    """
+    if asked is not None:
+        return asked
+    return 0 if device == "cpu" else max(0, min(8, cores // ranks - 1))
+
+
+def count_workers(config: RunConfig, device: str) -> int:
+    """Processes that make the batches of this rank."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return choose_workers(config.data.workers, device, cores, max(1, ranks))
+
+
+def start_early(config: RunConfig) -> WorkerServer | None:
+    """The server of a run, before it is known for sure whether there is a GPU; None where a run
+    will have no workers."""
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if _may_have_gpu() else "cpu"
+    return WorkerServer() if count_workers(config, device) else None
+
+
+def _may_have_gpu() -> bool:
+    """Without asking the driver, which takes torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    return not hidden and any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))

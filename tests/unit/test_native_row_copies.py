@@ -1,0 +1,42 @@
+"""Rows copied in C beside torch's indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freescale.embedding.host_tables import copies
+from freescale.kernels.native import row_copies
+
+
+@pytest.fixture(params=["c", "torch"], autouse=True)
+def way(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(row_copies, "fits", lambda *tensors: False)
+    else:
+        assert row_copies.fits(torch.zeros(1))
+
+
+# rows of a few bytes, of no multiple of 16, and so many that several threads copy
+@pytest.mark.parametrize("shape", [(50, 3), (50, 1), (50,), (9000, 129), (4000, 4, 33)])
+@pytest.mark.parametrize("threads", [1, 3, 100])
+def test_equals_indexing(shape, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    source, to = torch.randn(shape), torch.randn(shape)
+    rows, to_rows = (torch.randperm(shape[0])[: shape[0] // 2] for _ in range(2))
+    count = len(rows)
+    for into, out_of in ((to_rows, rows), (None, rows), (to_rows, None)):
+        expected = to.clone()
+        expected[slice(count) if into is None else into] = source[
+            slice(count) if out_of is None else out_of
+        ]
+        found = to.clone()
+        copies.copy_rows(found, into, source, out_of)
+        assert torch.equal(found, expected)
+
+
+def test_nothing_is_copied():
+    to, none = torch.ones(3, 2), torch.zeros(0, dtype=torch.int64)
+    copies.copy_rows(to, none, torch.zeros(3, 2), none)
+    assert torch.equal(to, torch.ones(3, 2))
