@@ -295,7 +295,7 @@ def test_on_slow_links_the_interval_grows(data, tmp_path, monkeypatch):
         time.sleep(0.3 if not grown else 0)
 
     monkeypatch.setattr(module.Snapshots, "_write", write)
-    trainer = build(data, tmp_path / "run", steps=90, checkpoint_every=1000)
+    trainer = build(data, tmp_path / "run", steps=400, checkpoint_every=1000)
     trainer.callbacks._callbacks.append(Note())
     trainer.train()
     assert grown
