@@ -151,7 +151,7 @@ class RetrievalArm:
             lr=train.lr,
             betas=(0.9, train.beta2),
             weight_decay=train.weight_decay,
-            fused=device.type == "cuda",
+            fused=True,
         )
         counts, on_gpu = _count_positions(self._data, batches), device.type == "cuda"
         made = read_ahead(self._data, count_workers(config, device.type), pin=on_gpu).__enter__()

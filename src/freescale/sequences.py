@@ -12,7 +12,20 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_BY_POSITION = "has_row_per_position"  # of parameters that say so
+
+
+def mark_positions(parameter: nn.Parameter) -> None:
+    """Says that row i of the parameter belongs to position i of a sample. A batch whose longest
+    sequence has n events reaches rows 0 to n (what comes after all events is at n), and leaves the
+    gradient of the others zero."""
+    setattr(parameter, _BY_POSITION, True)
+
+
+def has_positions(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, _BY_POSITION, False)
 
 
 def compute_offsets(lengths: Tensor) -> Tensor:

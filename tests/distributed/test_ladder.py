@@ -10,6 +10,7 @@ from helpers.ranks import run_ranks
 from freescale.bench.common.workload import Workload
 from freescale.bench.ladder import arms as ladder_arms
 from freescale.bench.ladder import product, rungs
+from freescale.bench.ladder.link import add_link_time, describe_link
 from freescale.config import TrainConfig
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.staged import Staged
@@ -87,3 +88,18 @@ def test_the_product_is_a_trainer_with_defaults(tmp_path):
     assert all(entry["holds"] for entry in claims) and workload["samples"] == 4
     said = rungs.explain_rungs({"rows": rows, "machine": {"gpu": ""}}, "`")
     assert "`--schedule staged --balance greedy" in said and "--precision fp32`" in said
+
+
+def test_the_link_bounds_a_step_by_the_bytes_of_a_rank():
+    """25 kB a millisecond at 200 Mbit/s, and two ranks send at once."""
+    median = {"median": 130.0}
+    rows = [
+        {"arm": rungs.SPARSE_DIST, "ranks": 2, "bytes_per_step": {"dense": 4_000_000, "rows": 1e6}},
+        {"arm": rungs.PRODUCT, "ranks": 2, "bytes_per_step": {"dense": 4_000_000, "rows": 0.0}},
+    ]
+    add_link_time(rows, "200mbit")
+    assert [row["link_ms"] for row in rows] == [100.0, 80.0]
+    by = {row["arm"]: row | {"step_ms": median} for row in rows}
+    said = describe_link(by, "`", rungs.SPARSE_DIST, rungs.PRODUCT)
+    assert "100 ms of the 130" in said and "80 ms of the 130" in said
+    assert describe_link({rungs.PRODUCT: {}}, "`", rungs.SPARSE_DIST, rungs.PRODUCT) == ""

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.buckets import GradientBuckets
+from freescale.sequences import mark_positions
 from freescale.transport.local import LocalTransport
 
 CPU = torch.device("cpu")
@@ -265,3 +266,37 @@ def test_the_norm_of_complex_gradients_has_both_parts():
     torch.testing.assert_close(buckets.clip(0.5), expected.double(), rtol=1e-6, atol=0)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+class Placed(nn.Module):
+    """A row for each of 50 positions in front of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(50, 8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):  # [tokens, 8]
+        return self.layer(x + self.position[: x.shape[0]])
+
+
+@pytest.mark.parametrize(("longest", "rows"), [(4, 5), (49, 50), (80, 50), (None, 50)])
+def test_rows_of_positions_that_no_sample_has_do_not_travel(longest, rows):
+    torch.manual_seed(0)
+    model, transport = Placed(), Watched()
+    mark_positions(model.position)
+    buckets = _watching(model.parameters())
+    x = torch.randn(4, 8)
+    model(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    buckets.clear()
+    buckets.start(transport, torch.zeros(1), longest)
+    model(x).square().sum().backward()
+    buckets.send()
+    buckets.reduce()
+    (_, losses), (_, sent) = transport.left
+    assert losses.numel() == 1 and sent.numel() == 8 * 8 + 8 + rows * 8
+    # all that is not zero is in it
+    assert sent.abs().sum() == pytest.approx(float(buckets.flat[0].abs().sum()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)

@@ -11,6 +11,7 @@ from freescale.batch import HostSizes
 from freescale.kernels.dispatch import add_positions
 from freescale.kernels.reference.attention_plan import AttentionPlan
 from freescale.kernels.triton.attention_plan import TilePlan
+from freescale.sequences import mark_positions
 
 TOO_LONG = (
     "a history has {} events, the model was built for max_length={}; cut the histories or "
@@ -54,9 +55,10 @@ class Encoder(nn.Module, ABC):
         self.dropout = dropout
         self.input_dropout = input_dropout
         self.input_scale = float(width**0.5 if input_scale is None else input_scale)
-        # a parameter and no nn.Embedding: it is dense, every step touches most of it
+        # a parameter and no nn.Embedding: long histories touch most of it in every step
         self.position = nn.Parameter(torch.empty(max_length + 1, width))
         nn.init.normal_(self.position, std=width**-0.5)
+        mark_positions(self.position)
 
     @abstractmethod
     def forward(

@@ -24,7 +24,7 @@ MAX_TASKS = 16
 _EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)
 # Columns of what each rank says; behind the weights (float64), a row of COLUMNS for each sample
 # that there is room for.
-_STATE, _NUMBER, _SAMPLES, _FEATURES, _COMPUTED_STEP, _COMPUTED, _WEIGHTS = range(7)
+_STATE, _NUMBER, _SAMPLES, _FEATURES, _COMPUTED_STEP, _COMPUTED, _LONGEST, _WEIGHTS = range(8)
 _ROWS = _WEIGHTS + MAX_TASKS
 _NO_LENGTHS = np.zeros((0, COLUMNS), np.int64)
 
@@ -45,6 +45,7 @@ class Agreement:
     computed: np.ndarray[
         Any, Any
     ]  # [ranks] seconds that each computed in it; 0 where it is not known
+    longest: int | None = None  # events of the longest sequence; None: not known
     stopping: bool = False  # a rank wants to: there is no such step
     error: Exception | None = None  # of the data: there is no such step, and all ranks raise it
 
@@ -108,6 +109,13 @@ def _count_weights(batch: SequenceBatch) -> dict[str, float]:
     }
 
 
+def _measure_longest(batch: SequenceBatch) -> int:
+    """Events of the longest sequence of any feature."""
+    # by numpy, as above; features of one history often share their lengths
+    lengths = {id(each): each for each in (s.host_lengths for s in batch.sequences.values())}
+    return max((int(each.numpy().max(initial=0)) for each in lengths.values()), default=0)
+
+
 class PendingAgreement:
     """An agreement under way: one AllGather on the host; no device is waited for. (A second one if
     a rank has more samples than there was room for.)"""
@@ -135,6 +143,7 @@ class PendingAgreement:
             message[:_FEATURES] = _READY, batch.number, len(batch)
             weights = message[_WEIGHTS:_ROWS].view(np.float64)
             weights[: len(names)] = list(_count_weights(batch).values())
+            message[_LONGEST] = _measure_longest(batch)
             if proposal.room is not None:
                 self._rows = measure_samples(batch, proposal.feature)
                 message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[
@@ -176,6 +185,7 @@ class PendingAgreement:
             lengths=np.concatenate([table[rank, :count] for rank, count in enumerate(samples)]),
             computed_step=int(gathered[0, _COMPUTED_STEP]),
             computed=gathered[:, _COMPUTED] / 1e9,
+            longest=int(gathered[:, _LONGEST].max()),
         )
 
     def _refuse(self, gathered: np.ndarray[Any, Any]) -> Agreement:

@@ -44,10 +44,13 @@ class IncomingBatch:
         preparation: BatchPreparation,
         lane: Lane,
         split: Callable[[SequenceBatch], list[SequenceBatch]],
+        request: Callable[[list[SequenceBatch]], list[Request]] | None = None,
     ) -> None:
-        """Submits the preparation to `lane`; `split` cuts the batch into micro-batches."""
+        """Submits the preparation to `lane`; `split` cuts the batch into micro-batches, and
+        `request`, if this lane is to do that, asks the owners for their rows."""
         self.agreed = Moment(torch.device("cpu"))  # the ranks have agreed: none has left
         self._preparation, self._lane, self._split = preparation, lane, split
+        self._request = request
         self._collectives: list[Collective] = []  # collectives of the agreement
         self._batch: StagedBatch | None = None  # once the job is done; None: the data has ended
         self.job: Job = lane.submit(self._prepare)
@@ -92,6 +95,8 @@ class IncomingBatch:
                 allocated=Moment(device),
                 compared=Moment(device),
             )
+            if self._request is not None:
+                self._batch.requests = self._request(self._batch.micro)
 
 
 @dataclass

@@ -231,7 +231,7 @@ class Schedule(ABC):
                 forwarded()
                 losses = self._pad_losses(losses)
                 if self.overlaps_dense:
-                    self.buckets.start(self.transport, losses)
+                    self.buckets.start(self.transport, losses, agreement.longest)
             if total is not None:
                 with self.ledger.span("backward"), self.stopwatch.computing():
                     total.backward()  # type: ignore[no-untyped-call]

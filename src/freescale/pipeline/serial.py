@@ -78,7 +78,7 @@ class Serial(Schedule):
         self.stopwatch.finish(self.steps)
         factor = self._get_factor(self.steps)
         self.tables.apply(requests, step=self.steps, factor=factor)
-        self.buckets.start(self.transport, losses)
+        self.buckets.start(self.transport, losses, agreement.longest)
         self.buckets.send()
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)

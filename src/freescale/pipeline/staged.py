@@ -21,6 +21,9 @@ schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but
 channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
 next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
+Between CPUs of several machines lane `input` also does stage 1, a step earlier. A message takes
+as long as many rows there, and the link would be idle while a step begins with two of them.
+
 On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
 of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send apart what is so
 little would take more of the processor than it hides.
@@ -37,7 +40,7 @@ has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -45,6 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.batch import SequenceBatch
 from freescale.embedding.capture import Capture
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Sharded
@@ -70,6 +74,7 @@ class Staged(Schedule):
         collective: opens three channels."""
         super().__init__(*arguments, **options)
         self._on_host = self.transport.device.type == "cpu"
+        self._requests_early = self._on_host and not self.transport.nearby
         if self._on_host:
             share_heap()  # before the lanes' threads have heaps of their own
         self.ahead = Lane("ahead", self.transport)
@@ -173,7 +178,8 @@ class Staged(Schedule):
         """Runs beside the forward and backward of `current`."""
         try:
             if following is not None:
-                self._request_ids(following)
+                if not following.requests:
+                    self._request_ids(following)
                 self._compare(current, following)
             current.compared.reach()
             if following is not None:
@@ -279,7 +285,16 @@ class Staged(Schedule):
         preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
         # the job must not wait for the compute
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
-            self._in_flight.incoming = IncomingBatch(preparation, self.input, self._split_batch)
+            self._in_flight.incoming = IncomingBatch(
+                preparation, self.input, self._split_batch, self._choose_request()
+            )
+
+    def _choose_request(self) -> Callable[[list[SequenceBatch]], list[Request]] | None:
+        """Stage 1 as lane `input` does it; None where lane `ahead` does. The first batches wait
+        for tables that have no place yet."""
+        if not (self._requests_early and self.tables.placed):
+            return None
+        return lambda micro: self.tables.request(micro, self.input.transport)
 
     def _await_input(self) -> StagedBatch | None:
         """Waits for the incoming batch. None if no rank has one, or if the data failed, which is
@@ -304,7 +319,7 @@ class Staged(Schedule):
         """Fetches all rows of the first batch, blocking."""
         if not self.tables.placed:
             self.tables.place(current.batch)
-        current.requests = self.tables.request(current.micro)
+        current.requests = current.requests or self.tables.request(current.micro)
         self.tables.fetch(current.requests)
         for _, request in self._sharded(current):
             self.ahead.borrow(request.owned, request.slots, request.index.keys)

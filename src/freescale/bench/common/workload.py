@@ -271,6 +271,7 @@ class Dense(nn.Module):
                 dropout=0.0,
                 position_bias=False,
                 time_bias=False,
+                input_scale=1.0,  # tokens come out of a layer, not small out of a table
             )
             self.layers: nn.Module = nn.Linear(workload.width, workload.inner)
         else:

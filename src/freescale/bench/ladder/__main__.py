@@ -5,6 +5,7 @@ the defaults of `freescale train`, on the same model, data and seeds.
                loopback; TorchRec is set up first (.venv-peer). About 10 minutes
 --workload train  the product: `freescale train` itself beside TorchRec's pipelines, which train
                the same Retrieval model on the same generated histories
+--workload short  the same with histories of a few events
 --device cuda  GPU ranks, which may share one GPU through MPS; TorchRec's arms if it is installed"""
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     to = read_destination(options)
     if (options.workload in ("retail", "own")) != bool(options.file):
         parser.error("--file belongs to the workloads retail and own")
+    product = options.workload in ("train", "short")
+    if options.short and product:
+        parser.error("--short has the workloads paper, retail and own")
     if options.device == "cuda":
         if options.short or options.workload not in ("paper", "train"):
             parser.error("on a GPU the ladder has the workloads paper and train, and no --short")
@@ -60,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = None if options.short else continue_in_peer("ladder", words)
     if status is not None:
         return status
-    if options.workload == "train":
+    if product:
         from freescale.bench.ladder.product import bench_product
 
-        bench_product(options.repetitions, to)
+        bench_product(options.workload, options.repetitions, to)
         return 0
     from freescale.bench.ladder.bench import bench_ladder, compare_short
 
     if options.short:
-        compare_short(options.workload, options.file)
+        compare_short(options.file)
     else:
         bench_ladder(options.workload, options.file, options.repetitions, to)
     return 0

@@ -14,9 +14,9 @@ from freescale.bench.common.arm import build
 from freescale.bench.common.torchrec import build_torchrec
 from freescale.bench.common.turns import read_peak_memory, take_turns
 from freescale.bench.common.workload import Workload
-from freescale.bench.ladder.rungs import OURS, PERMUTED, Rung
+from freescale.bench.ladder.rungs import OURS, PERMUTED, SPARSE_DIST, Rung
 
-BASE, SPARSE_DIST = "TorchRec TrainPipelineBase", "TorchRec TrainPipelineSparseDist"
+BASE = "TorchRec TrainPipelineBase"
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
 PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
 

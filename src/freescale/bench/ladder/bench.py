@@ -24,8 +24,8 @@ from freescale.bench.common.pinned import run_pinned_ranks
 from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
-from freescale.bench.ladder.arms import BASE, SPARSE_DIST, measure, train_alone
-from freescale.bench.ladder.rungs import FULL, OURS, PARTITIONED, PERMUTED, SERIAL
+from freescale.bench.ladder.arms import BASE, measure, train_alone
+from freescale.bench.ladder.rungs import FULL, OURS, PARTITIONED, PERMUTED, SERIAL, SPARSE_DIST
 from freescale.bench.staged.rows import summarize
 
 WORLD = 2
@@ -42,15 +42,12 @@ PAPER = Workload(
     layers=1,
     steps=12,
 )
-# Histories of a few events, as shops have them: what a step costs beside its bytes and its compute.
-SHORT = replace(PAPER, rows=340_000, median_length=6, maximum_length=300)
-GENERATED = {"paper": PAPER, "short": SHORT}
 PARITY_STEPS = 24
 _EXPOSED = {
     "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
     "exposed_all_ms": "all exposed communication, dense gradients, counts and samples included,",
 }
-_FASTER = {"paper": 1.8, "short": 1.5}  # asked of the full system, times SparseDist's samples/s
+_FASTER = 1.8  # asked of the full system, times SparseDist's samples/s
 Run = Callable[..., list[Any]]
 
 
@@ -110,9 +107,9 @@ def make_rows(
 
 
 def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Claim]:
-    """Of a generated workload; of a file's histories nothing is asked."""
+    """Of the workload `paper`; of a file's histories nothing is asked."""
     by = {row["arm"]: row for row in rows}
-    if SPARSE_DIST not in by or kind not in GENERATED:
+    if SPARSE_DIST not in by or kind != "paper":
         return []
     full, peer = by[FULL], by[SPARSE_DIST]
     below = {key: 100 * (1 - full[key]["median"] / peer[key]["median"]) for key in _EXPOSED}
@@ -121,7 +118,7 @@ def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Cl
     first = max(together[name]["first_step_relative_loss_difference_to_serial"] for name in by)
     later = max(together[name]["largest_relative_loss_difference_to_serial"] for name in by)
     control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
-    hidden = [
+    return [
         *(
             claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True)
             for key, text in _EXPOSED.items()
@@ -133,12 +130,9 @@ def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Cl
             "times",
             at_least=True,
         ),
-    ]
-    return [
-        *(hidden if kind == "paper" else []),
         claim(
             "full system: samples/s over TorchRec SparseDist's",
-            _FASTER[kind],
+            _FASTER,
             speed,
             "times",
             at_least=True,
@@ -161,8 +155,8 @@ def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Cl
 
 
 def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination) -> None:
-    """`kind`: paper or short, or retail or own with a `file` of histories."""
-    workload = choose_workload(kind, file)
+    """`kind`: paper, or retail or own with a `file` of histories."""
+    workload = choose_workload(file)
     peers = [BASE, SPARSE_DIST] if has_torchrec() else []
     names = [*peers, *(name for name in OURS if name != PARTITIONED)]  # PARTITIONED: for GPUs
     with open_testbed() as (run, testbed):
@@ -185,9 +179,9 @@ def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination)
     )
 
 
-def compare_short(kind: str, file: str | None) -> None:
+def compare_short(file: str | None) -> None:
     """Serial against the full system, few turns, no results kept."""
-    workload, names = choose_workload(kind, file), [SERIAL, FULL]
+    workload, names = choose_workload(file), [SERIAL, FULL]
     with open_testbed() as (run, _):
         measured = run(measure, workload, names, 4, 3)
     serial, full = (
@@ -214,10 +208,10 @@ def open_testbed() -> Iterator[tuple[Run, str]]:
     yield partial(run_pinned_ranks, WORLD), "loopback"
 
 
-def choose_workload(kind: str, file: str | None) -> Workload:
-    """A generated one, or PAPER's shape with the histories of `file`."""
+def choose_workload(file: str | None) -> Workload:
+    """PAPER, or its shape with the histories of `file`."""
     if file is None:
-        return GENERATED[kind]
+        return PAPER
     return replace(PAPER, collisions=None, file=file, rows=_count_items(file))
 
 

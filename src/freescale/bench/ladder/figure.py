@@ -20,10 +20,9 @@ from freescale.bench.common.drawing import (
     draw_text,
     open_svg,
 )
-from freescale.bench.ladder.rungs import FULL, PERMUTED, PRODUCT, SERIAL, explain_rungs
+from freescale.bench.ladder.rungs import FULL, PERMUTED, PRODUCT, SERIAL, SPARSE_DIST, explain_rungs
 
 Results = Mapping[str, Mapping[str, Any]]
-SPARSE_DIST = "TorchRec TrainPipelineSparseDist"
 _EXACT = 1e-9  # of the losses: drawn where the axis begins
 
 

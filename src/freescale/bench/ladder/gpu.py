@@ -29,8 +29,8 @@ from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.common.spread import spread
 from freescale.bench.common.torchrec import has_torchrec
 from freescale.bench.common.workload import Workload
-from freescale.bench.ladder.arms import BASE, SEMI_SYNC, SPARSE_DIST, build_arm, find_options
-from freescale.bench.ladder.rungs import OURS, PARTITIONED, SERIAL
+from freescale.bench.ladder.arms import BASE, SEMI_SYNC, build_arm, find_options
+from freescale.bench.ladder.rungs import OURS, PARTITIONED, SERIAL, SPARSE_DIST
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
 from freescale.train.launch import is_rank
@@ -77,8 +77,10 @@ def build_arms(
 
 
 def measure(
-    arms: dict[str, Any], device: torch.device, turns: int, each: int
+    arms: dict[str, Any], device: torch.device, turns: int, each: int, lead: int = 0
 ) -> dict[str, dict[str, list[Any]]]:
+    """`lead`: steps at the begin of a turn that are not timed. What the first would wait for was
+    done before, while the arms changed; a device that is idle has nothing done before."""
     found: dict[str, dict[str, list[Any]]] = {
         name: {"turns": [], "losses": [], "records": []} for name in arms
     }
@@ -88,9 +90,10 @@ def measure(
         for name in names[first:] + names[:first]:
             wait_idle(device)
             dist.barrier(group=_control())
+            take = arms[name].begin_step  # a pipeline of TorchRec's does not sum its loss
+            losses = [take() for _ in range(lead)]
             begin = time.perf_counter()
-            take = arms[name].begin_step if on_gpu else arms[name].step
-            losses = [take() for _ in range(each)]
+            losses += [take() for _ in range(each)]
             wait_idle(device)
             took = time.perf_counter() - begin
             arms[name].quiet()
@@ -100,7 +103,7 @@ def measure(
             found[name]["losses"] += [float(loss) for loss in losses]
             if turn:  # the first warms up
                 found[name]["turns"].append(1e3 * took / each)
-                found[name]["records"] += records[1:]
+                found[name]["records"] += records[max(1, lead) :]
         _say(f"{turn} of {turns} turns of each arm")
     return found
 
@@ -135,7 +138,7 @@ def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
             "step_ms": spread(step),
             "samples_per_second": spread([1e3 * samples * len(everyone) / ms for ms in step]),
             "peak_memory_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
-            "losses": _merge_losses(ranks, summed=is_ours(name) or not on_gpu),
+            "losses": _merge_losses(ranks, summed=is_ours(name)),
         }
         if is_ours(name):
             row["options"] = everyone[0]["options"][name]
@@ -156,6 +159,10 @@ def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
                 "straggler_percent": spread([f["straggler_percent"] for f in figures]),
                 "compute_ms": spread([sum(f["compute_ms"]) / len(everyone) for f in figures]),
                 "bytes": figures[-1]["bytes"],
+                "bytes_per_step": {
+                    kind: statistics.fmean(f["bytes"][kind] for f in figures)
+                    for kind in figures[0]["bytes"]
+                },
                 "spans_ms": {
                     span: statistics.median(f["spans_ms"].get(span, 0.0) for f in figures)
                     for span in figures[-1]["spans_ms"]
@@ -195,7 +202,7 @@ def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
 
 
 def _merge_losses(ranks: list[dict[str, list[Any]]], summed: bool) -> list[float]:
-    """Of all ranks together: ours are summed already, TorchRec's on a GPU are each rank's share."""
+    """Of all ranks together: ours are summed already, TorchRec's are each rank's share."""
     parts = [rank["losses"] for rank in ranks]
     return parts[0] if summed else [sum(shares) for shares in zip(*parts, strict=True)]
 

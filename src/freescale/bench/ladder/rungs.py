@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from freescale.bench.ladder.link import describe_link
 from freescale.config import TrainConfig
 from freescale.transport.choice import choose_transport
 
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
+SPARSE_DIST = "TorchRec TrainPipelineSparseDist"
 PARTITIONED = f"{FULL}, dense partitioned"
 DEFAULTS = "defaults"
 # of the ladder `train`: the trainer itself, with its own model and data
@@ -61,6 +63,7 @@ def _explain_product(rows: Mapping[str, Any], tick: str) -> str:
         f"--precision {taken['precision']}{tick} on these ranks; "
         f'"{SERIAL}" the same with {tick}{spell_options(serial)}{tick}, and "without balancing" '
         f"with {tick}--balance none{tick}. TorchRec trains the same module on the same file."
+        + describe_link(rows, tick, SPARSE_DIST, PRODUCT)
     )
 
 

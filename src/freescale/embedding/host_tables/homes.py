@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -72,13 +73,27 @@ def open_home(tier: Tier, shapes: Shapes, dtype: torch.dtype, about: str) -> Hom
     if isinstance(tier, Disk):
         return _map_file(Path(tier.path), shapes, dtype, about)
     try:
-        return Home({name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()})
-    except RuntimeError as error:  # torch's, for memory that cannot be had
+        return Home({name: _allocate(shape, dtype) for name, shape in shapes.items()})
+    except (OSError, RuntimeError) as error:  # the system's or torch's, for want of memory
         size = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         raise ValueError(
             f"{about}: {format_bytes(size)} of host memory cannot be had ({error}): use more "
             "ranks, or disk:FOLDER:CACHE"
         ) from None
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros. In large pages where the system has them: rows are read here and there, and with small
+    ones a good part of the time goes to finding each."""
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.zeros(shape, dtype=dtype)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # large pages are for such memory alone
+    mapped = mmap.mmap(-1, count * dtype.itemsize, flags=private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype, count=count).view(shape)
 
 
 def _map_file(folder: Path, shapes: Shapes, dtype: torch.dtype, about: str) -> Home:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from freescale.kernels.native.bindings import address, load_native, require_native
 
-_MOST_THREADS = 8  # more than that no memory rewards
+_MOST_THREADS = 16
 
 
 def fits(*tensors: Tensor) -> bool:

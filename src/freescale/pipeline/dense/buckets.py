@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
+from freescale.sequences import has_positions
 from freescale.transport.api import Handle, Transport
 
 _MOST_BYTES = 25 << 20
@@ -77,7 +78,7 @@ class GradientBuckets(FlatGradients):
     another. It sends nothing before it has ended; each later one sends a bucket as soon as it is
     complete. Where the order of a backward depends on its batch, another batch would give other
     buckets, and sums in another order: `order` is part of a pipeline's state, for the run that
-    resumes.
+    resumes. Rows of positions that no sample of the step has are not sent.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class GradientBuckets(FlatGradients):
         self._lacking: list[set[int]] = []
         self._summed: Handle | None = None
         self._handles: list[Handle] = []
+        self._longest: int | None = None  # sequence of the step's global batch
         self._sums: Transport | PartitionedAllReduce | None = None
         # parameters by number, as the first backward reached them; None once all know
         self._came: dict[int, None] | None
@@ -134,11 +136,15 @@ class GradientBuckets(FlatGradients):
         self._order = order
         self.flat = []
         self._members: list[set[int]] = []  # of each bucket: parameters by number
+        self._last: list[int] = []  # of each bucket: the parameter at its end
         views: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(self.parameters[number].dtype for number in order):
             for bucket in self._cut(
                 [number for number in order if self.parameters[number].dtype == dtype]
             ):
+                # at the end, where what a batch does not reach can be left out
+                bucket.sort(key=lambda number: has_positions(self.parameters[number]))
+                self._last.append(bucket[-1])
                 sizes = [self.parameters[number].numel() for number in bucket]
                 self.flat.append(torch.zeros(sum(sizes), dtype=dtype, device=self._device))
                 views |= dict(zip(bucket, torch.split(self.flat[-1], sizes), strict=True))
@@ -174,9 +180,11 @@ class GradientBuckets(FlatGradients):
             buckets[-1] += last
         return buckets
 
-    def start(self, transport: Transport, losses: Tensor) -> None:
+    def start(self, transport: Transport, losses: Tensor, longest: int | None = None) -> None:
         """Before the last backward of a step: each bucket leaves as soon as its gradients are
-        there. losses [tasks], summed too."""
+        there. losses [tasks], summed too. `longest`, the same on every rank: rows of later
+        positions are zero on all of them, and stay where they are."""
+        self._longest = longest
         self._sums = self.summing or transport
         self._lacking = [set(members) for members in self._members]
         self._summed, self._handles = self._sums.all_reduce(losses, "dense"), []
@@ -240,7 +248,15 @@ class GradientBuckets(FlatGradients):
         for bucket in range(len(self._handles), len(self.flat)):
             if self._lacking and self._lacking[bucket]:
                 return
-            self._handles.append(self._sums.all_reduce(self.flat[bucket], "dense"))
+            self._handles.append(self._sums.all_reduce(self._select_reached(bucket), "dense"))
+
+    def _select_reached(self, bucket: int) -> Tensor:
+        """[n]: a bucket up to the last position that the global batch reaches."""
+        flat, last = self.flat[bucket], self.parameters[self._last[bucket]]
+        if self._longest is None or not has_positions(last):
+            return flat
+        later = max(0, last.shape[0] - (self._longest + 1))
+        return flat[: flat.numel() - later * last[0].numel()]
 
 
 def compute_bucket_limit(total: int, device: str = "cuda") -> int:

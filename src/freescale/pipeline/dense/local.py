@@ -52,7 +52,7 @@ class LocalGradients(FlatGradients):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def start(self, transport: Transport, losses: Tensor) -> None:
+    def start(self, transport: Transport, losses: Tensor, longest: int | None = None) -> None:
         """losses [tasks]."""
         self._losses = losses
 

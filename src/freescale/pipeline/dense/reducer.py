@@ -33,9 +33,10 @@ class Reducer(Protocol):
     def clear(self) -> None:
         """Zero gradients, attached: before the first backward of a step."""
 
-    def start(self, transport: Transport, losses: Tensor) -> None:
+    def start(self, transport: Transport, losses: Tensor, longest: int | None = None) -> None:
         """Before the last backward of a step, or after it: what is complete may leave. losses
-        [tasks], to be summed too."""
+        [tasks], to be summed too. `longest`: events of the longest sequence of the global batch, if
+        it is known: of a parameter with a row per position no later row has a gradient."""
 
     def send(self) -> None:
         """After the backward, before any other collective of the transport: what can leave has

@@ -94,7 +94,7 @@ class ThresholdedGradients(FlatGradients):
         self._transport: Transport | None = None
         self._handles: list[Handle] = []  # of the losses and the small tensors
 
-    def start(self, transport: Transport, losses: Tensor) -> None:
+    def start(self, transport: Transport, losses: Tensor, longest: int | None = None) -> None:
         """What is sent of a tensor depends on all of its gradient: only the losses [tasks] leave
         now."""
         self._transport, self._handles = transport, [transport.all_reduce(losses, "dense")]
