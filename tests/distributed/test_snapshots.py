@@ -252,11 +252,14 @@ def test_other_ranks_and_a_newer_checkpoint_go_on_from_disk(killed, data):
     trainer.run_folder.close()
 
 
-def test_a_run_that_has_no_checkpoint_goes_on_from_memory(data, tmp_path):
+@pytest.mark.parametrize("host", [True, False], ids=["in place", "by way of host memory"])
+def test_a_run_that_has_no_checkpoint_goes_on_from_memory(data, tmp_path, host, monkeypatch):
+    """`host`: whether tables are in host memory; those of a GPU are copied there first."""
+    monkeypatch.setattr("freescale.train.snapshot.contents._is_on_host", lambda value: host)
     folder = tmp_path / "run"
-    leave(build(data, folder, checkpoint_every=1000), 8)
+    leave(build(data, folder, checkpoint_every=1000), 17)
     trainer = build(data, folder, "auto", checkpoint_every=1000)
-    assert trainer.step == 6
+    assert trainer.step == 15
     expected = build(data, tmp_path / "plain", checkpoint_every=1000, snapshot_every=None)
     trainer.train()
     expected.train()
@@ -292,7 +295,7 @@ def test_on_slow_links_the_interval_grows(data, tmp_path, monkeypatch):
         time.sleep(0.3 if not grown else 0)
 
     monkeypatch.setattr(module.Snapshots, "_write", write)
-    trainer = build(data, tmp_path / "run", steps=90, checkpoint_every=1000)
+    trainer = build(data, tmp_path / "run", steps=400, checkpoint_every=1000)
     trainer.callbacks._callbacks.append(Note())
     trainer.train()
     assert grown
@@ -300,3 +303,59 @@ def test_on_slow_links_the_interval_grows(data, tmp_path, monkeypatch):
     assert found["asked"] == EVERY < found["steps"] <= trainer.snapshots.interval
     assert found["seconds"] > 0.3
     assert '"snapshot_interval"' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_auto_finds_its_interval(data, tmp_path, monkeypatch):
+    """Of steps of milliseconds, snapshots take more than 1 % unless they are far apart."""
+    monkeypatch.setattr("freescale.train.snapshot.pace._FIRST", 2)
+    trainer = build(data, tmp_path / "run", snapshot_every="auto", checkpoint_every=1000)
+    trainer.train()
+    assert trainer.snapshots.interval > 2
+    assert '"asked": "auto"' in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_what_a_number_costs_is_told(data, tmp_path):
+    told = []
+
+    class Note(Callback):
+        def on_snapshot_cost(self, trainer, entry):
+            told.append(entry)
+
+    trainer = build(data, tmp_path / "run", snapshot_every=2, checkpoint_every=1000)
+    trainer.callbacks._callbacks += [Note(), Kill(0)]
+    trainer.train()
+    (entry,) = told
+    assert entry["snapshot_cost"]["asked"] == 2 and entry["snapshot_cost"]["percent"] > 1
+
+
+def test_a_snapshot_that_fails_leaves_the_one_before_and_the_next_are_right(
+    data, tmp_path, monkeypatch
+):
+    """The third one does not fit: the file that it was written to is not the one that is left."""
+    from freescale.train.snapshot.state_file import StateFile
+
+    calls, seal = [], StateFile.seal
+
+    def fail(self, *arguments):
+        calls.append(self.consumer)
+        if len(calls) == 3:
+            raise OSError("no room")
+        return seal(self, *arguments)
+
+    monkeypatch.setattr(StateFile, "seal", fail)
+    folder = tmp_path / "run"
+    leave(build(data, folder, checkpoint_every=1000), 11)
+    trainer = build(data, folder, "auto", checkpoint_every=1000)
+    assert trainer.step == 6
+    trainer.run_folder.close()
+    calls.clear()
+    with pytest.warns(UserWarning, match="after step 15 is left out: no room"):
+        leave(build(data, folder, "auto", checkpoint_every=1000), 20)
+    assert calls[2] == calls[3] != calls[1]  # the one before it stays
+    trainer = build(data, folder, "auto", checkpoint_every=1000)
+    assert trainer.step == 18
+    expected = build(data, tmp_path / "plain", checkpoint_every=1000, snapshot_every=None)
+    trainer.train()
+    expected.train()
+    for name, value in gather_tables(expected.model).items():
+        assert torch.equal(value, gather_tables(trainer.model)[name])

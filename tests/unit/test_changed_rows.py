@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,9 @@ from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import Adam
 from freescale.embedding.storage import DeviceStorage, TableRange
+from freescale.kernels.native import bindings
+from freescale.kernels.native import marks as native
+from freescale.kernels.reference import marks as plain
 from freescale.kernels.reference.row_sums import SortedRows
 
 SIZE = 12
@@ -63,3 +67,17 @@ def test_every_update_marks_its_rows():
     assert storage.changed.find("checkpoints", slice(0, SIZE)).tolist() == [1, 3, 7, 9]
     touched = storage.weight.abs().sum(1).nonzero().view(-1)
     assert touched.tolist() == [1, 3, 7, 9]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 4099])
+def test_marks_in_c_are_those_of_torch(size):
+    assert bindings.load_native() is not None, bindings.explain_missing_native()
+    maker = torch.Generator().manual_seed(size)
+    rows = torch.randint(-1, max(size, 1), (size // 3,), generator=maker)
+    mine, theirs = ([torch.zeros(size + 1, dtype=torch.bool) for _ in range(2)] for _ in range(2))
+    native.mark_rows(mine, rows)
+    plain.mark_rows(theirs, rows)
+    assert all(map(torch.equal, mine, theirs))
+    assert torch.equal(native.find_marks(mine[0][:size]), plain.find_marks(theirs[0][:size]))
+    everything = torch.ones(size, dtype=torch.bool)
+    assert torch.equal(native.find_marks(everything), torch.arange(size))

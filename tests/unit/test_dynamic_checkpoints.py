@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.collisions import batch_of, bits
 from helpers.dynamic_streams import CHURN, RULES, build, state_of
+from helpers.snapshots import TakenSnapshots
 
 import freescale
 from freescale.pipeline.gc_freeze import freeze_objects
@@ -15,7 +16,7 @@ from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.delta import follow_changes
 from freescale.train.checkpoint.overview import compact_last
-from freescale.train.snapshot.contents import CONSUMER, SnapshotContents
+from freescale.train.snapshot.contents import CONSUMER
 from freescale.train.snapshot.loading import load_state
 from freescale.transport.local import LocalTransport
 
@@ -102,23 +103,17 @@ def test_going_back_to_a_checkpoint_within_a_run(tmp_path, monkeypatch):
 def test_snapshots_hold_the_last_step_and_changes_since_one(states):
     for number, rules in list(enumerate(RULES))[2:]:
         parallel, pipeline = build(ALONE, Staged, rules, optimizer="adam")
-        chain, state = [], {}
+        taken = TakenSnapshots()
         for result in pipeline.run(BATCHES[:8]):
-            if result.step not in (3, 5, 6):
-                continue
-            contents = SnapshotContents.collect(
-                parallel, pipeline.optimizer, {"step": result.step}, None, bool(chain)
-            )
-            parallel.tables.settle()
-            contents.add_sharded()
-            chain.append(contents.tensors)
-            state = contents.state
-        restored, other = build(ALONE, "serial", rules, optimizer="adam")
-        restored.tables.place()
-        follow_changes(restored.tables, CONSUMER)
-        list(other.run(BATCHES[-1:]))  # something else is there
-        load_state(state, chain, restored, other.optimizer, None)
-        assert_state(restored, states[number][5][1])
+            if result.step in (3, 5, 6):
+                taken.take(parallel, pipeline.optimizer, result.step)
+        for chain in (taken.chain, [taken.own]):
+            restored, other = build(ALONE, "serial", rules, optimizer="adam")
+            restored.tables.place()
+            follow_changes(restored.tables, CONSUMER)
+            list(other.run(BATCHES[-1:]))  # something else is there
+            load_state(taken.state, chain, restored, other.optimizer, None)
+            assert_state(restored, states[number][5][1])
 
 
 def test_export_has_the_ids_that_have_a_row(states, tmp_path):

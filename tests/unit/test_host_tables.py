@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.cache_copies import check_copies
 from helpers.collisions import ITEMS, batch_of, build, colliding, state_of
+from helpers.snapshots import TakenSnapshots
 from helpers.toys import Clicks
 
 import freescale
@@ -28,7 +29,6 @@ from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.delta import follow_changes
 from freescale.train.launch import Ended
-from freescale.train.snapshot.contents import SnapshotContents
 from freescale.train.snapshot.loading import load_state
 from freescale.transport.local import LocalTransport
 
@@ -222,26 +222,22 @@ def test_snapshots_are_taken_and_restored():
     parallel, pipeline = build(
         LocalTransport(), Staged, optimizer="adam", placement=place(130, "adam")
     )
-    chain = []
+    taken = TakenSnapshots()
     for result in pipeline.run(batches_of(RETURNING)):
         if result.step in (3, 6):
-            parallel.tables.settle()
-            contents = SnapshotContents.collect(
-                parallel, pipeline.optimizer, {"step": result.step}, None, result.step == 6
-            )
-            contents.add_sharded()
-            contents.pack_marks()
-            chain.append(contents)
+            taken.take(parallel, pipeline.optimizer, result.step)
             follow_changes(parallel.tables, "others")
             saved = state_of(parallel)
-    tensors = [contents.tensors for contents in chain]
-    load_state(chain[-1].state, tensors, parallel, pipeline.optimizer, None)
-    restored = state_of(parallel)
-    assert [name for name, value in saved.items() if not torch.equal(restored[name], value)] == []
+    for chain in (taken.chain, [taken.own]):
+        load_state(taken.state, chain, parallel, pipeline.optimizer, None)
+        restored = state_of(parallel)
+        assert [name for name in saved if not torch.equal(restored[name], saved[name])] == []
+        list(pipeline.run(batches_of(RETURNING)))  # something else is there
+    load_state(taken.state, [taken.own], parallel, pipeline.optimizer, None)
     storage = parallel.tables.get_group("item").rows
     rows = storage.contents.row_of
     assert torch.equal(storage.weight[: len(rows)], storage.get_tensors("item")["rows"][rows])
-    assert set(storage.changed.consumers) == {"snapshots", "others"}
+    assert set(storage.changed.consumers) == {"snapshots/0", "snapshots/sent", "others"}
     assert storage.changed.find("others", slice(None)).numel() > 0
 
 

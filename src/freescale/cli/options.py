@@ -9,10 +9,21 @@ from typing import Any, TypeVar
 import click
 
 from freescale.cli.layout import GroupedOption
+from freescale.config.options import read_number
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_TYPES = {"int": int, "float": float, "str": str}
+
+class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]
+    """Which words stand for a number, the settings know."""
+
+    name = "integer or word"
+
+    def convert(self, value: Any, param: object, ctx: object) -> int | str:
+        return read_number(str(value))
+
+
+_TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "int | str": _NumberOrWord()}
 
 
 def add_settings(*kinds: Any, only: Collection[str] | None = None) -> Callable[[F], F]:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 def option(
     default: Any, help: str, heading: str | None = None, common: bool = False, **checks: Any
 ) -> Any:
-    """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`).
+    """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`;
+    `words`: that stand for a number).
     `heading`: where it stands in the help, if not under that of its class; `common`: whether it
     is one of the few that --help shows (--help-all shows every one). `formerly`, among the checks:
     what runs did whose config.json does not have the setting, where that is not the default."""
@@ -23,6 +24,11 @@ def split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def read_number(text: str) -> int | str:
+    """A whole number, or a word that stands for one."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
 class Checked:
     heading: ClassVar[str] = "Options"  # under which the help lists the settings
 
@@ -30,8 +36,11 @@ class Checked:
         for entry in fields(self):  # type: ignore[arg-type]
             value, rules = getattr(self, entry.name), entry.metadata
             flag = "--" + entry.name.replace("_", "-")
-            if value is None:
+            words = rules.get("words", ())
+            if value is None or value in words:
                 continue
+            if words and not isinstance(value, int):
+                raise ValueError(f"{flag} must be a number or {', '.join(words)}, not {value!r}")
             if "choices" in rules and value not in rules["choices"]:
                 raise ValueError(
                     f"{flag} must be one of {', '.join(rules['choices'])}, not {value!r}"

@@ -12,10 +12,13 @@ from typing import Any
 
 from freescale.config.data import DataConfig
 from freescale.config.model import ModelConfig
+from freescale.config.options import read_number
 from freescale.config.train import TrainConfig
 
 RECIPES = Path(__file__).parent / "recipes"
 _TYPES: dict[str, Any] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+_TYPES["int | str"] = (int, str)
+_READERS: dict[str, Any] = {"int": int, "float": float, "str": str, "int | str": read_number}
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     try:
         if kind == "bool":
             return entry.name, {"true": True, "false": False}[value.strip().lower()]
-        return entry.name, {"int": int, "float": float, "str": str}[kind](value.strip())
+        return entry.name, _READERS[kind](value.strip())
     except (KeyError, ValueError):
         raise ValueError(f"{text!r}: {entry.name} must be of type {kind}") from None
 

@@ -183,13 +183,14 @@ class TrainConfig(Checked):
         "write checkpoints beside training, out of a copy in host memory",
         heading=_OUTPUT,
     )
-    snapshot_every: int | None = option(
+    snapshot_every: int | str | None = option(
         None,
         (
             "steps between snapshots: copies of the state in memory that outlives the ranks and, "
-            "where there is another machine, on that, for --restarts and --resume auto (default: "
-            "none)"
+            "where there is another machine, on that, for --restarts and --resume auto; auto: as "
+            "few as cost at most 1 % of training (default: none)"
         ),
+        words=("auto",),
         minimum=1,
         heading=_OUTPUT,
     )

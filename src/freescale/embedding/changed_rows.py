@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from freescale.kernels.dispatch import choose_marks
+
 
 class ChangedRows:
     """Marks of `size` local rows, for each consumer."""
@@ -53,9 +55,7 @@ class ChangedRows:
     def mark(self, rows: Tensor) -> None:
         """Marks local rows [n], in any order and as often as they come; a row of -1 is none."""
         if self._marks:
-            rows = rows.long()
-            for marks in self._marks.values():
-                marks.index_fill_(0, rows, True)
+            choose_marks(self.device).mark_rows(list(self._marks.values()), rows.long())
 
     def mark_all(self) -> None:
         """Marks every row: something else than an update has written to them."""
@@ -65,4 +65,7 @@ class ChangedRows:
     def find(self, consumer: str, part: slice) -> Tensor:
         """Marked rows [n] of a part, ascending and counted from its beginning. Waits for the
         device."""
-        return self._marks[consumer][: self._size][part].nonzero().view(-1)
+        found: Tensor = choose_marks(self.device).find_marks(
+            self._marks[consumer][: self._size][part]
+        )
+        return found

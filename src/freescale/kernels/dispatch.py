@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.native import attention_plan as native_plan
+from freescale.kernels.native import checksums as native_checksums
 from freescale.kernels.native import fused_layer as native_layer
+from freescale.kernels.native import marks as native_marks
 from freescale.kernels.native import positions as native_positions
 from freescale.kernels.native import requests as native_requests
 from freescale.kernels.native import row_updates as native_updates
@@ -24,8 +26,10 @@ from freescale.kernels.native import sampled_softmax as native_softmax
 from freescale.kernels.reference import (
     attention,
     attention_plan,
+    checksums,
     id_map,
     layer,
+    marks,
     positions,
     row_exchange,
     row_sums,
@@ -293,6 +297,16 @@ def choose_id_map(device: torch.device) -> Any:
     """Chooses the module whose functions keep the ids of a dynamic table on this device."""
     on_gpu = device.type == "cuda" or is_recording()
     return triton_id_map if on_gpu and has_triton() else id_map
+
+
+def choose_marks(device: torch.device) -> Any:
+    """The version of kernels/reference/marks.py for marks on a device."""
+    return native_marks if native_marks.is_there(device) else marks
+
+
+def choose_checksums() -> Any:
+    """The version of kernels/reference/checksums.py for this process."""
+    return native_checksums if native_checksums.is_there() else checksums
 
 
 def choose_row_exchange(weight: Tensor) -> Any:

@@ -63,9 +63,14 @@ class Callback:
         `seconds`, the `usual` ones and what it waited for, in words (`why`)."""
 
     def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        """When a snapshot takes longer than the steps between two of them, with the line of
-        metrics.jsonl: `step`, and in `snapshot_interval` the `steps` that they are apart from now
-        on, the number `asked` for and the `seconds` that one takes."""
+        """When snapshots are taken less often, because one takes longer than the steps between two
+        of them or, with `auto`, more than 1 % of these; with the line of metrics.jsonl: `step`, and
+        in `snapshot_interval` the `steps` that they are apart from now on, what was `asked` for,
+        the `seconds` that one takes and the `percent` of training that its computing is."""
+
+    def on_snapshot_cost(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        """Once, when snapshots as often as asked for take more than 1 % of training; as
+        `on_snapshot_interval`, in `snapshot_cost`."""
 
     def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
         """At the end of a run that did not fail, with what `Trainer.train` returns."""

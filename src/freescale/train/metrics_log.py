@@ -26,6 +26,9 @@ class MetricsLog(Callback):
     def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
         self._append(trainer, entry)
 
+    def on_snapshot_cost(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        self._append(trainer, entry)
+
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
         best = trainer.best
         about: dict[str, Any] = {}

@@ -30,10 +30,10 @@ def test(trainer: Trainer) -> dict[str, dict[str, float]]:
 def take_snapshot(trainer: Trainer) -> None:
     """Begins a snapshot of this step, if one is due."""
     assert trainer.snapshots is not None
-    grown = trainer.snapshots.take_if_due(trainer.state)
-    if grown is not None:
-        entry = {"step": trainer.step, "snapshot_interval": grown}
-        trainer.callbacks.call("on_snapshot_interval", trainer, entry)
+    line = trainer.snapshots.take_if_due(trainer.state)
+    if line is not None:
+        (kind,) = line
+        trainer.callbacks.call(f"on_{kind}", trainer, {"step": trainer.step, **line})
 
 
 def save_checkpoint(trainer: Trainer, last: bool = False) -> None:

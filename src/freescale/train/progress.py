@@ -93,11 +93,20 @@ class ConsoleProgress(Callback):
 
     def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
         found = entry["snapshot_interval"]
+        least = "costs at most 1 % and keeps up" if found["asked"] == "auto" else "keeps up"
         if trainer.rank == 0:
             self._print(
                 f"a snapshot takes {found['seconds']:.2f} s: from now on there is one every "
-                f"{found['steps']:,} steps, the least that keeps up (--snapshot-every "
+                f"{found['steps']:,} steps, the least that {least} (--snapshot-every "
                 f"{found['asked']})"
+            )
+
+    def on_snapshot_cost(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+        found = entry["snapshot_cost"]
+        if trainer.rank == 0:
+            self._print(
+                f"warning: a snapshot every {found['steps']:,} steps takes "
+                f"{found['percent']:.1f} % of training; --snapshot-every auto keeps it to 1 %"
             )
 
     def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:

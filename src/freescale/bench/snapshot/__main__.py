@@ -17,9 +17,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nproc", type=int, help="ranks (default: 2 on CPUs, 4 on GPUs)")
     parser.add_argument("--state", type=float, default=1.0, help="GB of state of a rank")
-    parser.add_argument("--every", type=int, default=10, help="steps between snapshots")
-    parser.add_argument("--turns", type=int, default=6, help="of steps with and without")
-    parser.add_argument("--each", type=int, default=40, help="steps of a turn")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=10,
+        help="steps, in a row beside auto",
+    )
+    parser.add_argument("--turns", type=int, default=4, help="of steps")
+    parser.add_argument("--each", type=int, default=96, help="steps of a turn, or one interval")
     options = parser.parse_args(arguments)
     to = read_destination(options)
     ranks = options.nproc or (2 if options.device == "cpu" else 4)

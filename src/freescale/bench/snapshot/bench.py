@@ -1,10 +1,12 @@
 """Snapshots beside training, and restores, on the shared workload.
 
-Turns of steps with snapshots and without alternate in one run, so that whatever else the machine
-does falls on both. A turn with snapshots begins with a whole one, which is complete before the
-clock starts; what is timed are the changes that follow, and the marking of rows. Then the same
-state is restored from memory, and from a checkpoint whose files are synced and dropped from the
-page cache; both verify what they read.
+Snapshots are first taken at the pace of `auto`, until their interval has settled. Then they are
+timed at that interval and at a given one. What they add is the sum of two medians: what the steps
+that feel a snapshot take more than others of its turn, over the steps between two; and what steps
+take more while rows are marked, where a few steps with marking and a few without alternate. The
+time inside the calls that mark is a column of its own. Then the same state is restored from memory,
+and from a checkpoint whose files are synced and dropped from the page cache; both verify what they
+read.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import secrets
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 import freescale
 from freescale.bench.common.arm import Model, feed
@@ -29,13 +33,15 @@ from freescale.bench.common.workload import Workload
 from freescale.embedding.optimizers import Adam
 from freescale.ledger.machine import get_gpu_name
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.snapshot.contents import CONSUMER
+from freescale.train.snapshot.pace import BUDGET, WINDOW, Pace
 from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
 
 if TYPE_CHECKING:
     from freescale.train.run_state import RunState
 
+_SETTLING = 80  # steps
+_RUN = 8  # steps with marking of rows, and as many without
 WIDTH, IDS = 64, 7_000  # of the table; ids that a rank reads in a step
 
 
@@ -45,9 +51,9 @@ class Plan:
 
     device: str
     state: float  # GB of a rank
-    every: int
+    every: int  # steps between snapshots, beside `auto`
     turns: int
-    each: int
+    each: int  # steps of a turn, at least
 
     def as_arguments(self) -> list[str]:
         """For a rank that is started with a command line of its own."""
@@ -68,6 +74,24 @@ class Plan:
         )
 
 
+class Turn(NamedTuple):
+    """Steps, one after the other."""
+
+    seconds: list[float]
+    begun: list[int]  # those that began a snapshot
+    marked: list[float]  # seconds of which rows were marked
+
+    def divide(self) -> tuple[float, list[float]]:
+        """The median of steps that feel no snapshot; what each snapshot's steps take more."""
+        windows = [range(first, first + WINDOW) for first in self.begun]
+        feeling = {step for window in windows for step in window}
+        usual = statistics.median(
+            value for step, value in enumerate(self.seconds) if step not in feeling
+        )
+        whole = [window for window in windows if window[-1] < len(self.seconds)]
+        return usual, [sum(self.seconds[step] - usual for step in window) for window in whole]
+
+
 class Measured:
     """A rank that trains, with the parts of a run that snapshots need."""
 
@@ -84,11 +108,23 @@ class Measured:
             self.model, self.optimizer, precision="fp32", check=False, balance="none"
         )
         self.checkpoints = Checkpoints(folder, transport)
-        self.snapshots = Snapshots(transport, plan.every)
+        self.snapshots = Snapshots(transport, "auto")
         self.run = secrets.token_hex(8)  # of rank 0
         self.run = transport.gather_bytes(self.run.encode())[0].decode()
         self.snapshots.open(self.run, 0)
+        self.changed = [group.rows.changed for group in self.model.tables.groups]
+        self.marking = 0.0  # seconds so far
+        for each in self.changed:
+            each.mark = self._time_calls(each.mark)  # type: ignore[method-assign, assignment]
         self._steps = self.pipeline.run(feed(workload, transport.rank, transport.world))
+
+    def _time_calls(self, call: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        def timed(rows: Tensor) -> None:
+            begin = time.perf_counter()
+            call(rows)
+            self.marking += time.perf_counter() - begin
+
+        return timed
 
     def state(self) -> RunState:
         """Of a run, as far as snapshots look at it."""
@@ -103,26 +139,47 @@ class Measured:
         )
         return cast("RunState", found)
 
-    def make_steps(self, count: int, snapshots: bool) -> float:
-        """Seconds of a step. A collective."""
+    def make_steps(self, count: int, snapshots: bool) -> Turn:
+        """A collective."""
         self._synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
+        seconds, begun, marked = [], [], []
+        for number in range(count):
+            begin, before = time.perf_counter(), self.snapshots._taking
+            marking = self.marking
             next(self._steps)
             if snapshots:
                 self.snapshots.take_if_due(self.state())
+                if self.snapshots._taking is not before:
+                    begun.append(number)
+            seconds.append(time.perf_counter() - begin)
+            marked.append(self.marking - marking)
         self._synchronize()
-        return (time.perf_counter() - begin) / count
+        return Turn(seconds, begun, marked)
 
-    def take_whole(self) -> float:
-        """Takes a whole snapshot and waits for it; its seconds."""
-        held = self.snapshots._held
-        assert held is not None
-        held.forget()
+    def settle_interval(self) -> int:
+        """Trains at the pace of `auto` until two snapshots have not changed it, of those that cost
+        what most do: from the third on."""
+        self.snapshots.pace.interval = _SETTLING  # from where on it grows: a run has more time
+        taken, same = 0, 0
+        while taken < 5 or same < 2:
+            before = self.snapshots.interval
+            self.make_steps(before, snapshots=True)
+            taken, same = taken + 1, same + 1 if self.snapshots.interval == before else 0
+            if self.transport.rank == 0:
+                print(f"a snapshot every {self.snapshots.interval} steps", flush=True)
+        self.finish()
+        return self.snapshots.interval
+
+    def take(self) -> float:
+        """Takes a snapshot and waits for it; its seconds."""
         self.snapshots._due = 0
         next(self._steps)
         self.snapshots.take_if_due(self.state())
         return self.finish()
+
+    def take_whole(self) -> float:
+        self.snapshots.forget_files()
+        return self.take()
 
     def finish(self) -> float:
         """Waits for the snapshot under way; its seconds."""
@@ -134,9 +191,36 @@ class Measured:
             raise taking.error
         return taking.seconds
 
-    def stop_marking(self) -> None:
-        for group in self.model.tables.groups:
-            group.rows.changed.forget(CONSUMER)
+    def begin_turns(self, interval: int) -> None:
+        """From now on each snapshot finds the changes of two intervals, as it does in a run."""
+        self.snapshots.pace = Pace(interval)
+        self.take_whole()
+        self.make_steps(interval, snapshots=False)
+        self.take()
+        self.make_steps(interval - interval // 2, snapshots=False)
+
+    def time_with(self, interval: int, count: int) -> Turn:
+        """Steps with snapshots, the first in the middle of an interval."""
+        self.snapshots._due = self.pipeline.steps + max(1, interval // 2)
+        turn = self.make_steps(count, snapshots=True)
+        self.finish()
+        return turn
+
+    def time_marking(self, count: int) -> dict[bool, list[float]]:
+        """Seconds of steps, by whether rows are marked. The files lack the changes of steps
+        without."""
+        changed = self.changed
+        marks = [each._marks for each in changed]
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(2 * count // _RUN):
+            marking = number % 2 == 0
+            for each, of in zip(changed, marks, strict=True):
+                each._marks = of if marking else {}
+            # the first step of a run updates some rows of the step before
+            found[marking] += self.make_steps(_RUN, snapshots=False).seconds[1:]
+        for each, of in zip(changed, marks, strict=True):
+            each._marks = of
+        return found
 
     def _synchronize(self) -> None:
         if self.transport.device.type == "cuda":
@@ -187,7 +271,7 @@ def bench_rank(plan: Plan, to: Destination) -> None:
     root = transport.gather_bytes(root.encode())[0].decode()
     measured = Measured(plan, transport, Path(root) / "checkpoints")
     try:
-        row = _measure(measured)
+        rows = _measure(measured)
     finally:
         measured.snapshots.abandon(end=True)
     transport.gather_bytes(b"")
@@ -195,63 +279,94 @@ def bench_rank(plan: Plan, to: Destination) -> None:
         import shutil
 
         shutil.rmtree(root)
-        _write(plan, transport, row, to)
+        _write(plan, transport, rows, to)
     transport.close()
 
 
-def _measure(measured: Measured) -> Row:
-    plan = measured.plan
+def _measure(measured: Measured) -> list[Row]:
     measured.make_steps(5, snapshots=False)
-    times: dict[bool, list[float]] = {True: [], False: []}
-    whole, changes = [], []
+    found = measured.settle_interval()
+    rows = [
+        {"snapshot_every": asked, **_compare(measured, interval)}
+        for asked, interval in (("auto", found), (measured.plan.every, measured.plan.every))
+    ]
+    return [*rows, _restore(measured)]
+
+
+def _compare(measured: Measured, interval: int) -> Row:
+    """Steps with snapshots beside steps without."""
+    plan = measured.plan
+    count = interval * max(1, round(plan.each / interval))
+    measured.begin_turns(interval)
+    steps: dict[bool, list[float]] = {True: [], False: []}
+    turns, by_turn = [], []
     for _ in range(plan.turns):
-        whole.append(measured.take_whole())
-        times[True].append(measured.make_steps(plan.each, snapshots=True))
-        changes.append(measured.finish())
-        measured.stop_marking()
-        times[False].append(measured.make_steps(plan.each, snapshots=False))
-    measured.take_whole()
+        turns.append(measured.time_with(interval, count))
+        found = measured.time_marking(plan.each)
+        on, off = (statistics.median(found[marked]) for marked in (True, False))
+        by_turn.append(100 * (on / off - 1))
+        for marked, seconds in found.items():
+            steps[marked] += seconds
+    step = statistics.median(steps[False])
+    marking = statistics.median(steps[True]) / step - 1
+    calls = statistics.median(of for turn in turns for of in turn.marked)
+    snapshots = [seconds for turn in turns for seconds in turn.divide()[1]]
+    snapshot = statistics.median(snapshots)
+    total = statistics.mean(seconds for turn in turns for seconds in turn.seconds)
+    taking = measured.snapshots._taking
+    assert taking is not None
+    return {
+        "interval": interval,
+        "step_ms": 1e3 * step,
+        "snapshot_ms": 1e3 * snapshot,
+        "snapshots_ms": [1e3 * seconds for seconds in snapshots],
+        "marking_percent": 100 * marking,
+        "marking_turns_percent": by_turn,
+        "marking_calls_percent": 100 * calls / step,
+        "more_percent": 100 * (marking + snapshot / (interval * step)),
+        "means_more_percent": 100 * (total / statistics.mean(steps[False]) - 1),
+        "changes_seconds": taking.seconds,
+        "changes_processor_seconds": taking.processor,
+    }
+
+
+def _restore(measured: Measured) -> Row:
+    whole = measured.take_whole()
     memory, exact = measured.restore(disk=False)
     measured.checkpoints.save(measured.model, measured.optimizer, {"step": measured.pipeline.steps})
     if measured.transport.rank == 0:
         _drop_from_cache(measured.checkpoints.folder)
     disk, equal = measured.restore(disk=True)
-    ratios = [on / off for on, off in zip(times[True], times[False], strict=True)]
     return {
-        "step_ms": 1e3 * statistics.median(times[False]),
-        "step_ms_with_snapshots": 1e3 * statistics.median(times[True]),
-        "more_percent": 100 * (statistics.median(ratios) - 1),
-        "turns_more_percent": [100 * (ratio - 1) for ratio in ratios],
-        "interval": measured.snapshots.interval,
-        "whole_seconds": statistics.median(whole),
-        "changes_seconds": statistics.median(changes),
+        "whole_seconds": whole,
         "memory_seconds": memory,
         "disk_seconds": disk,
         "restored_exactly": exact and equal,
     }
 
 
-def _write(plan: Plan, transport: Transport, row: Row, to: Destination) -> None:
+def _write(plan: Plan, transport: Transport, rows: list[Row], to: Destination) -> None:
     share = f"{plan.state:g} GB of state a rank, {transport.world} ranks"
+    auto, _, restored = rows
     claims = [
         claim(
-            f"step with a snapshot every {plan.every} steps, beside without: {share}",
-            1.0,
-            row["more_percent"],
+            f"step with snapshots (auto), beside without: {share}",
+            100 * BUDGET,
+            auto["more_percent"],
             "% longer",
             at_least=False,
         ),
         claim(
             f"restore from memory, verification included: {share}",
             1.0,
-            row["memory_seconds"],
+            restored["memory_seconds"],
             "s",
             at_least=False,
         ),
         claim(
             "both restores have the bits of the trained table and its row state (1: all)",
             1.0,
-            float(row["restored_exactly"]),
+            float(restored["restored_exactly"]),
             "",
             at_least=True,
         ),
@@ -260,4 +375,4 @@ def _write(plan: Plan, transport: Transport, row: Row, to: Destination) -> None:
     about |= asdict(plan.make_workload(transport.world)) | {"row_optimizer": "adam"}
     testbed = f"{transport.world}ranks-{get_gpu_name()}" if plan.device == "cuda" else "cpu"
     command = f"freescale bench snapshot --device {plan.device} --nproc {transport.world}"
-    write("snapshot", testbed, command, [row], claims, to=to, workload=about)
+    write("snapshot", testbed, command, rows, claims, to=to, workload=about)

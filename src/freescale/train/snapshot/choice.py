@@ -137,6 +137,16 @@ def choose_interval(asked: int, snapshot_seconds: float, step_seconds: float) ->
     return max(asked, math.ceil(snapshot_seconds / step_seconds))
 
 
+def choose_affordable(
+    least: int, processor_seconds: float, step_seconds: float, budget: float
+) -> int:
+    """The least number of steps between two snapshots of which one takes `processor_seconds` and
+    the steps between two as a whole `1 / budget` times as long; at least `least`."""
+    if step_seconds <= 0:
+        return least
+    return max(least, math.ceil(processor_seconds / (budget * step_seconds)))
+
+
 def must_merge(sizes: Mapping[Link, int], chain: Sequence[Link], longest: int = 64) -> bool:
     """Whether the changes of a chain are as large as the state that they begin with, or too
     many."""

@@ -30,7 +30,6 @@ from freescale.train.checkpoint.model import (
 from freescale.train.checkpoint.optimizer import unpack_optimizer
 from freescale.train.checkpoint.packing import Unpacker
 from freescale.train.snapshot.chain import apply_changes
-from freescale.train.snapshot.contents import CONSUMER
 
 
 def refuse_other(
@@ -115,12 +114,11 @@ def _describe_tensors(tensors: Mapping[str, Tensor]) -> Metadata:
 def _restore_marks(
     state: Mapping[str, Any], tensors: Mapping[str, Tensor], model: ShardedModel
 ) -> None:
-    """What had changed for each consumer, so that its next delta holds everything since its last;
-    for snapshots, nothing."""
+    """What had changed for each consumer, so that its next delta holds everything since its
+    last."""
     groups = model.tables.groups
     for group in groups:
         group.rows.changed.mark_all()
-        group.rows.changed.follow(CONSUMER)
     for number, consumer, label in state["marks"]:
         changed = groups[number].rows.changed
         size = groups[number].rows.size

@@ -4,9 +4,8 @@
     tensors      each from a multiple of 64 bytes on
     JSON         {"tensors": {name: [dtype, shape, place, checksum]}, ...}
 
-A file without its preamble is half written. The checksum of a tensor is the CRC-32 of one number
-for each 32 KB: the sum of its words, each multiplied by an odd number of its own place, which no
-change of one word leaves as it is. It takes a third of the time of a CRC-32 over all bytes.
+A file without its preamble is half written. The checksum of a tensor is the CRC-32 of the sums of
+its blocks (kernels/reference/checksums.py).
 """
 
 from __future__ import annotations
@@ -21,41 +20,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from freescale.embedding.memory import get_available_memory
+from freescale.kernels.dispatch import choose_checksums
+from freescale.kernels.reference.checksums import Words, as_bytes
 from freescale.train.checkpoint.files import Damaged
 
 _PREAMBLE = struct.Struct("<8sQQI")
 _MAGIC = b"FSSNAP01"
-_ALIGN = 64
-_WORDS = 4096  # of a checksum's block
+ALIGN = 64
 _RESERVE = 0.95  # of the free memory that a file may take
 
-
-def _draw_factors() -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Odd numbers, the same everywhere: splitmix64 of the place."""
-    place = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (place ^ (place >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-
-
-_FACTORS = _draw_factors()
+Entries = dict[str, list[Any]]  # of the JSON
 
 
 def sum_tensor(value: Tensor) -> int:
     """The checksum of a tensor on the host, contiguous."""
-    data = _as_bytes(value)
-    whole = data[: data.size - data.size % (_WORDS * 8)]
-    blocks = np.matmul(whole.view(np.uint64).reshape(-1, _WORDS), _FACTORS)
-    return zlib.crc32(data[whole.size :].data, zlib.crc32(blocks.data))
+    return join_sums(choose_checksums().sum_blocks(value))
 
 
-def _as_bytes(value: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return value.detach().reshape(-1).view(torch.uint8).numpy()
+def join_sums(blocks: Words) -> int:
+    """The checksum of a tensor whose blocks have these sums."""
+    return zlib.crc32(blocks.data)
 
 
 @dataclass
@@ -86,12 +74,11 @@ class Segment:
     @property
     def data(self) -> Tensor:
         """All of the file [size], shared with it."""
-        memory = mmap.mmap(self.file, self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return map_file(self.file, self.size)
 
     def read(self) -> dict[str, Tensor]:
         """All tensors, which share memory with the file."""
-        return _view(self.data, self.header["tensors"])
+        return view_tensors(self.data, self.header["tensors"])
 
     def verify(self, label: str) -> dict[str, Tensor]:
         """As `read`; Damaged, by `label`, if a tensor is not as it was written."""
@@ -121,50 +108,92 @@ def write_segment(
     Raises:
         OSError: there is not enough memory.
     """
-    entries: dict[str, list[Any]] = {}
-    place = _ALIGN
-    for name, value in tensors.items():
-        dtype = str(value.dtype).removeprefix("torch.")
-        entries[name] = [dtype, list(value.shape), place, 0]
-        place += -(-value.numel() * value.element_size() // _ALIGN) * _ALIGN
-    if place > _RESERVE * get_available_memory(torch.device("cpu")):
-        raise OSError(f"a snapshot of {place / 1e9:.1f} GB does not fit into the host's memory")
-    file = os.memfd_create("freescale-snapshot", os.MFD_CLOEXEC)
+    entries, end = lay_out(tensors)
+    file = create_file(end)
     try:
-        os.ftruncate(file, place)
-        for name, value in tensors.items():
-            _write(file, _as_bytes(value.contiguous()), entries[name][2])
-            if amend is None:
-                entries[name][3] = sum_tensor(value.contiguous())
+        write_tensors(file, entries, tensors, sums=amend is None)
         if amend is not None:
-            shared = mmap.mmap(file, place, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            written = _view(torch.frombuffer(shared, dtype=torch.uint8), entries)
+            written = view_tensors(map_file(file, end), entries)
             amend(written)
             for name, value in written.items():
                 entries[name][3] = sum_tensor(value)
-        whole = dict(header) | {"tensors": entries}
-        text = json.dumps(whole).encode()
-        _write(file, np.frombuffer(text, np.uint8), place)
-        preamble = _PREAMBLE.pack(_MAGIC, place, len(text), zlib.crc32(text))
-        os.pwrite(file, preamble, 0)
-        return Segment(file, place + len(text), json.loads(text))
+        return seal_file(file, header, entries, end)
     except BaseException:
         os.close(file)
         raise
 
 
-def _write(file: int, data: np.ndarray[Any, np.dtype[np.uint8]], place: int) -> None:
-    """Writing takes half the time of a copy into fresh mapped memory, page by page."""
-    left = data.data
-    while left:
-        count = os.pwrite(file, left[: 1 << 30], place)
-        left, place = left[count:], place + count
+# ---- the parts of a file
 
 
-def _view(data: Tensor, entries: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+def lay_out(tensors: Mapping[str, Tensor], place: int = ALIGN) -> tuple[Entries, int]:
+    """Entries without checksums of tensors that lie one behind the other, from `place` on; where
+    they end."""
+    entries: Entries = {}
+    for name, value in tensors.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        entries[name] = [dtype, list(value.shape), place, 0]
+        place += -(-value.numel() * value.element_size() // ALIGN) * ALIGN
+    return entries, place
+
+
+def create_file(size: int) -> int:
+    """The descriptor of a memory file. OSError if there is not enough memory."""
+    check_room(size)
+    file = os.memfd_create("freescale-snapshot", os.MFD_CLOEXEC)
+    os.ftruncate(file, size)
+    return file
+
+
+def check_room(size: int) -> None:
+    """OSError if there is not enough memory."""
+    if size > _RESERVE * get_available_memory(torch.device("cpu")):
+        raise OSError(f"a snapshot of {size / 1e9:.1f} GB does not fit into the host's memory")
+
+
+def map_file(file: int, end: int, begin: int = 0) -> Tensor:
+    """Bytes [begin, end) of a memory file, shared with it; `begin` is a multiple of its pages."""
+    how = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    memory = mmap.mmap(file, end - begin, flags=how, offset=begin)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def view_tensors(
+    data: Tensor, entries: Mapping[str, list[Any]], begin: int = 0
+) -> dict[str, Tensor]:
+    """The tensors in the bytes of a file, from `begin` on."""
     found = {}
     for name, (dtype, shape, place, _) in entries.items():
         kind: torch.dtype = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
-        found[name] = data[place : place + size].view(kind).view(shape)
+        found[name] = data[place - begin : place - begin + size].view(kind).view(shape)
     return found
+
+
+def write_tensors(
+    file: int, entries: Entries, tensors: Mapping[str, Tensor], sums: bool = True
+) -> None:
+    """Puts tensors where their entries say, and with `sums` their checksums there. Into fresh
+    memory that takes half the time of a copy page by page."""
+    for name, given in tensors.items():
+        value = given.contiguous()
+        left, place = as_bytes(value).data, entries[name][2]
+        while left:
+            count = os.pwrite(file, left[: 1 << 30], place)
+            left, place = left[count:], place + count
+        if sums:
+            entries[name][3] = sum_tensor(value)
+
+
+def seal_file(file: int, header: Mapping[str, Any], entries: Entries, end: int) -> Segment:
+    """Writes the JSON behind the tensors, then the preamble. The segment takes the descriptor."""
+    text = json.dumps(dict(header) | {"tensors": entries}).encode()
+    os.ftruncate(file, end + len(text))  # what was there before may have been longer
+    os.pwrite(file, text, end)
+    os.pwrite(file, _PREAMBLE.pack(_MAGIC, end, len(text), zlib.crc32(text)), 0)
+    return Segment(file, end + len(text), json.loads(text))
+
+
+def unseal_file(file: int) -> None:
+    """From now on it is half written."""
+    os.pwrite(file, bytes(_PREAMBLE.size), 0)

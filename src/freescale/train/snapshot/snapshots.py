@@ -6,27 +6,35 @@ import json
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
 
 from freescale.embedding.capture import Capture
 from freescale.ledger.ledger import ThreadLedger
 from freescale.train.checkpoint.on_all_ranks import describe_error, run_on_all_ranks
 from freescale.train.checkpoint.writing import await_rows
 from freescale.train.snapshot.chain import describe_segment
-from freescale.train.snapshot.choice import Link, choose_buddies, choose_interval
-from freescale.train.snapshot.contents import SnapshotContents
+from freescale.train.snapshot.choice import Link, choose_buddies
+from freescale.train.snapshot.contents import CONSUMER, SnapshotContents
 from freescale.train.snapshot.exchange import exchange_files
 from freescale.train.snapshot.held import HeldChains
 from freescale.train.snapshot.keeper_link import KeeperLink, is_supported, name_keeper
+from freescale.train.snapshot.pace import Every, Pace, StepCosts
 from freescale.train.snapshot.restoring import Restoring, clear_snapshots
 from freescale.train.snapshot.segment import Segment, write_segment
+from freescale.train.snapshot.state_file import StateFile
 from freescale.transport.api import Transport
 from freescale.transport.machine import identify_machine
 from freescale.transport.threads import start_thread, wait_for_event
 
 if TYPE_CHECKING:
     from freescale.train.run_state import RunState
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -39,6 +47,15 @@ class _Taking:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     seconds: float = 0.0
+    processor: float = 0.0  # seconds that threads have computed for it
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Does a part of it, on whichever thread."""
+        begin = time.thread_time()
+        try:
+            return work()
+        finally:
+            self.processor += time.thread_time() - begin
 
 
 class Snapshots:
@@ -47,24 +64,29 @@ class Snapshots:
 
     Args:
         transport: of the run.
-        every: steps between two snapshots.
+        every: steps between two snapshots; `auto`: as few as cost at most 1 % of training.
 
     Raises:
         ValueError: this system has no memory files.
     """
 
-    def __init__(self, transport: Transport, every: int) -> None:
+    def __init__(self, transport: Transport, every: Every) -> None:
         if not is_supported():
             raise ValueError("--snapshot-every needs memory files, which only Linux has: leave it")
-        self.transport, self.every = transport, every
-        self.interval = every  # steps between two, as many as keep up
+        self.transport, self.pace, self._costs = transport, Pace(every), StepCosts()
         self.machines = transport.gather_bytes(identify_machine())
         self._link: KeeperLink | None = None
         self._held: HeldChains | None = None
         self._channel: Transport | None = None
         self._taking: _Taking | None = None
         self._due = 0
-        self._clock: tuple[int, float] | None = None  # the last look: step, time
+        self._files: list[StateFile] = []  # two, taken in turn
+        self._turn = 0
+
+    @property
+    def interval(self) -> int:
+        """Steps between two."""
+        return self.pace.interval
 
     # ---- restoring
 
@@ -86,8 +108,14 @@ class Snapshots:
         """During a run that goes back: what was taken is of a past that it does not have."""
         self._await_last()
         self.clear()
+        self.forget_files()
+
+    def forget_files(self) -> None:
+        """The next snapshots are whole."""
         assert self._held is not None
         self._held.forget()
+        for file in self._files:
+            file.current = False
 
     # ---- taking
 
@@ -104,6 +132,7 @@ class Snapshots:
             link = self._link or KeeperLink.connect(self._name(run))
             if link is None:
                 raise OSError(f"rank {self.transport.rank} finds no keeper of snapshots")
+            self._files = [StateFile(f"{CONSUMER}/{number}") for number in range(2)]
             return link
 
         self._link = run_on_all_ranks(self.transport, connect)
@@ -122,60 +151,62 @@ class Snapshots:
         ranks.
 
         Returns:
-            For the log, when the interval has to grow: its `steps`, those `asked` for, and the
-            `seconds` that a snapshot takes.
+            A line for the log, if the interval grows or costs much.
         """
         step = state.position.step
+        self._costs.note_step()
         if step < self._due:
             return None
-        grown = self._agree(step)
+        line = self._agree(step)
         self._due = step + self.interval
         if self._taking is None:
             self._take(state)
-        return grown
+        return line
 
     def _agree(self, step: int) -> dict[str, Any] | None:
         """Whether the last snapshot is complete is for all ranks to say."""
-        now, taking = time.perf_counter(), self._taking
+        taking = self._taking
         busy = taking is not None and not taking.done.is_set()
-        per_step = 0.0
-        if self._clock is not None and step > self._clock[0]:
-            per_step = (now - self._clock[1]) / (step - self._clock[0])
-        self._clock = step, now
-        seconds = taking.seconds if taking is not None and taking.delta and not busy else 0.0
-        mine = [busy, seconds, choose_interval(self.every, seconds, per_step)]
-        said = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
-        if any(is_busy for is_busy, _, _ in said):
+        timed = taking if taking is not None and taking.delta and not busy else None
+        costs = 0.0, 0.0
+        if timed is not None:  # what its threads have computed is the least that it costs
+            costs = timed.seconds, max(timed.processor, self._costs.estimate())
+        mine = json.dumps(self.pace.look(step, busy, *costs)).encode()
+        looks = [json.loads(part) for part in self.transport.gather_bytes(mine)]
+        if any(look["busy"] for look in looks):
             return None
         self._finish()
-        least = max(interval for _, _, interval in said)
-        if least <= self.interval:
-            return None
-        self.interval = least
-        longest = max(took for _, took, _ in said)
-        return {"steps": least, "asked": self.every, "seconds": round(longest, 3)}
+        return self.pace.agree(looks)
 
     def _take(self, state: RunState) -> None:
         assert self._held is not None
         model, step, rank = state.model, state.position.step, self.transport.rank
-        last = self._held.find_last(rank)
-        parent = None if last is None else last.step
-        contents = SnapshotContents.collect(
-            model,
-            state.optimizer,
-            state.describe(),
-            state.position.pipeline.reducer,
-            delta=parent is not None,
+        last, file = self._held.find_last(rank), self._files[self._turn]
+        spare = self._files[1 - self._turn]
+        parent = None if last is None or self._buddy is None else last.step
+        sends = "nothing" if self._buddy is None else "whole" if parent is None else "changes"
+        usual = file.current and sends != "whole"
+        taking = self._taking = _Taking(step, usual, time.perf_counter())
+        self._costs.note_snapshot(usual)
+        contents = taking.run(
+            lambda: SnapshotContents.collect(
+                model,
+                state.optimizer,
+                state.describe(),
+                state.position.pipeline.reducer,
+                file,
+                None if spare.current else spare,
+                sends,
+            )
         )
         contents.state["checkpoint"] = state.checkpoints.describe_parent()
-        taking = self._taking = _Taking(step, parent is not None, time.perf_counter())
-        capture = Capture(contents.add_sharded)
+        capture = Capture(lambda: taking.run(contents.add_sharded))
         model.tables.capture(capture)
-        link = Link(self.transport.world, rank, step, parent)
+        sent = Link(self.transport.world, rank, step, parent)
 
         def run() -> None:
             try:
-                self._write(contents, capture, link)
+                taking.run(lambda: self._write(contents, capture, sent))
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 taking.error = error
             taking.seconds = time.perf_counter() - taking.begin
@@ -186,56 +217,79 @@ class Snapshots:
     def _finish(self) -> None:
         """Of a snapshot that is complete on all ranks, or failed."""
         taking, self._taking = self._taking, None
-        if taking is None or taking.error is None:
+        if taking is None:
+            return
+        if taking.error is None:
+            self._turn = 1 - self._turn
             return
         if not isinstance(taking.error, ValueError):  # a rank is gone, or a mistake of ours
             raise taking.error
         assert self._held is not None
         self._held.forget()
+        name = Link(self.transport.world, self.transport.rank, taking.step, None).name
+        with suppress(OSError):  # the next one is written over it
+            self._held.link.drop([name])
         if self.transport.rank == 0:
             words = f"the snapshot after step {taking.step} is left out: {taking.error}"
             warnings.warn(words, stacklevel=2)
 
     # ---- the snapshot's thread, over its channel
 
-    def _write(self, contents: SnapshotContents, capture: Capture, link: Link) -> None:
+    def _write(self, contents: SnapshotContents, capture: Capture, sent: Link) -> None:
+        """`sent`: what a buddy receives. This rank's own file is whole."""
         channel, held = self._channel, self._held
         assert channel is not None and held is not None
-        segment = run_on_all_ranks(channel, lambda: self._keep_own(contents, capture, link))
-        try:
-            outgoing = {} if self._buddy is None else {self._buddy: segment.data}
-            received = exchange_files(channel, outgoing) if len(set(self.machines)) > 1 else {}
-            del outgoing
-        finally:
-            segment.close()
+        own = Link(sent.ranks, sent.owner, sent.step, None)
+
+        def keep_own() -> Tensor | None:
+            await_rows(capture)
+            if contents.copied is not None:
+                wait_for_event(contents.copied)
+            contents.write()
+            return self._keep_own(contents, own, sent)
+
+        outgoing = run_on_all_ranks(channel, keep_own)
+        received: dict[int, int] = {}
+        if len(set(self.machines)) > 1:
+            to = {self._buddy: outgoing} if self._buddy is not None and outgoing is not None else {}
+            received = exchange_files(channel, to)
+        del outgoing
 
         def keep() -> list[Link]:
-            return [self._keep_received(owner, file, link) for owner, file in received.items()]
+            return [self._keep_received(owner, file, sent) for owner, file in received.items()]
 
-        links = [link, *run_on_all_ranks(channel, keep)]
+        links = [own, *run_on_all_ranks(channel, keep)]
         self._side.take()  # of the ledger: nobody waits for it
 
         def complete() -> None:
             held.complete(links)
             if self._is_first:
-                held.drop_others(self._owners, link.ranks)
+                held.drop_others(self._owners, sent.ranks)
 
         # Nothing goes anywhere before the new one is there everywhere.
         run_on_all_ranks(channel, complete)
+        if contents.spare is not None:
+            with suppress(OSError):  # where it does not fit, the next snapshot says so
+                contents.spare.copy_tables(contents.file)
 
-    def _keep_own(self, contents: SnapshotContents, capture: Capture, link: Link) -> Segment:
-        await_rows(capture)
-        if contents.copied is not None:
-            wait_for_event(contents.copied)
-        contents.pack_marks()
-        segment = write_segment(describe_segment(self._run, link, contents.state), contents.tensors)
-        contents.tensors.clear()
+    def _keep_own(self, contents: SnapshotContents, own: Link, sent: Link) -> Tensor | None:
+        """Puts this rank's file into the keeper. Returns the bytes for its buddy."""
+        header = describe_segment(self._run, own, contents.state)
+        segment = contents.file.seal(header, contents.tensors)
         try:
-            self._put(link, segment)
-        except BaseException:
+            self._put(own, segment)
+            if contents.sends == "whole":
+                return segment.data
+        finally:
             segment.close()
-            raise
-        return segment
+        if contents.sends == "nothing":
+            return None
+        header = describe_segment(self._run, sent, contents.state)
+        changes = write_segment(header, contents.list_changes())
+        try:
+            return changes.data
+        finally:
+            changes.close()
 
     def _keep_received(self, owner: int, file: int, like: Link) -> Link:
         link = Link(like.ranks, owner, like.step, like.parent)
@@ -264,6 +318,9 @@ class Snapshots:
             self._await_last()
         self.transport.gather_bytes(b"")  # nobody needs them any more
         self.abandon(end=True)
+        for file in self._files:
+            file.close()
+        self._files = []
 
     def _await_last(self) -> None:
         """Whatever has become of it."""

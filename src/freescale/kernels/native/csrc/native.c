@@ -2,7 +2,9 @@
    Matrices are row by row and contiguous. Each function is the plain-torch reference's twin; sums go
    by token, then by pair, so the same inputs give the same bits. */
 
+#include "checksums.h"
 #include "layers.h"
+#include "marks.h"
 #include "pairs.h"
 #include "position_softmax.h"
 #include "positions.h"

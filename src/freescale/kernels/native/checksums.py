@@ -1,0 +1,50 @@
+"""Checksums of host memory in C: sums, copies and replaced rows, each in one pass over memory."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from freescale.kernels.native.bindings import address, load_native, require_native
+from freescale.kernels.reference.checksums import BYTES, FACTORS, Words
+
+_FACTORS = FACTORS.ctypes.data
+
+
+def is_there() -> bool:
+    """Whether this process has them."""
+    return load_native() is not None
+
+
+def sum_blocks(value: Tensor) -> Words:
+    """As the reference."""
+    return _pass_over(value, None)
+
+
+def copy_blocks(value: Tensor, into: Tensor) -> Words:
+    """As the reference."""
+    assert into.shape == value.shape and into.dtype == value.dtype and into.is_contiguous()
+    return _pass_over(value, into)
+
+
+def _pass_over(value: Tensor, into: Tensor | None) -> Words:
+    assert value.is_contiguous()
+    size = value.numel() * value.element_size()
+    sums = np.empty(-(-size // BYTES), np.uint64)
+    arrays = address(value), address(into), _FACTORS, sums.ctypes.data
+    require_native().sum_blocks(size, *arrays)
+    return sums
+
+
+def replace_rows(
+    into: Tensor, sums: Words, rows: Tensor, source: Tensor, packed: bool = False
+) -> None:
+    """As the reference."""
+    rows, source = rows.long().contiguous(), source.contiguous()
+    assert into.is_contiguous() and into.dtype == source.dtype and sums.flags.c_contiguous
+    assert into.shape[1:] == source.shape[1:]
+    size = into[:1].numel() * into.element_size()
+    require_native().replace_rows(
+        *(rows.numel(), size, address(rows), address(source), packed),
+        *(address(into), into.numel() * into.element_size(), _FACTORS, sums.ctypes.data),
+    )

@@ -1,0 +1,83 @@
+/* reference/checksums.py: sums of blocks of words, each word multiplied by an odd factor of its place
+   in the block. Rows are replaced and the sums kept right in one pass: memory bounds it. */
+
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK_WORDS 4096
+#define BLOCK_BYTES (8 * BLOCK_WORDS)
+#define ROWS_AHEAD 8 /* that memory is asked for before they are needed */
+
+static uint64_t sum_words(const uint64_t *words, const uint64_t *factors, int64_t count) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += words[i] * factors[i];
+    return sum;
+}
+
+/* The word at byte `at` of data; what lies behind its end counts as 0. */
+static uint64_t read_word(const char *data, int64_t at, int64_t bytes) {
+    uint64_t word = 0;
+    memcpy(&word, data + at, bytes - at < 8 ? bytes - at : 8);
+    return word;
+}
+
+/* Sums of the blocks of data, of which the last may be a part; where `into` is given, data is copied
+   there on the way. */
+void sum_blocks(int64_t bytes, const char *data, char *into, const uint64_t *factors,
+                uint64_t *sums) {
+    for (int64_t at = 0; at < bytes; at += BLOCK_BYTES) {
+        int64_t size = bytes - at < BLOCK_BYTES ? bytes - at : BLOCK_BYTES;
+        const char *block = into ? memcpy(into + at, data + at, size) : data + at;
+        uint64_t sum = sum_words((const uint64_t *)block, factors, size / 8);
+        if (size % 8) sum += read_word(block, size / 8 * 8, size) * factors[size / 8];
+        sums[at / BLOCK_BYTES] = sum;
+    }
+}
+
+/* Adds the words of bytes [from, to) of data, or takes them away; a word of which a part lies outside
+   counts whole. */
+static void count_words(const char *data, int64_t from, int64_t to, int64_t bytes, int add,
+                        const uint64_t *factors, uint64_t *sums) {
+    for (int64_t w = from / 8; w < (to + 7) / 8; w++) {
+        uint64_t product = read_word(data, 8 * w, bytes) * factors[w % BLOCK_WORDS];
+        sums[w / BLOCK_WORDS] += add ? product : -product;
+    }
+}
+
+static void fetch_row(const char *row, int64_t size) {
+    for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + at);
+}
+
+/* into[rows[i]] = source[rows[i]], or source[i] where it is `packed`: rows of `size` bytes, count of
+   them. `into` has so many bytes, and these sums. */
+void replace_rows(int64_t count, int64_t size, const int64_t *rows, const char *source,
+                  int32_t packed, char *into, int64_t bytes, const uint64_t *factors,
+                  uint64_t *sums) {
+    int64_t width = size / 8;
+    int aligned = size % 8 == 0 && (uintptr_t)source % 8 == 0 && (uintptr_t)into % 8 == 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (i + ROWS_AHEAD < count) {
+            int64_t ahead = rows[i + ROWS_AHEAD];
+            fetch_row(into + ahead * size, size);
+            if (!packed) fetch_row(source + ahead * size, size);
+        }
+        int64_t at = rows[i] * size, place = at / 8 % BLOCK_WORDS;
+        const char *row = source + (packed ? i : rows[i]) * size;
+        if (aligned && place + width <= BLOCK_WORDS) {
+            const uint64_t *new = (const uint64_t *)row, *times = factors + place;
+            uint64_t *old = (uint64_t *)(into + at), change = 0;
+#pragma omp simd reduction(+ : change)
+            for (int64_t w = 0; w < width; w++) {
+                uint64_t word = new[w];
+                change += (word - old[w]) * times[w];
+                old[w] = word;
+            }
+            sums[at / BLOCK_BYTES] += change;
+        } else {
+            count_words(into, at, at + size, bytes, 0, factors, sums);
+            memcpy(into + at, row, size);
+            count_words(into, at, at + size, bytes, 1, factors, sums);
+        }
+    }
+}

@@ -1,0 +1,71 @@
+"""Checksums of host memory that stay right while rows in it are replaced.
+
+Memory is cut into blocks of 4,096 words of 64 bits. The sum of a block is that of its words, each
+multiplied by an odd number of its own place, modulo 2**64: no change of one word leaves it as it
+is, and the change of a row changes it by what the row's own words tell. The last block is filled
+up with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORDS = 4096  # of a block
+BYTES = 8 * WORDS
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def _draw_factors() -> Words:
+    """Odd numbers, the same everywhere: splitmix64 of the place."""
+    place = np.arange(1, WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (place ^ (place >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+
+
+FACTORS = _draw_factors()
+
+
+def as_bytes(value: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The bytes [n] of a tensor on the host, contiguous, which shares its memory."""
+    assert value.is_contiguous()
+    return value.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def sum_blocks(value: Tensor) -> Words:
+    """The sums of a tensor's blocks."""
+    data = as_bytes(value)
+    whole = data[: data.size - data.size % BYTES]
+    sums: Words = np.matmul(whole.view(np.uint64).reshape(-1, WORDS), FACTORS)
+    if whole.size == data.size:
+        return sums
+    last = np.zeros(BYTES, np.uint8)
+    last[: data.size - whole.size] = data[whole.size :]
+    return np.append(sums, np.dot(last.view(np.uint64), FACTORS))
+
+
+def copy_blocks(value: Tensor, into: Tensor) -> Words:
+    """Copies a tensor, and returns the sums of its blocks."""
+    into.copy_(value)
+    return sum_blocks(into)
+
+
+def replace_rows(
+    into: Tensor, sums: Words, rows: Tensor, source: Tensor, packed: bool = False
+) -> None:
+    """into[rows] = source[rows], and the sums of its blocks follow.
+
+    Args:
+        into: [size, ...], contiguous.
+        sums: of its blocks; changed in place.
+        rows: [n] int64, each once.
+        source: as `into`; where it is `packed`, [n, ...]: one for each of `rows`.
+        packed: see there.
+    """
+    into.index_copy_(0, rows, source if packed else source.index_select(0, rows))
+    sums[:] = sum_blocks(into)

@@ -1,0 +1,110 @@
+"""How many steps two snapshots are apart: as many as asked for, or the least number at which they
+cost a small share of training; in any case as many as one takes to complete."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from freescale.train.snapshot.choice import choose_affordable, choose_interval
+
+BUDGET = 0.01  # of training, for snapshots
+WINDOW = 6  # steps that feel a snapshot: its copy, its thread, caches that it has emptied
+_FIRST = 10  # steps between the first ones, where nothing is known yet
+_GROWS_BY = 1.25  # at least, with auto: more steps change more rows, so that a snapshot costs more
+
+Every = int | str  # "auto", or a number
+Look = dict[str, Any]  # of a rank at the last snapshot, as plain JSON
+
+
+class StepCosts:
+    """What a snapshot costs, by the processor time of this process: how much more the steps after
+    it take than others. Time of the clock would count whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self._before = time.process_time()
+        self._usual: deque[float] = deque(maxlen=50)
+        self._window: list[float] | None = None  # of the steps since the last snapshot
+        self._counts = False  # whether that is a usual one
+        self._costs: deque[float] = deque(maxlen=3)
+
+    def note_step(self) -> None:
+        """After every step."""
+        now = time.process_time()
+        spent, self._before = now - self._before, now
+        if self._window is None:
+            self._usual.append(spent)
+            return
+        self._window.append(spent)
+        if len(self._window) == WINDOW:
+            if self._usual and self._counts:
+                usual = statistics.median(self._usual)
+                self._costs.append(sum(self._window) - WINDOW * usual)
+            self._window = None
+
+    def note_snapshot(self, usual: bool) -> None:
+        """One begins; `usual`: that costs what most do."""
+        self._window, self._counts = [], usual
+
+    def estimate(self) -> float:
+        """Seconds that a snapshot takes of a processor, by the last ones; 0 if nothing is known."""
+        return max(0.0, statistics.median(self._costs)) if self._costs else 0.0
+
+
+class Pace:
+    """The interval of a run. It grows and does not shrink: a slow moment must not make the next
+    ones slower."""
+
+    def __init__(self, asked: Every) -> None:
+        self.asked = asked
+        self.interval = asked if isinstance(asked, int) else _FIRST
+        self._told = not isinstance(asked, int)  # what the interval costs
+        self._last: tuple[int, float] | None = None  # the last look: step, time
+        self._fastest = 0.0  # seconds of a step, without what else may come between two looks
+
+    def look(self, step: int, busy: bool, seconds: float, processor: float) -> Look:
+        """What this rank makes of the last snapshot.
+
+        Args:
+            step: that was made last.
+            busy: whether a snapshot is under way.
+            seconds: that the last one took, with its copy; 0 if that says nothing.
+            processor: that it took of a processor.
+        """
+        now, per_step = time.perf_counter(), 0.0
+        if self._last is not None and step > self._last[0]:
+            per_step = (now - self._last[1]) / (step - self._last[0])
+            self._fastest = min(per_step, self._fastest or per_step)
+        self._last = step, now
+        least = choose_interval(self.interval, seconds, per_step)
+        if not isinstance(self.asked, int):
+            least = choose_affordable(least, processor, self._fastest, BUDGET)
+        steps = processor / self._fastest if self._fastest else 0.0
+        return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
+
+    def agree(self, looks: Sequence[Look]) -> dict[str, Any] | None:
+        """Of all ranks. Returns a line for the log if there is something to tell: under
+        `snapshot_interval`, that the interval grows; under `snapshot_cost`, once, that the one
+        which was asked for costs more than the budget."""
+        least = max(each["steps"] for each in looks)
+        grows = least > self.interval
+        if grows and not isinstance(self.asked, int):
+            least = max(least, math.ceil(_GROWS_BY * self.interval))
+        self.interval = max(least, self.interval)
+        share = max(each["cost_in_steps"] for each in looks) / self.interval
+        about = {
+            "steps": self.interval,
+            "asked": self.asked,
+            "seconds": round(max(each["seconds"] for each in looks), 3),
+            "percent": round(100 * share, 2),
+        }
+        if grows:
+            return {"snapshot_interval": about}
+        if share > BUDGET and not self._told:
+            self._told = True
+            return {"snapshot_cost": about}
+        return None

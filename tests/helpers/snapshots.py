@@ -1,0 +1,34 @@
+"""Snapshots of a model in this process, without keeper and threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from freescale.train.snapshot.contents import SnapshotContents
+from freescale.train.snapshot.state_file import StateFile
+
+
+class TakenSnapshots:
+    """`own`: the tensors of this rank's file, which each snapshot brings up to date; `chain`: those
+    that a buddy receives."""
+
+    def __init__(self) -> None:
+        self._file = StateFile("snapshots/0")
+        self.chain: list[dict[str, Tensor]] = []
+        self.state: dict[str, Any] = {}
+
+    def take(self, parallel, optimizer, step: int) -> None:
+        sends = "changes" if self.chain else "whole"
+        contents = SnapshotContents.collect(
+            parallel, optimizer, {"step": step}, None, self._file, None, sends
+        )
+        parallel.tables.settle()
+        contents.add_sharded()
+        contents.write()
+        self._file.seal({}, contents.tensors).close()
+        self.own = self._file.tables | contents.tensors
+        whole = {name: value.clone() for name, value in self.own.items()}
+        self.chain.append(contents.list_changes() if self.chain else whole)
+        self.state = contents.state

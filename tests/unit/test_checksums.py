@@ -1,0 +1,59 @@
+"""Sums of blocks in C beside the plain version, and after rows were replaced beside sums that are
+made anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from freescale.kernels.native import bindings
+from freescale.kernels.native import checksums as native
+from freescale.kernels.reference import checksums as plain
+
+
+@pytest.fixture(autouse=True)
+def needs_c():
+    assert bindings.load_native() is not None, bindings.explain_missing_native()
+
+
+# rows, width, dtype: rows of whole words; across blocks; of half words; of bytes; less than a block
+SHAPES = [
+    (5000, (64,), torch.float32),
+    (7000, (25,), torch.float64),
+    (9001, (50,), torch.bfloat16),
+    (40_000, (), torch.float32),
+    (70_003, (3,), torch.uint8),
+    (9, (3,), torch.float32),
+    (0, (4,), torch.float32),
+]
+
+
+def draw(rows, width, dtype, seed=0):
+    maker = torch.Generator().manual_seed(seed)
+    return torch.randint(-100, 100, (rows, *width), generator=maker).to(dtype)
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)
+def test_sums_and_copies(rows, width, dtype):
+    value = draw(rows, width, dtype)
+    expected = plain.sum_blocks(value)
+    assert np.array_equal(native.sum_blocks(value), expected)
+    into = torch.zeros_like(value)
+    assert np.array_equal(native.copy_blocks(value, into), expected)
+    assert torch.equal(into, value)
+
+
+@pytest.mark.parametrize("version", [native, plain], ids=["native", "plain"])
+@pytest.mark.parametrize("packed", [False, True], ids=["of a table", "packed"])
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)
+def test_sums_follow_the_rows(rows, width, dtype, packed, version):
+    into, source = draw(rows, width, dtype), draw(rows, width, dtype, seed=1)
+    sums = plain.sum_blocks(into)
+    chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(2))[: rows // 3 + 1]
+    chosen = torch.cat([chosen, torch.tensor([rows - 1])]).unique() if rows else chosen
+    expected = into.clone()
+    expected[chosen] = source[chosen]
+    version.replace_rows(into, sums, chosen, source[chosen] if packed else source, packed)
+    assert torch.equal(into, expected)
+    assert np.array_equal(sums, plain.sum_blocks(expected))
