@@ -165,24 +165,28 @@ def bench_on_gpus(
         told = transport.gather_bytes(json.dumps(found).encode())
         if transport.rank == 0:
             rows += summarize(factor, shape, [json.loads(part) for part in told])
-    if transport.rank == 0:
-        claims, about = make_claims(rows, "gpus")
-        if trial:
-            show_claims(claims)
-            print("times on a CPU say nothing about a GPU; nothing is written")
-        else:
-            command = f"freescale bench torchrec --device cuda --nproc {transport.world}"
-            write(
-                f"torchrec-speed-{transport.world}ranks",
-                get_gpu_name(),
-                f"{command} --turns {turns} --each {each}",
-                rows,
-                claims,
-                ("torchrec", "fbgemm-gpu"),
-                to=to,
-                **about,
-                shape=asdict(base),
-                settings=get_gpu_settings(),
-            )
+            if not trial:  # after each: a run that is cut short leaves what it has measured
+                _write_gpus(transport.world, turns, each, rows, to)
+    if trial and transport.rank == 0:
+        show_claims(make_claims(rows, "gpus")[0])
+        print("times on a CPU say nothing about a GPU; nothing is written")
     transport.close()
     return 0
+
+
+def _write_gpus(ranks: int, turns: int, each: int, rows: list[Row], to: Destination) -> None:
+    claims, about = make_claims(rows, "gpus")
+    factors = " ".join(dict.fromkeys(str(row["factor"]) for row in rows))
+    write(
+        f"torchrec-speed-{ranks}ranks",
+        get_gpu_name(),
+        f"freescale bench torchrec --device cuda --nproc {ranks} --factors {factors} "
+        f"--turns {turns} --each {each}",
+        rows,
+        claims,
+        ("torchrec", "fbgemm-gpu"),
+        to=to,
+        **about,
+        shape=asdict(GPUS),
+        settings=get_gpu_settings(),
+    )
