@@ -12,7 +12,8 @@ from typing import Any
 
 from freescale.train.snapshot.choice import choose_affordable, choose_interval
 
-BUDGET = 0.01  # of training, for snapshots
+BUDGET = 0.01  # of training, for snapshots and the marks of changed rows
+_OF_SNAPSHOTS = 0.5  # of the budget: marks cost what they cost, about as much
 WINDOW = 6  # steps that feel a snapshot: its copy, its thread, caches that it has emptied
 _FIRST = 10  # steps between the first ones, where nothing is known yet
 _GROWS_BY = 1.25  # at least, with auto: more steps change more rows, so that a snapshot costs more
@@ -82,7 +83,9 @@ class Pace:
         self._last = step, now
         least = choose_interval(self.interval, seconds, per_step)
         if not isinstance(self.asked, int):
-            least = choose_affordable(least, processor, self._fastest, BUDGET)
+            least = choose_affordable(
+                least, processor, self._fastest, _OF_SNAPSHOTS * BUDGET
+            )
         steps = processor / self._fastest if self._fastest else 0.0
         return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
 
