@@ -13,7 +13,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("simulate", __doc__)
     parser.add_argument("part", choices=("validate", "paper", "speed", "recovery"))
     parser.add_argument("--most", type=int, default=4096, help="GPUs of `paper`")
-    parser.add_argument("--recovery", default="h200", help="what a failure costs, of `recovery`")
+    parser.add_argument(
+        "--recovery", default="this-machine", help="what a failure costs, of `recovery`"
+    )
     options = parser.parse_args(arguments)
     to = read_destination(options)
     from freescale.bench.simulate.bench import bench_paper, bench_speed

@@ -83,9 +83,7 @@ class Pace:
         self._last = step, now
         least = choose_interval(self.interval, seconds, per_step)
         if not isinstance(self.asked, int):
-            least = choose_affordable(
-                least, processor, self._fastest, _OF_SNAPSHOTS * BUDGET
-            )
+            least = choose_affordable(least, processor, self._fastest, _OF_SNAPSHOTS * BUDGET)
         steps = processor / self._fastest if self._fastest else 0.0
         return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
 
