@@ -7,37 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.worker_processes import (
+    LARGE,
+    Counting,
+    read_children,
+    read_parent,
+    read_workers,
+    wait_for_end,
+)
 
-from freescale.batch import Jagged, SequenceBatch
+from freescale.batch import SequenceBatch
 from freescale.data import Histories, generate
 from freescale.data.workers import WorkerLoader, read_ahead
 from freescale.worker_server import WorkerServer, choose_workers
-
-LARGE = 25  # every so many batches
-
-
-class Counting:
-    """A source of small batches, except for those that are asked to be otherwise."""
-
-    def __init__(self, stop: int, start: int = 0, fails: int = -1) -> None:
-        self.start, self.stop, self.fails = start, stop, fails
-
-    def batch(self, number: int) -> SequenceBatch:
-        if number == self.fails:
-            raise ValueError(f"batch {number} is broken")
-        size = 1 << 17 if number % LARGE == LARGE - 1 else 3
-        values = torch.arange(number, number + size)
-        return SequenceBatch(
-            {"history": Jagged(values, torch.tensor([size]), span=size - 1)},
-            weights={"t": torch.ones(1)},
-            number=number,
-            shared={"negatives": values[:2] * 2},
-        )
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +157,9 @@ def test_workers_end_with_the_trainer(tmp_path):
     """However it ends."""
     told = tmp_path / "workers"
     program = (
-        f"import os, signal, sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
-        "from test_workers import *\n"
+        f"import os, signal, sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}]\n"
+        "from freescale.data.workers import WorkerLoader\n"
+        "from helpers.worker_processes import Counting, read_children\n"
         "loader = WorkerLoader(Counting(1 << 30), 2)\n"
         "loader.wait_until_up()\n"
         f"open({str(told)!r}, 'w').write(' '.join(map(str, read_children())))\n"
@@ -196,50 +184,3 @@ def test_choice_of_workers():
     assert choose_workers(3, "cpu", 1, 1) == 3
     assert choose_workers(None, "cpu", 64, 1) == 0
     assert [choose_workers(None, "cuda", cores, 4) for cores in (2, 8, 16, 64)] == [0, 1, 3, 8]
-
-
-def read_children() -> list[int]:
-    """Servers that this process has started and not waited for, and their workers; other tests of
-    the process may have children of their own."""
-    return sorted([*_read_servers(), *read_workers()])
-
-
-def read_workers() -> list[int]:
-    """Data workers of this process's servers."""
-    return sorted(worker for server in _read_servers() for worker in _list_children(server))
-
-
-def _read_servers() -> list[int]:
-    children = _list_children(os.getpid())
-    return [pid for pid in children if b"worker_process" in _read_command(pid)]
-
-
-def read_parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[1])
-
-
-def wait_for_end(process: int) -> None:
-    """Raises ProcessLookupError once a process has ended, waited for or not."""
-    for _ in range(200):
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[0]
-        except OSError:
-            state = "Z"
-        if state == "Z":
-            raise ProcessLookupError(process)
-        time.sleep(0.05)
-
-
-def _list_children(process: int) -> list[int]:
-    found: list[str] = []
-    with suppress(OSError):  # it has ended
-        for task in Path(f"/proc/{process}/task").iterdir():
-            found += (task / "children").read_text().split()
-    return list(map(int, found))
-
-
-def _read_command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
-        return b""

@@ -229,7 +229,7 @@ class _Worker:
         """The batch that the worker has made next."""
         try:
             message = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # it may have died in the middle of a message
             raise self._explain_death() from None
         if isinstance(message, BaseException):
             raise message
