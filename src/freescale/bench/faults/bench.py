@@ -9,7 +9,7 @@ import socket
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,7 @@ def bench_faults(options: Options, to: Destination) -> int:
     preload()
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
-    with _divide_gpu(options) as divided:
-        os.environ.update(divided)
+    with _divide_gpu(options):
         rows = _make_storms(options, work)
     usual = options.storms and options.device == "cpu"
     claims = make_claims(rows, None if usual else sum(one[1] for one in options.plan()))
@@ -120,21 +119,17 @@ def bench_faults(options: Options, to: Destination) -> int:
 
 
 @contextmanager
-def _divide_gpu(options: Options) -> Iterator[dict[str, str]]:
-    """What ranks have in their environment, which may have to share a GPU."""
-    if options.device != "cuda":
-        yield {}
-        return
-    # Ranks are forked, and CUDA does not start in the child of a process that has asked it for
-    # GPUs: torch asks the driver's monitor instead.
-    told = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    os.environ.update(told)
-    ranks = max(most for _, most in read_ranks(options.ranks))
-    if torch.cuda.device_count() >= ranks:
-        yield told
-        return
-    with share_gpu(ranks) as divided:
-        yield told | divided
+def _divide_gpu(options: Options) -> Iterator[None]:
+    """Ranks find in their environment what they need, who may have to share a GPU."""
+    with ExitStack() as stack:
+        if options.device == "cuda":
+            # Ranks are forked, and CUDA does not start in the child of a process that has asked it
+            # for GPUs: torch asks the driver's monitor instead.
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+            ranks = max(most for _, most in read_ranks(options.ranks))
+            if torch.cuda.device_count() < ranks:
+                os.environ.update(stack.enter_context(share_gpu(ranks)))
+        yield
 
 
 def _make_storms(options: Options, work: Path) -> list[dict[str, Any]]:
