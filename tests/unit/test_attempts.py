@@ -183,7 +183,7 @@ def scripted(monkeypatch, folder: Path, ends: list[Ended], begun: bool = True) -
     """`run_ranks` that ends as told; returns the commands it was given."""
     calls: list[list[str]] = []
 
-    def run_ranks(arguments, ranks, port):
+    def run_ranks(arguments, ranks, port, start):
         calls.append(list(arguments))
         if begun:
             folder.mkdir(exist_ok=True)

@@ -15,17 +15,42 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Protocol
 
 from freescale.train.exit_status import REQUEUE
 from freescale.train.stop_signals import SIGNALS, is_second
 
 _LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
+# what tells a rank which one it is
+RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    _LAUNCHER,
+)
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 # seconds that the other ranks have to notice a failure by themselves; then they get SIGTERM: ranks
 # that were about to meet the one that failed notice nothing
 _NOTICE = 4.0
 _GRACE = 20.0  # seconds after a failure until they are stopped
+
+
+class RankProcess(Protocol):
+    """The verbs of a Popen that a rank has."""
+
+    @property
+    def stderr(self) -> IO[str] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+StartRank = Callable[[Sequence[str], Mapping[str, str]], RankProcess]  # command, environment
 
 
 def is_rank() -> bool:
@@ -138,21 +163,23 @@ def run_ranks(
     module: str = "freescale",
     extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
     seconds: float | None = None,
+    start: StartRank | None = None,
 ) -> Ended:
-    """Runs the ranks, as `launch` says, and returns how they ended."""
+    """Runs the ranks, as `launch` says, and returns how they ended. `start`: in the place of
+    `start_rank`."""
     if port is not None:
         check_port(port)
     port = port or find_free_port()
     said: set[str] = set()
     last_words: dict[int, str] = {}
     lock = threading.Lock()
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[RankProcess] = []
     readers: list[threading.Thread] = []
     signals = _Signals(processes)
     try:
         for rank in range(ranks):
             environment = {**_environment(rank, ranks, port), **extra(rank)}
-            process = start_rank([sys.executable, "-m", module, *arguments], environment)
+            process = (start or start_rank)([sys.executable, "-m", module, *arguments], environment)
             processes.append(process)
             assert process.stderr is not None
             readers.append(
@@ -171,7 +198,7 @@ def run_ranks(
     return Ended(failed, signals.first, last_words, when)
 
 
-def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
     """Starts the process of a rank, whose standard error the launcher reads."""
     return subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -226,7 +253,7 @@ def _relay(
 
 
 def _watch(
-    processes: Sequence[subprocess.Popen[str]], seconds: float | None
+    processes: Sequence[RankProcess], seconds: float | None
 ) -> tuple[tuple[int, int] | None, float]:
     """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank,
     status) of the failure, and when there was one.
@@ -266,7 +293,7 @@ def _is_stop(status: int) -> bool:
     return status == REQUEUE or status > 128
 
 
-def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
+def _stop(processes: Sequence[RankProcess]) -> None:
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -287,7 +314,7 @@ class _Signals:
     itself, and twice would mean more. A second one ends all.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+    def __init__(self, processes: Sequence[RankProcess]) -> None:
         self._processes, self._at = processes, 0.0
         self.first = 0  # its number
         self._old: dict[int, object] = {}

@@ -18,6 +18,7 @@ from freescale.train.attempts import (
     note_end,
 )
 from freescale.train.launch import Ended, report_end, run_ranks
+from freescale.train.rank_server import RankServer, open_rank_server
 from freescale.train.run_folder import AUTO
 from freescale.train.snapshot.keeper_link import end_keeper
 from freescale.transport.machine import identify_machine
@@ -48,11 +49,25 @@ def launch_with_restarts(
     Returns:
         The exit status, as of `launch`.
     """
+    with open_rank_server(restarts) as server:
+        return _run_attempts(arguments, ranks, port, restarts, folder, resume, server)
+
+
+def _run_attempts(
+    arguments: Sequence[str],
+    ranks: int,
+    port: int | None,
+    restarts: int,
+    folder: Path,
+    resume: str | None,
+    server: RankServer | None,
+) -> int:
     before: Ended | None = None
+    start = None if server is None else server.start_rank
     for attempt in range(restarts + 1):
         begin = time.time()
         how = [] if resume is None else ["--resume", resume]
-        ended = run_ranks([*arguments, *how], ranks, port)
+        ended = run_ranks([*arguments, *how], ranks, port, start=start)
         if ended.failed is None or ended.is_stopped or ended.number:
             return report_end(ended)
         _note_death(folder, ended)
@@ -74,6 +89,8 @@ def launch_with_restarts(
             file=sys.stderr,
             flush=True,
         )
+        if server is not None:
+            server.explain_absence()
         before, resume = ended, AUTO
     raise AssertionError("the last attempt returns")
 

@@ -21,7 +21,6 @@ from freescale.bench.common.ranks import share_gpu
 from freescale.bench.common.results import Destination, write
 from freescale.bench.faults.claims import is_exact, make_claims
 from freescale.bench.faults.command_testbed import CommandTestbed
-from freescale.bench.faults.forked import preload
 from freescale.bench.faults.hosts_testbed import HostsTestbed, can_lose_packets
 from freescale.bench.faults.plan import KINDS, Fault, count_steps, order_worlds, plan_faults
 from freescale.bench.faults.proof import compare_logs, compare_states, read_final_state, read_log
@@ -40,6 +39,7 @@ from freescale.bench.faults.storm import Storm
 from freescale.bench.faults.strikes import Strikes
 from freescale.bench.faults.testbed import LocalTestbed, adopt_orphans, mount_disk
 from freescale.ledger.machine import get_gpu_name
+from freescale.train.rank_process import preload
 
 # Seconds without a step, after which a run has hung. torchrun takes longer to notice a loss,
 # processes longer to start than to fork, and kernels are compiled before the first step.
@@ -106,6 +106,7 @@ def bench_faults(options: Options, to: Destination) -> int:
     """Makes the storms that the work folder does not have yet. Returns 1 if a run differs from the
     undisturbed one."""
     preload()
+    torch.set_num_threads(1)  # no threads that a fork would lose
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     with _divide_gpu(options):

@@ -1,6 +1,6 @@
-"""Runs that start as anyone's do: `freescale train --restarts` or torchrun, and ranks that are new
-processes of Python. Each of them imports the reporter before its work, by a `sitecustomize` module
-on its path."""
+"""Runs that start as anyone's do, by `freescale train --restarts` or torchrun. A rank that is a new
+process of Python imports the reporter before its work, by a `sitecustomize` module on its path. In
+the process that other ranks are forked from, the module puts it before their work."""
 
 from __future__ import annotations
 
@@ -18,10 +18,22 @@ _STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the log
 _CUSTOMIZE = f"""
 import os
 
-if "{_STORM}" in os.environ and "RANK" in os.environ:
+def report():
     from freescale.bench.faults.command_testbed import report_from_environment
 
     report_from_environment()
+
+
+if "{_STORM}" in os.environ and "RANK" in os.environ:
+    report()
+elif "{_STORM}" in os.environ:
+    from freescale.train import rank_process
+
+    def run_module(*work, run=rank_process.run_module):
+        report()
+        run(*work)
+
+    rank_process.run_module = run_module
 """
 
 

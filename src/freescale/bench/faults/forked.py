@@ -5,25 +5,18 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import runpy
 import signal
-import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 import torch
 
-_NEEDED = (
-    *("freescale.train.run", "freescale.train.restarts", "freescale.report.console"),
-    *("torch._dynamo", "torch.onnx", "triton.language", "numpy.random", "rich.progress"),
-    *("rich.console", "rich.table"),
-)
+from freescale.train.forked_rank import ForkedRank
+from freescale.train.rank_process import run_module
+
 STACKS = signal.SIGUSR2  # makes a process write where each of its threads is
 
 
@@ -51,69 +44,26 @@ def fork(work: Callable[[], None], said: int | Path, **environment: str) -> int:
     _leave(status)
 
 
-def preload() -> None:
-    """Imports what a run does, before it is forked; torch's optimizers import much when they are
-    first made."""
-    for name in _NEEDED:
-        with suppress(ImportError):
-            import_module(name)
-    torch.set_num_threads(1)
-
-
 def run_command(words: Sequence[str]) -> None:
     """`freescale WORDS`, in this process."""
-    sys.argv = ["freescale", *words]
-    runpy.run_module("freescale", run_name="__main__", alter_sys=True)
+    run_module("freescale", words)
 
 
-class ForkedRank:
-    """A rank of launch.py, with the verbs of a Popen that it uses."""
+def fork_rank(
+    command: Sequence[str], environment: Mapping[str, str], begin: Callable[[int], None]
+) -> ForkedRank:
+    """A rank of launch.py. `begin`: is called in it, with its number, before the command."""
+    read, write = os.pipe()
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        begin: Callable[[int], None],
-    ) -> None:
-        """`begin`: is called in the rank, with its number, before the command."""
-        self.stderr: IO[str]
-        self.returncode: int | None = None
-        read, write = os.pipe()
+    def work() -> None:
+        os.close(read)
+        begin(int(environment["RANK"]))
+        run_command(command[3:])
 
-        def work() -> None:
-            os.close(read)
-            begin(int(environment["RANK"]))
-            run_command(command[3:])
-
-        assert list(command[:3]) == [sys.executable, "-m", "freescale"]
-        self.pid = fork(work, write, **environment)
-        os.close(write)
-        self.stderr = os.fdopen(read, errors="replace")
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            child, status = os.waitpid(self.pid, os.WNOHANG)
-            if child:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        end = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("rank", timeout)
-            time.sleep(0.01)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    assert list(command[:3]) == [sys.executable, "-m", "freescale"]
+    pid = fork(work, write, **environment)
+    os.close(write)
+    return ForkedRank(pid, os.fdopen(read, errors="replace"))
 
 
 def _become(said: int | Path, environment: Mapping[str, str]) -> None:

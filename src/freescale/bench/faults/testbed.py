@@ -14,13 +14,14 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from freescale.bench.faults.forked import ForkedRank, fork, run_command
+from freescale.bench.faults.forked import fork, fork_rank, run_command
 from freescale.bench.faults.reporter import LAUNCHER, report_to
-from freescale.train import launch
+from freescale.train import launch, rank_server
 
 RESTARTS = 1_000_000  # of one launcher
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare
@@ -76,9 +77,9 @@ class LocalTestbed:
             end_with_storm()
             inherited()
             report_to(address, logs, LAUNCHER, host)
-            launch.start_rank = lambda command, environment: ForkedRank(  # type: ignore[assignment, return-value]
-                command, environment, begin
-            )
+            # ranks are forked from the storm already: no other process need import torch
+            rank_server.is_supported = lambda: False
+            launch.start_rank = partial(fork_rank, begin=begin)
             run_command(command)
 
         self.launchers[host] = fork(work, self.said, OMP_NUM_THREADS="1")

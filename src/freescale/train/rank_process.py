@@ -1,0 +1,161 @@
+"""The process that ranks are forked from after a failure, and what becomes a rank of it.
+`freescale.train.rank_server` starts it.
+
+It imports what a run needs and nothing else: neither CUDA nor threads survive a fork. A new rank is
+made by two forks. The process between ends at once, so that the rank becomes a child of the
+launcher, as one that the launcher has started itself: it gets its signals, tells its status, and
+ends with it. The server may be killed meanwhile.
+
+    launcher -> server    a byte, with the rank's standard error and a connection to the rank
+    server -> launcher    a byte: what a run needs is there
+    rank -> launcher      its process, once that is a child of the launcher
+    launcher -> rank      what to run, as JSON
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, NoReturn
+
+from freescale.train.stop_signals import SIGNALS
+
+PROCESS = struct.Struct("<i")
+PATIENCE = 10.0  # seconds until launcher and rank give up on each other
+_NICENESS = 10  # of imports: the ranks that train have nothing to wait for
+_NEEDED = (
+    *("freescale.train.run", "freescale.train.restarts", "freescale.report.console"),
+    *("torch._dynamo", "torch.onnx", "triton.language", "numpy.random", "rich.progress"),
+    *("rich.console", "rich.table"),
+)
+
+
+def preload() -> None:
+    """Imports what a run does; torch's optimizers import much when they are first made."""
+    for name in _NEEDED:
+        with suppress(ImportError):
+            import_module(name)
+
+
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """`python -m MODULE ARGUMENTS`, in this process."""
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def main(fd: int) -> None:
+    """The server, until the connection `fd` is closed. Returns in ranks only, when they have run:
+    they end as any program does."""
+    # They are for the ranks. Those that come to the server wait there for ever; a new rank has
+    # the ones that come to itself.
+    inherited = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    threads, launcher = os.environ.get("OMP_NUM_THREADS"), os.getppid()
+    if sys.path[0] == "":  # as of `python -m`
+        sys.path[0] = os.getcwd()
+    fds = _serve(socket.socket(fileno=fd))
+    work = _meet_launcher(*fds, launcher)
+    signal.pthread_sigmask(signal.SIG_SETMASK, inherited)
+    _become_rank(work, threads)
+    run_module(work["module"], work["arguments"])
+
+
+def _serve(control: socket.socket) -> tuple[int, int]:
+    """Forks ranks. Returns in them, with standard error and the connection to the launcher."""
+    importing = threading.Thread(target=_import_all, args=(control,))
+    importing.start()
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if not message:
+            os._exit(0)  # the launcher has ended, or needs no more ranks
+        importing.join()
+        if _fork():
+            control.close()
+            return fds[0], fds[1]
+        for each in fds:
+            os.close(each)
+
+
+def _import_all(control: socket.socket) -> None:
+    """On a thread of its own, which alone has a low priority: no process may raise it again."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        preload()
+        gc.freeze()  # what was imported stays in pages that all ranks share
+        control.sendall(b"u")
+    except ConnectionError:
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - there is nothing to fork
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _fork() -> bool:
+    """Forks a process that is no child of this one. Returns whether this is it."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    try:
+        rank = os.fork()
+    except BaseException:  # noqa: BLE001 - the launcher sees that nobody is there
+        os._exit(1)
+    if rank:
+        os._exit(0)
+    return True
+
+
+def _meet_launcher(stderr: int, connection: int, launcher: int) -> dict[str, Any]:
+    """What the launcher wants to be run."""
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    end = time.monotonic() + PATIENCE
+    while os.getppid() != launcher:
+        if time.monotonic() > end:
+            os._exit(1)
+        time.sleep(0.001)
+    with socket.socket(fileno=connection) as link:
+        link.settimeout(PATIENCE)
+        try:
+            link.sendall(PROCESS.pack(os.getpid()))
+            with link.makefile("rb") as file:
+                work: dict[str, Any] = json.loads(file.read())
+        except (OSError, ValueError):  # it has given up
+            os._exit(1)
+    return work
+
+
+def _become_rank(work: Mapping[str, Any], threads: str | None) -> None:
+    """Makes this process one as if it had been started by itself.
+
+    Args:
+        work: of the launcher.
+        threads: OMP_NUM_THREADS when torch was imported.
+    """
+    import numpy as np
+    import torch
+
+    environment: dict[str, str] = work["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    if torch.cuda._is_in_bad_fork():  # something that was imported has asked for GPUs
+        _start_anew(work)
+    wanted = environment.get("OMP_NUM_THREADS")
+    if wanted is not None and wanted != threads:
+        torch.set_num_threads(int(wanted.split(",")[0]))
+    np.random.seed()  # Python's own numbers are seeded anew by a fork, torch's always begin alike
+
+
+def _start_anew(work: Mapping[str, Any]) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-m", work["module"], *work["arguments"]])

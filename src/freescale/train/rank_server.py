@@ -1,0 +1,150 @@
+"""Ranks that start without importing torch: after a failure they are forked from a process that has
+done so while the ranks before them trained. The launcher's end of it; the other one is
+`freescale.train.rank_process`."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from freescale.train.forked_rank import ForkedRank
+from freescale.train.launch import RANK_VARIABLES, RankProcess, start_rank
+from freescale.train.rank_process import PATIENCE, PROCESS
+
+_START = "from freescale.train.rank_process import main; main({fd})"
+_BECOME_REAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
+
+
+def is_supported() -> bool:
+    """Whether a process can adopt what a child of it has forked: Linux."""
+    return sys.platform.startswith("linux")
+
+
+class RankServer:
+    """Starts ranks: as new processes, until the server is up that starts with the first of them;
+    from then on forked from that. Ends with `close`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_up = False
+
+    def start_rank(self, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
+        """As `launch.start_rank`."""
+        if self._look():
+            try:
+                return self._fork(command, environment)
+            except OSError as error:
+                self.close()
+                _explain(f"the process that forks them did not answer ({error})")
+        rank = start_rank(command, environment)
+        if self._process is None:
+            self._begin(environment)
+        return rank
+
+    def explain_absence(self) -> None:
+        """Says why the next ranks will not be forked, if they will not."""
+        if self._process is not None and not self._look():
+            if self._process is None:
+                _explain("the process that forks them has ended")
+            else:
+                _explain("the process that forks them is still importing torch")
+
+    def close(self) -> None:
+        """Ends the server. Ranks go on; the next one starts another server."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()  # it has nothing to put away
+            self._process.wait()
+        self._process, self._control, self._is_up = None, None, False
+
+    def _begin(self, environment: Mapping[str, str]) -> None:
+        """Starts the server, with what torch reads from the environment when it is imported."""
+        ours, theirs = socket.socketpair()
+        own = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
+        with theirs:
+            fd = theirs.fileno()
+            command = [sys.executable, "-c", _START.format(fd=fd)]
+            try:
+                self._process = subprocess.Popen(command, env=own, pass_fds=[fd])
+            except OSError as error:
+                ours.close()
+                _explain(f"no process can be started that forks them ({error})")
+                return
+        self._control = ours
+
+    def _look(self) -> bool:
+        """Whether the server is up. One that has ended is closed."""
+        if self._control is None:
+            return False
+        with suppress(BlockingIOError):
+            try:
+                said = self._control.recv(1, socket.MSG_DONTWAIT)
+            except ConnectionError:
+                said = b""
+            if not said:
+                self.close()
+                return False
+            self._is_up = True
+        return self._is_up
+
+    def _fork(self, command: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
+        """Raises OSError if the server does not do it."""
+        assert self._control is not None and list(command[:2]) == [sys.executable, "-m"]
+        work = {"module": command[2], "arguments": list(command[3:])}
+        told = json.dumps(work | {"environment": dict(environment)}).encode()
+        read, write = os.pipe()
+        ours, theirs = socket.socketpair()
+        try:
+            with _adopt_orphans(), ours:
+                try:
+                    socket.send_fds(self._control, [b"f"], [write, theirs.fileno()])
+                finally:
+                    theirs.close()
+                    os.close(write)
+                ours.settimeout(PATIENCE)
+                # nothing runs yet: whoever is not told what ends by itself
+                answer = ours.recv(PROCESS.size, socket.MSG_WAITALL)
+                if len(answer) < PROCESS.size:
+                    raise ConnectionResetError("it could not fork")
+                ours.sendall(told)
+        except OSError:
+            os.close(read)
+            raise
+        return ForkedRank(PROCESS.unpack(answer)[0], os.fdopen(read, errors="replace"))
+
+
+@contextmanager
+def open_rank_server(restarts: int) -> Iterator[RankServer | None]:
+    """For a run that is started again so often; None if there is nothing to gain."""
+    if not restarts or not is_supported():
+        yield None
+        return
+    server = RankServer()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def _adopt_orphans() -> Iterator[None]:
+    """A rank whose parent has ended becomes a child of this process, within the block."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_BECOME_REAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl: processes cannot be adopted")
+    try:
+        yield
+    finally:
+        prctl(_BECOME_REAPER, 0, 0, 0, 0)
+
+
+def _explain(why: str) -> None:
+    print(f"freescale: ranks start as new processes: {why}", file=sys.stderr, flush=True)
