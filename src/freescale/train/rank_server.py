@@ -27,30 +27,30 @@ def is_supported() -> bool:
 
 
 class RankServer:
-    """Starts ranks: as new processes, until the server is up that starts with the first of them;
-    from then on forked from that. Ends with `close`."""
+    """Starts ranks: as new processes, until the server is up that starts after them; from then on
+    forked from that. Ends with `close`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._is_up = False
+        self._up = False
 
     def start_rank(self, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
         """As `launch.start_rank`."""
-        if self._look():
+        if self.is_up():
             try:
                 return self._fork(command, environment)
             except OSError as error:
                 self.close()
                 _explain(f"the process that forks them did not answer ({error})")
         rank = start_rank(command, environment)
-        if self._process is None:
+        if self._process is None and _is_last(environment):  # it takes nothing from their start
             self._begin(environment)
         return rank
 
     def explain_absence(self) -> None:
         """Says why the next ranks will not be forked, if they will not."""
-        if self._process is not None and not self._look():
+        if self._process is not None and not self.is_up():
             if self._process is None:
                 _explain("the process that forks them has ended")
             else:
@@ -63,7 +63,7 @@ class RankServer:
         if self._process is not None:
             self._process.kill()  # it has nothing to put away
             self._process.wait()
-        self._process, self._control, self._is_up = None, None, False
+        self._process, self._control, self._up = None, None, False
 
     def _begin(self, environment: Mapping[str, str]) -> None:
         """Starts the server, with what torch reads from the environment when it is imported."""
@@ -80,7 +80,7 @@ class RankServer:
                 return
         self._control = ours
 
-    def _look(self) -> bool:
+    def is_up(self) -> bool:
         """Whether the server is up. One that has ended is closed."""
         if self._control is None:
             return False
@@ -92,8 +92,8 @@ class RankServer:
             if not said:
                 self.close()
                 return False
-            self._is_up = True
-        return self._is_up
+            self._up = True
+        return self._up
 
     def _fork(self, command: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
         """Raises OSError if the server does not do it."""
@@ -144,6 +144,10 @@ def _adopt_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_BECOME_REAPER, 0, 0, 0, 0)
+
+
+def _is_last(environment: Mapping[str, str]) -> bool:
+    return int(environment["LOCAL_RANK"]) + 1 == int(environment["LOCAL_WORLD_SIZE"])
 
 
 def _explain(why: str) -> None:

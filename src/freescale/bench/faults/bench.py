@@ -246,6 +246,7 @@ def _describe(
     ]
     events = storm.events
     restarted = [event for event in events if event["phases_s"]]
+    forked = [event for event in restarted if event["forked"]]
     by_kind: dict[str, list[float]] = {}
     for event in events:
         by_kind.setdefault(event["kind"], []).append(event["lasted_s"])
@@ -265,13 +266,20 @@ def _describe(
             }
             for kind, lasted in sorted(by_kind.items())
         },
-        "phases_s": {
-            phase: statistics.median(event["phases_s"][phase] for event in restarted)
-            for phase in (restarted[0]["phases_s"] if restarted else ())
-        },
+        "phases_s": _find_medians(restarted),
+        "forked_phases_s": _find_medians(forked),
+        "forked_restarts": len(forked),
         "moments": sorted({event["struck_at"] for event in events if event["moment"] is not None}),
         **compare_logs(*logs),
         **compare_states(states[0], states[1]),
         "progress": storm.progress,
         "events": events,
+    }
+
+
+def _find_medians(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each phase of the restarts."""
+    return {
+        phase: statistics.median(event["phases_s"][phase] for event in events)
+        for phase in (events[0]["phases_s"] if events else ())
     }

@@ -7,34 +7,30 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from freescale.bench.common.repository import package_path
-from freescale.bench.faults.reporter import report_to
+from freescale.bench.faults.reporter import Start, report_to
+from freescale.bench.faults.server_hook import STORM, find_word
 from freescale.bench.faults.testbed import RESTARTS, LocalTestbed, end_with_storm
+from freescale.train.launch import has_launcher
 
-_STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the logs, for ranks
 _CUSTOMIZE = f"""
 import os
 
-def report():
-    from freescale.bench.faults.command_testbed import report_from_environment
+if "{STORM}" in os.environ:
+    if "RANK" in os.environ:
+        from freescale.bench.faults.command_testbed import report_from_environment
 
-    report_from_environment()
+        report_from_environment(forked=False)
+    else:
+        from freescale.bench.faults.server_hook import hook_server
 
-
-if "{_STORM}" in os.environ and "RANK" in os.environ:
-    report()
-elif "{_STORM}" in os.environ:
-    from freescale.train import rank_process
-
-    def run_module(*work, run=rank_process.run_module):
-        report()
-        run(*work)
-
-    rank_process.run_module = run_module
+        hook_server()
 """
+_PATIENCE = 60.0  # seconds that a rank waits for the process that the next ones are forked from
 
 
 class CommandTestbed(LocalTestbed):
@@ -57,7 +53,7 @@ class CommandTestbed(LocalTestbed):
         told = {
             "PYTHONPATH": os.pathsep.join([str(self._site), package_path()]),
             "OMP_NUM_THREADS": "1",
-            _STORM: os.pathsep.join(map(str, (self._address, self._folder / "samples"))),
+            STORM: os.pathsep.join(map(str, (self._address, self._folder / "samples"))),
         }
         with open(self.said, "ab") as said:
             # the storm waits for it, not this object
@@ -73,7 +69,15 @@ class CommandTestbed(LocalTestbed):
         return ["--nproc-per-node", str(self.world), "--max-restarts", str(RESTARTS), "-m"]
 
 
-def report_from_environment() -> None:
+def report_from_environment(*, forked: bool) -> None:
     """Makes this rank report to the storm. What it starts in turn is no rank."""
-    address, logs = map(Path, os.environ.pop(_STORM).split(os.pathsep))
-    report_to(address, logs, int(os.environ["RANK"]), 0)
+    told = os.environ.pop(STORM)
+    address, logs = map(Path, told.split(os.pathsep))
+    word = find_word(told, os.getppid())
+
+    def await_server() -> None:
+        end = time.monotonic() + _PATIENCE
+        while has_launcher() and not word.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    report_to(address, logs, int(os.environ["RANK"]), 0, Start(forked, await_server))

@@ -21,6 +21,7 @@ class Process:
     connection: socket.socket
     joined: float
     text: bytes = b""
+    forked: bool = True  # from a process that has imported torch
     step: int = 0
     passed: dict[str, float] = field(default_factory=dict)  # moments of its start, and when
 
@@ -38,7 +39,9 @@ class Struck:
     world: int  # ranks of the attempt
 
 
-def describe_event(struck: Struck, now: float, step: int, start: float) -> dict[str, Any]:
+def describe_event(
+    struck: Struck, now: float, step: int, start: float, processes: Iterable[Process]
+) -> dict[str, Any]:
     """The entry of a result about a fault after which the run has gone on.
 
     Args:
@@ -46,7 +49,9 @@ def describe_event(struck: Struck, now: float, step: int, start: float) -> dict[
         now: when the run has gone on.
         step: that it then made.
         start: what makes seconds of the run out of those of the clock.
+        processes: of the attempt that goes on.
     """
+    ranks = [process for process in processes if process.rank != LAUNCHER]
     return asdict(struck.fault) | {
         "rank": struck.rank,
         "world": struck.world,
@@ -55,6 +60,7 @@ def describe_event(struck: Struck, now: float, step: int, start: float) -> dict[
         "goes_on_at": step,
         "begin_s": round(start + struck.begin, 3),
         "lasted_s": round(now - struck.begin, 3),
+        "forked": all(process.forked for process in ranks),
     }
 
 

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,25 @@ _PATIENCE = 30.0  # seconds until a process goes on without the storm
 _OF_START = {moment.name for moment in MOMENTS if moment.group not in (STEP, CHECKPOINT, SNAPSHOT)}
 
 
+@dataclass(frozen=True)
+class Start:
+    """How a rank has started.
+
+    Attributes:
+        forked: from a process that has imported torch.
+        await_server: waits until the ranks that come after it can be forked, too: after the first
+            step, that is outside of what is timed. A run that fails has mostly trained for longer.
+    """
+
+    forked: bool = True
+    await_server: Callable[[], None] = lambda: None
+
+
 class Reporter:
     """Of one process."""
 
-    def __init__(self, address: Path, logs: Path, rank: int, host: int) -> None:
-        self.rank = rank
+    def __init__(self, address: Path, logs: Path, rank: int, host: int, start: Start) -> None:
+        self.rank, self._await_server = rank, start.await_server
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(address))
         self._armed: dict[str, Any] | None = None
@@ -48,7 +63,8 @@ class Reporter:
         if rank != LAUNCHER:
             path = logs / f"{time.time_ns()}-{rank}.jsonl"
             self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._send({"hello": rank, "pid": os.getpid(), "host": host})
+        hello = {"hello": rank, "pid": os.getpid(), "host": host, "forked": start.forked}
+        self._send(hello)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
@@ -93,6 +109,8 @@ class Reporter:
         self._write(entry | {"samples": self._samples})
         self._made += 1
         self._send({"step": result.step})
+        if self._made == 1:
+            self._await_server()
         armed = self._armed
         if armed is not None and armed["moment"] in _OF_START:  # this attempt had no such moment
             self._armed = None
@@ -146,7 +164,7 @@ def _jump_clock(seconds: float) -> None:
 _reporters: list[Reporter] = []  # the last is this process's, those before belong to its parents
 
 
-def report_to(address: Path, logs: Path, rank: int, host: int) -> None:
+def report_to(address: Path, logs: Path, rank: int, host: int, start: Start | None = None) -> None:
     """Makes this process report; one that it forks has to call this again."""
     if not _reporters:
         watch_moments(lambda moment: _reporters[-1].visit(moment))
@@ -158,7 +176,7 @@ def report_to(address: Path, logs: Path, rank: int, host: int) -> None:
             watch(function, partial(_call, call), after=after)
     for inherited in _reporters:
         inherited.close()
-    _reporters.append(Reporter(address, logs, rank, host))
+    _reporters.append(Reporter(address, logs, rank, host, start or Start()))
 
 
 def _call(note: Callable[..., None], *arguments: Any) -> None:

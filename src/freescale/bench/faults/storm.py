@@ -213,6 +213,7 @@ class Storm:
     def _handle(self, process: Process, told: dict[str, Any]) -> None:
         if "hello" in told:
             process.rank, process.pid, process.host = told["hello"], told["pid"], told["host"]
+            process.forked = told["forked"]
             self._note_attempt(process)
             self._arm(process)
         elif "passed" in told:
@@ -320,9 +321,10 @@ class Storm:
         """The run has gone on after all faults so far."""
         alone = len(self._struck) == 1  # else the phases of several starts mix
         for struck in self._struck:
-            start = self.wall - self._began
-            phases = split_time(struck, self._gone, self.processes.values(), now) if alone else {}
-            self.events.append(describe_event(struck, now, self.step, start) | {"phases_s": phases})
+            start, there = self.wall - self._began, self.processes.values()
+            phases = split_time(struck, self._gone, there, now) if alone else {}
+            event = describe_event(struck, now, self.step, start, there)
+            self.events.append(event | {"phases_s": phases})
             print(
                 f"  {len(self.events):4d} of {len(self.faults)}: {struck.fault.kind} (rank "
                 f"{struck.rank} of {struck.world}, {struck.moment}, step {struck.step}): "
