@@ -154,7 +154,8 @@ def _become_rank(work: Mapping[str, Any], threads: str | None) -> None:
     wanted = environment.get("OMP_NUM_THREADS")
     if wanted is not None and wanted != threads:
         torch.set_num_threads(int(wanted.split(",")[0]))
-    np.random.seed()  # Python's own numbers are seeded anew by a fork, torch's always begin alike
+    torch.default_generator.seed()
+    np.random.seed()  # Python's own numbers are seeded anew by a fork
 
 
 def _start_anew(work: Mapping[str, Any]) -> NoReturn:

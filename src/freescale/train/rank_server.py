@@ -35,6 +35,11 @@ class RankServer:
         self._control: socket.socket | None = None
         self._up = False
 
+    @property
+    def pid(self) -> int | None:
+        """The server's process, once it has been started."""
+        return None if self._process is None else self._process.pid
+
     def start_rank(self, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
         """As `launch.start_rank`."""
         if self.is_up():

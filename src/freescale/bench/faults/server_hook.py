@@ -1,5 +1,5 @@
-"""In the process that the ranks of `freescale train --restarts` are forked from: ranks report to
-the storm before their work. Imports no torch: the process is to do so as it would without a storm."""
+"""In the process that ranks of `freescale train --restarts` are forked from: they report to the
+storm before their work. Imports no torch: the process does so as it would without a storm."""
 
 from __future__ import annotations
 

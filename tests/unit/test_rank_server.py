@@ -1,0 +1,150 @@
+"""Ranks that are forked from a process which has imported torch, against ranks that are new
+processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.command import wait_for
+from helpers.rank_servers import (
+    find_path,
+    make_command,
+    make_environment,
+    start_forked,
+    start_server,
+)
+
+from freescale.train import rank_server
+from freescale.train.launch import start_rank
+from freescale.train.rank_server import RankServer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are adopted on Linux")
+
+
+def read(said: Path) -> dict:
+    wait_for(Path(f"{said}.json").exists)
+    return json.loads(Path(f"{said}.json").read_text())
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = start_server(tmp_path_factory.mktemp("first") / "said")
+    yield server
+    server.close()
+
+
+def test_a_forked_rank_is_as_a_new_process(server, tmp_path):
+    told = {"SOMETHING": "of this rank \udcff", "OMP_NUM_THREADS": "3"}
+    said = tmp_path / "said"
+    new = start_rank(make_command(said, "exit", 0), make_environment(**told))
+    assert new.wait(120) == 0
+    expected = read(said)
+    os.remove(f"{said}.json")
+    rank = start_forked(server, said, "exit", 0, **told)
+    assert rank.wait(60) == 0 and rank.stderr.read() == "said by the rank\n"
+    found = read(said)
+    assert found["same"] == expected["same"] and found["same"]["parent"] == os.getpid()
+    assert found["same"]["threads"] == 3 and found["same"]["CUDA"] == [False, False]
+    assert found["pid"] == rank.pid
+
+
+def test_ranks_draw_numbers_of_their_own(server, tmp_path):
+    names = [tmp_path / name for name in "ab"]
+    for rank in [start_forked(server, name, "exit", 0) for name in names]:
+        assert rank.wait(60) == 0
+    one, other = (read(name)["draws"] for name in names)
+    assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "last"),
+    [(("exit", 0), 0, ""), (("exit", 75), 75, ""), (("raise",), 1, "RuntimeError: as told")],
+)
+def test_a_forked_rank_ends_as_a_new_process(server, tmp_path, words, status, last):
+    rank = start_forked(server, tmp_path / "said", *words)
+    assert rank.wait(60) == rank.poll() == status
+    assert rank.stderr.read().splitlines()[-1] == (last or "said by the rank")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGUSR1])
+def test_signals_reach_a_forked_rank(server, tmp_path, number):
+    rank = start_forked(server, tmp_path / "said", "wait")
+    read(tmp_path / "said")
+    assert rank.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        rank.wait(0.01)
+    rank.send_signal(number)
+    assert rank.wait(60) == -number
+
+
+def test_signals_do_not_end_the_server(server, tmp_path):
+    """They are sent to the whole group of processes, and the launcher passes them on."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(server.pid, number)
+    assert start_forked(server, tmp_path / "said", "exit", 0).wait(60) == 0
+
+
+def test_ranks_outlive_the_server_and_the_next_ones_are_new_processes(tmp_path, capfd):
+    server = RankServer()
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    assert server.start_rank(make_command(first, "exit", 0), make_environment()).wait(120) == 0
+    wait_for(server.is_up)
+    server.explain_absence()
+    assert "new processes" not in capfd.readouterr().err
+    rank = start_forked(server, second, "wait")
+    read(second)
+    killed = server.pid
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: not is_alive(killed))
+    server.explain_absence()
+    assert re.search("start as new processes: .* has ended", capfd.readouterr().err)
+    assert rank.poll() is None
+    new = server.start_rank(make_command(third, "exit", 5), make_environment())
+    assert isinstance(new, subprocess.Popen) and new.wait(120) == 5
+    server.explain_absence()
+    assert re.search("start as new processes: .* still importing", capfd.readouterr().err)
+    wait_for(server.is_up)
+    last = server.pid
+    assert last != killed
+    rank.kill()
+    assert rank.wait(60) == -signal.SIGKILL
+    server.close()
+    assert not is_alive(last)
+
+
+def test_a_server_that_does_not_answer_is_given_up(tmp_path, monkeypatch, capfd):
+    server = start_server(tmp_path / "first")
+    stopped = server.pid
+    monkeypatch.setattr(rank_server, "PATIENCE", 0.3)
+    os.kill(stopped, signal.SIGSTOP)
+    new = server.start_rank(make_command(tmp_path / "second", "exit", 5), make_environment())
+    assert isinstance(new, subprocess.Popen) and new.wait(120) == 5
+    assert re.search("start as new processes: .* did not answer", capfd.readouterr().err)
+    assert not is_alive(stopped)
+    server.close()
+
+
+def test_rank_and_server_end_with_the_launcher(tmp_path):
+    command = [sys.executable, "-m", "helpers.rank_servers", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": find_path()}
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    processes = [int(word) for word in launcher.stdout.readline().split()]
+    read(tmp_path / "forked")
+    assert len(processes) == 2 and all(map(is_alive, processes))
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(map(is_alive, processes)), 30)
