@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.command import Begun, freescale, wait_for
 
+from freescale.bench.faults.proof import compare_states, read_final_state
 from freescale.data.synthetic import generate
 
 SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8]
@@ -57,6 +58,30 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
     assert freescale(*arguments, "--folder", whole, *steps).returncode == 0
     assert losses(run) == losses(whole) and len(losses(run)) == 70
     assert not (run / ".attempt").exists()
+
+
+def test_forked_ranks_end_with_the_bits_of_the_undisturbed_run(arguments, tmp_path):
+    """Killed, started again by a fork, killed once more."""
+    run, whole, steps = tmp_path / "run", tmp_path / "whole", ["--nproc", 2, "--steps", 200]
+    command = [*arguments, "--folder", run, *steps, "--restarts", 2, "--snapshot-every", 5]
+    with Begun(*command, module="helpers.patient_restarts") as begun:
+        for restarts in range(2):
+            wait_for(lambda n=restarts: (run / "metrics.jsonl").exists() and count(run) == n)
+            made = len(losses(run))
+            wait_for(lambda n=made: len(losses(run)) > n)
+            last = begun.ranks()[(1, -1)[restarts]]  # what ranks are forked from is between
+            os.kill(last, signal.SIGKILL)
+        done = begun.ended()
+    assert done.returncode == 0, done.stderr
+    assert "restart 2 of 2" in done.stderr and "as new processes" not in done.stderr
+    assert freescale(*arguments, "--folder", whole, *steps).returncode == 0
+    assert losses(run) == losses(whole) and len(losses(run)) == 200
+    states = [read_final_state(folder, tmp_path / "said") for folder in (run, whole)]
+    assert compare_states(*states)["differing_tensors"] == []
+
+
+def count(run: Path) -> int:
+    return sum("restart" in line for line in read_lines(run))
 
 
 def test_ranks_save_and_end_when_their_launcher_is_killed(arguments, tmp_path):
