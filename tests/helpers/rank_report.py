@@ -1,5 +1,5 @@
 """A rank that tells what kind of process it is: on standard output, as JSON. Its words are what it
-does then: `exit STATUS`, `raise`, `wait` for a signal."""
+does then: `exit STATUS`, `raise`, `wait` for a signal, `compute` on the GPU."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def main() -> None:
         sys.exit(int(sys.argv[3]))
     if sys.argv[2] == "raise":
         raise RuntimeError("as told")
+    if sys.argv[2] == "compute":
+        assert torch.ones(3, device="cuda").sum().item() == 3
     if sys.argv[2] == "wait":
         time.sleep(120)
 

@@ -32,10 +32,10 @@ def make_command(said: Path, *words: object) -> list[str]:
     return [sys.executable, "-m", "helpers.rank_report", str(said), *map(str, words)]
 
 
-def start_server(said: Path) -> RankServer:
+def start_server(said: Path, **environment: str) -> RankServer:
     """One that is up."""
-    server = RankServer()
-    assert server.start_rank(make_command(said, "exit", 0), make_environment()).wait(120) == 0
+    server, told = RankServer(), make_environment(**environment)
+    assert server.start_rank(make_command(said, "exit", 0), told).wait(120) == 0
     wait_for(server.is_up)
     return server
 

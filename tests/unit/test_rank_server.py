@@ -91,6 +91,30 @@ def test_signals_reach_a_forked_rank(server, tmp_path, number):
     assert rank.wait(60) == -number
 
 
+_ASKED = """
+import os
+
+if "RANK" not in os.environ:
+    import torch.cuda
+
+    torch.cuda._is_in_bad_fork = lambda: True  # as after a call of CUDA before the fork
+"""
+
+
+def test_a_rank_is_a_new_process_if_something_imported_has_asked_for_gpus(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(_ASKED)
+    told = {"PYTHONPATH": f"{tmp_path}:{find_path()}"}
+    server = start_server(tmp_path / "first", **told)
+    try:
+        rank = start_forked(server, tmp_path / "said", "exit", 75, **told)
+        assert rank.wait(120) == 75
+        found = read(tmp_path / "said")
+    finally:
+        server.close()
+    assert found["pid"] == rank.pid and found["same"]["CUDA"] == [False, False]
+    assert found["same"]["blocked"] == [] and found["same"]["parent"] == os.getpid()
+
+
 def test_signals_do_not_end_the_server(server, tmp_path):
     """They are sent to the whole group of processes, and the launcher passes them on."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
