@@ -28,7 +28,7 @@ from freescale.bench.common.repository import require_repository
 from freescale.bench.common.results import read_result
 from freescale.bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale.bench.faults import figure as faults_figure
-from freescale.bench.faults.table import format_faults
+from freescale.bench.faults.table import format_faults, format_restarts
 from freescale.bench.host_tables.table import format_cgroup
 from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
@@ -165,6 +165,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "packing": (("packing-cpu",), format_packing),
     "checkpoint": (("checkpoint-cpu",), format_checkpoint),
     "faults": (("faults-*",), format_faults),
+    "restarts": (("faults-starts",), format_restarts),
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),

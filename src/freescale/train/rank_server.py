@@ -55,11 +55,8 @@ class RankServer:
 
     def explain_absence(self) -> None:
         """Says why the next ranks will not be forked, if they will not."""
-        if self._process is not None and not self.is_up():
-            if self._process is None:
-                _explain("the process that forks them has ended")
-            else:
-                _explain("the process that forks them is still importing torch")
+        if not self.is_up() and self._process is not None:
+            _explain("the process that forks them is still importing torch")
 
     def close(self) -> None:
         """Ends the server. Ranks go on; the next one starts another server."""
@@ -86,7 +83,7 @@ class RankServer:
         self._control = ours
 
     def is_up(self) -> bool:
-        """Whether the server is up. One that has ended is closed."""
+        """Whether the server is up. One that has ended is closed, with a word about it."""
         if self._control is None:
             return False
         with suppress(BlockingIOError):
@@ -96,6 +93,7 @@ class RankServer:
                 said = b""
             if not said:
                 self.close()
+                _explain("the process that forks them has ended")
                 return False
             self._up = True
         return self._up

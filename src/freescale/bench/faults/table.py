@@ -42,6 +42,26 @@ def format_faults(used: Results, folder: str) -> str:
     return format_table(used, folder, head, cells, conditions=conditions)
 
 
+def format_restarts(used: Results, folder: str) -> str:
+    """Seconds of each phase of a restart, by how the ranks were started."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for row in (row for result in used.values() for row in result["rows"]):
+        for event in row["events"]:
+            if event["phases_s"]:
+                how = "forked" if event["forked"] else "new processes"
+                found.setdefault(f"{row['start']}, {how}", []).append(event["phases_s"])
+    order = sorted(found)
+    cells = [
+        (
+            phase,
+            *(f"{statistics.median(each[phase] for each in found[how]):.2f} s" for how in order),
+        )
+        for phase in next(iter(found.values()))[0]
+    ]
+    head = ("", *(f"{how} ({len(found[how])} times)" for how in order))
+    return format_table(used, folder, head, cells, conditions="Medians.")
+
+
 def _count_exact(rows: Sequence[Row]) -> str:
     """How many runs are the undisturbed ones, in words."""
     same = [row for row in rows if not changes_ranks(row)]
