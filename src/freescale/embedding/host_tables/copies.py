@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.host_tables.plan import Numbers
 from freescale.kernels.native import row_copies
-from freescale.kernels.upload import upload
 from freescale.streams import record_event
 from freescale.transport.threads import wait_for_event
 
-_BUFFER_BYTES = 16 << 20  # pinned, of each of the buffers that are used in turn
-_BUFFERS = 8
+# Pinned, of each of the buffers that are used in turn. To start the threads of a copy takes some
+# tenths of a millisecond, in which one of them could copy megabytes: pieces are large.
+_BUFFER_BYTES = 64 << 20
+_BUFFERS = 4
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (home, cache): rows, and each tensor of their state
 
@@ -26,11 +25,11 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # (home, cache): rows, and each tensor 
 class Moved:
     """Rows of the home, and their slots in the cache."""
 
-    rows: Numbers  # [n]
-    slots: Numbers  # [n]
+    rows: Tensor  # [n] on the host
+    slots: Tensor  # [n] on the device of the cache
 
 
-NOTHING = Moved(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NOTHING = Moved(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 class Copies(Protocol):
@@ -51,11 +50,11 @@ class HostCopies:
         for home, cache in pairs:
             self.bring(home, up.rows, cache, up.slots)
 
-    def bring(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        copy_rows(cache, torch.from_numpy(slots), home, torch.from_numpy(rows))
+    def bring(self, home: Tensor, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+        copy_rows(cache, slots, home, rows)
 
-    def send(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        copy_rows(home, torch.from_numpy(rows), cache, torch.from_numpy(slots))
+    def send(self, home: Tensor, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+        copy_rows(home, rows, cache, slots)
 
 
 def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor | None) -> None:
@@ -139,14 +138,10 @@ class PinnedCopies:
         return buffer
 
     def _split(self, pairs: Pairs, moved: Moved) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """(home, cache, rows, slots on the cache's device) of one piece after another."""
-        if not moved.rows.size:
-            return
-        rows = torch.from_numpy(np.ascontiguousarray(moved.rows))
-        slots = upload(moved.slots, pairs[0][1].device)
+        """(home, cache, rows, slots) of one piece after another."""
         for home, cache in pairs:
             width = torch.Size(home.shape[1:]).numel() * home.element_size()
             most = max(1, self._buffers[0].bytes.numel() // width)
-            for at in range(0, rows.numel(), most):
+            for at in range(0, moved.rows.numel(), most):
                 part = slice(at, at + most)
-                yield home, cache, rows[part], slots[part]
+                yield home, cache, moved.rows[part], moved.slots[part]

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.embedding.host_tables.plan import Numbers
 from freescale.embedding.host_tables.tiers import Disk, Tier, format_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
+Numbers = NDArray[np.int64]
 
 
 class Home:
@@ -26,8 +27,8 @@ class Home:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors  # by name, [rows, ...]
 
-    def expect(self, *rows: Numbers) -> None:
-        """These rows, each [n], will be read or written soon."""
+    def expect(self, *rows: Tensor) -> None:
+        """These rows, each [n] on the host, will be read or written soon."""
 
 
 class MappedHome(Home):
@@ -37,10 +38,10 @@ class MappedHome(Home):
         super().__init__(tensors)
         self._mapped = mapped
 
-    def expect(self, *rows: Numbers) -> None:
+    def expect(self, *rows: Tensor) -> None:
         """The disk gets all of their pages to read at once. Whoever touches one page after the
         other waits for each."""
-        offset, ordered = 0, np.sort(np.concatenate(rows))
+        offset, ordered = 0, np.sort(torch.cat(rows).numpy())
         for tensor in self.tensors.values():
             width = tensor.nbytes // max(1, tensor.shape[0])
             for first, last in find_pages(ordered, offset, width):
