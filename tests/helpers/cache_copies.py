@@ -18,14 +18,15 @@ def check_copies(copies: Copies, shape: tuple[int, ...], device: str) -> None:
     for down, up in ((0, 0), (1, 1), (9, 0), (0, 9), (300, 280), (40, 300), (300, 7)):
         rows, slots = (torch.randperm(size, generator=random) for size in (1000, 600))
         # as in a cache: what is brought takes the place of what leaves, as far as that goes
-        leave = Moved(rows[:down], slots[:down].to(device))
-        bring = Moved(rows[down : down + up], slots[:up].to(device))
+        leave = Moved(rows[:down].to(device), slots[:down].to(device))
+        bring = Moved(rows[down : down + up].to(device), slots[:up].to(device))
         expected = [home.clone() for home in homes]
         wanted = [cache.cpu().clone() for cache in caches]
         for home, cache in zip(expected, wanted, strict=True):
-            home[leave.rows] = cache[leave.slots.cpu()]
-            cache[bring.slots.cpu()] = home[bring.rows]
+            home[leave.rows.cpu()] = cache[leave.slots.cpu()]
+            cache[bring.slots.cpu()] = home[bring.rows.cpu()]
         copies.move(list(zip(homes, caches, strict=True)), leave, bring)
+        copies.settle()
         found = [*homes, *(cache.cpu() for cache in caches)]
         for own, other in zip(found, [*expected, *wanted], strict=True):
             assert torch.equal(own.view(torch.int32), other.view(torch.int32))  # NaNs, too

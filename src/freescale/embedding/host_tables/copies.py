@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.native import row_copies
+from freescale.kernels.triton import row_copies as triton_row_copies
 from freescale.streams import record_event
 from freescale.transport.threads import wait_for_event
 
@@ -25,11 +26,14 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # (home, cache): rows, and each tensor 
 class Moved:
     """Rows of the home, and their slots in the cache."""
 
-    rows: Tensor  # [n] on the host
-    slots: Tensor  # [n] on the device of the cache
+    rows: Tensor  # [n] on the device of the cache, as the slots
+    slots: Tensor  # [n]
 
 
-NOTHING = Moved(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+def move_nothing(device: torch.device) -> Moved:
+    """No rows."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return Moved(none, none)
 
 
 class Copies(Protocol):
@@ -37,8 +41,10 @@ class Copies(Protocol):
 
     def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
         """home[down.rows] = cache[down.slots], then cache[up.slots] = home[up.rows]. No row is in
-        both. Cache and home may be used in the order of the current stream, the home by the host
-        from the return on."""
+        both. Cache and home may be used in the order of the current stream."""
+
+    def settle(self) -> None:
+        """From the return on the host may use the home."""
 
 
 class HostCopies:
@@ -49,6 +55,9 @@ class HostCopies:
             self.send(home, down.rows, cache, down.slots)
         for home, cache in pairs:
             self.bring(home, up.rows, cache, up.slots)
+
+    def settle(self) -> None:
+        """It may at any time."""
 
     def bring(self, home: Tensor, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
         copy_rows(cache, slots, home, rows)
@@ -67,6 +76,24 @@ def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor |
         to[: len(found)] = found
     else:
         to.index_copy_(0, to_rows, found)
+
+
+class DirectCopies:
+    """Of a cache on a GPU and a home that is pinned: the GPU reads and writes it."""
+
+    def __init__(self) -> None:
+        self._moved: torch.cuda.Event | None = None  # the last copies are done
+
+    def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
+        for home, cache in pairs:
+            triton_row_copies.copy_rows(home, down.rows, cache, down.slots)
+        for home, cache in pairs:
+            triton_row_copies.copy_rows(cache, up.slots, home, up.rows)
+        self._moved = record_event(blocking=True)
+
+    def settle(self) -> None:
+        if self._moved is not None:
+            wait_for_event(self._moved)
 
 
 class _Buffer:
@@ -111,6 +138,9 @@ class PinnedCopies:
         self._used = 0  # buffers, so far
 
     def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
+        rows = torch.cat([down.rows, up.rows]).cpu()
+        down = Moved(rows[: down.rows.numel()], down.slots)
+        up = Moved(rows[down.rows.numel() :], up.slots)
         # Rows on their way down occupy buffers until somebody needs these, or the end: meanwhile
         # the host gathers those that go up.
         for home, cache, rows, slots in self._split(pairs, down):
@@ -130,6 +160,9 @@ class PinnedCopies:
             if buffer.stores is not None:
                 buffer.finish()
 
+    def settle(self) -> None:
+        """It may from the return of `move` on."""
+
     def _take_buffer(self) -> _Buffer:
         """The buffer that was used longest ago, free."""
         buffer = self._buffers[self._used % len(self._buffers)]
@@ -138,7 +171,7 @@ class PinnedCopies:
         return buffer
 
     def _split(self, pairs: Pairs, moved: Moved) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """(home, cache, rows, slots) of one piece after another."""
+        """(home, cache, rows on the host, slots) of one piece after another."""
         for home, cache in pairs:
             width = torch.Size(home.shape[1:]).numel() * home.element_size()
             most = max(1, self._buffers[0].bytes.numel() // width)

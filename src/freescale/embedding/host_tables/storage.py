@@ -12,17 +12,19 @@ same batches make the same decisions.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from freescale.embedding.host_tables.copies import (
-    NOTHING,
     Copies,
+    DirectCopies,
     HostCopies,
     Moved,
     PinnedCopies,
+    move_nothing,
 )
 from freescale.embedding.host_tables.homes import open_home
 from freescale.embedding.host_tables.plan import (
@@ -33,9 +35,10 @@ from freescale.embedding.host_tables.plan import (
     UsedRows,
     plan_cache,
 )
-from freescale.embedding.host_tables.tiers import Tier, format_bytes
+from freescale.embedding.host_tables.tiers import Host, Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage import Recorder, RowStorage, TableRange
+from freescale.kernels.dispatch import has_triton
 from freescale.streams import InTurn
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
@@ -97,7 +100,7 @@ class CachedStorage(RowStorage):
         self._home = open_home(tier, shapes, spec.dtype, self._about)
         self._copies: Copies = HostCopies()
         if device.type == "cuda":
-            self._copies = PinnedCopies(spec.bytes_per_row)
+            self._copies = self._open_copies(tier, spec.bytes_per_row)
             self.chunk_rows = max(self.chunk_rows, _CHUNK_BYTES // spec.bytes_per_row)
         self.weight, self.state = self._allocate(slots, device)
         # Rows in the slots, for the marks of changed rows; the last one is that of slot -1.
@@ -112,6 +115,19 @@ class CachedStorage(RowStorage):
         self._read: list[UsedRows] = []
         self._updated = False  # since all of them were written back
         self.traffic = CacheTraffic(0, 0, 0, 0)  # of the last batch
+
+    def _open_copies(self, tier: Tier, widest_row: int) -> Copies:
+        """Between a GPU and its host."""
+        if isinstance(tier, Host):
+            reason = self._home.pin() if has_triton() else "there is no Triton"
+            if not reason:
+                return DirectCopies()
+            warnings.warn(
+                f"{self._about}: the GPU cannot reach its rows in host memory ({reason}): the "
+                "host's cores copy them, through buffers",
+                stacklevel=2,
+            )
+        return PinnedCopies(widest_row)
 
     # ---- every step
 
@@ -135,16 +151,14 @@ class CachedStorage(RowStorage):
         out_of = plan.into[: plan.leave.numel()]
         newer = self._newer.index_select(0, out_of).nonzero().view(-1)
         leave = plan.leave.index_select(0, newer)
-        moved = torch.cat([leave, plan.bring]).cpu()
-        down, up = moved[: leave.numel()], moved[leave.numel() :]
-        self._home.expect(down, up)
-        self._move(Moved(down, out_of.index_select(0, newer)), Moved(up, plan.into))
+        self._home.expect(leave, plan.bring)
+        self._move(Moved(leave, out_of.index_select(0, newer)), Moved(plan.bring, plan.into))
         self._adopt(plan)
         self.traffic = CacheTraffic(
             plan.wanted.numel(),
-            up.numel(),
-            up.numel() * self._bytes_per_row,
-            down.numel() * self._bytes_per_row,
+            plan.bring.numel(),
+            plan.bring.numel() * self._bytes_per_row,
+            leave.numel() * self._bytes_per_row,
         )
         return plan.slots.to(rows.dtype).index_select(0, inverse)
 
@@ -189,15 +203,16 @@ class CachedStorage(RowStorage):
         return {key: value[part] for key, value in self._home.tensors.items()}
 
     def _write_back(self) -> None:
-        """Afterwards the home has every update made so far."""
-        if not self._updated:
-            return
-        self._updated = False
-        with self._in_turn():
-            slots = self._newer.nonzero().view(-1)
-            self._move(Moved(self.contents.row_of.index_select(0, slots).cpu(), slots), NOTHING)
-            # Those of the last batches are on their way through steps, and change again.
-            self._newer &= self.contents.last_use >= self._batches - PINNED
+        """Afterwards the home has every update made so far, and the host may use it."""
+        if self._updated:
+            self._updated = False
+            with self._in_turn():
+                slots = self._newer.nonzero().view(-1)
+                rows = self.contents.row_of.index_select(0, slots)
+                self._move(Moved(rows, slots), move_nothing(rows.device))
+                # Those of the last batches are on their way through steps, and change again.
+                self._newer &= self.contents.last_use >= self._batches - PINNED
+        self._copies.settle()
 
     def reload(self) -> None:
         """The home was written to: the cache takes its rows."""
@@ -205,4 +220,5 @@ class CachedStorage(RowStorage):
         filled = self.contents.filled
         with self._in_turn():
             slots = torch.arange(filled, device=self._rows.device)
-            self._move(NOTHING, Moved(self.contents.row_of[:filled].cpu(), slots))
+            self._move(move_nothing(slots.device), Moved(self.contents.row_of[:filled], slots))
+        self._copies.settle()
