@@ -27,7 +27,8 @@ class RecoveryCosts:
 
     Attributes:
         notice_s: from the death of a rank until all ranks have ended.
-        start_s: until a new process is ready to meet the others: Python, imports, the device.
+        start_s: until a rank that is started again is ready to meet the others: the fork, what is
+            not imported by then, the device. Of ranks that torchrun starts, Python and all imports.
         meet_s, meet_per_rank_s, meet_per_pair_s: rendezvous and connections: a constant, more for
             every rank, and more for every two of them.
         restore_s: of a restore, whatever its size.
