@@ -172,7 +172,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "dynamic": (("dynamic-cpu",), format_claims),
     "dynamic-batch": (("dynamic-h200",), format_claims),
     "dynamic-step": (("dynamic-4ranks-h200",), format_claims),
-    "simulate-recovery": (("simulate-recovery-this-machine",), format_claims),
+    "simulate-recovery": (("simulate-recovery-*",), format_claims),
     "host-tables": (("host_tables-h200",), format_claims),
     "host-tables-4": (("host_tables-4ranks-h200",), format_claims),
     "host-tables-cgroup": (("host_tables-cgroup-cpu",), format_cgroup),
