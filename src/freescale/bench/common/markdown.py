@@ -68,7 +68,7 @@ def capitalize(text: str) -> str:
 
 
 def format_claims(used: Results, folder: str) -> str:
-    """The targets of a benchmark, and what it measured."""
+    """The targets of benchmarks, and what they measured."""
     rows = [
         (
             entry["claim"],
@@ -76,7 +76,8 @@ def format_claims(used: Results, folder: str) -> str:
             f"{format_number(entry['measured'], 4)} {entry['unit']}".strip(),
             "met" if entry["holds"] else "**missed**",
         )
-        for entry in single(used)["claims"]
+        for result in used.values()
+        for entry in result["claims"]
     ]
     return format_table(used, folder, ("", "target", "measured", ""), rows)
 

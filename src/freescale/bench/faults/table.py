@@ -37,7 +37,7 @@ def format_faults(used: Results, folder: str) -> str:
         + (f", {hosts} of them over two hosts" if hosts else "")
         + f"; {_count_exact(rows)}. Ranks are forked from a process that has imported torch"
         + (f", except after {real} faults" if real else "")
-        + ": a start from the command line takes some seconds more."
+        + ": a start from the command line takes some seconds more, unless it forks, too."
     )
     return format_table(used, folder, head, cells, conditions=conditions)
 
@@ -59,7 +59,8 @@ def format_restarts(used: Results, folder: str) -> str:
         for phase in next(iter(found.values()))[0]
     ]
     head = ("", *(f"{how} ({len(found[how])} times)" for how in order))
-    return format_table(used, folder, head, cells, conditions="Medians.")
+    words = "Medians. Where the launcher or agent ended too, process start has its own."
+    return format_table(used, folder, head, cells, conditions=words)
 
 
 def _count_exact(rows: Sequence[Row]) -> str:
