@@ -7,30 +7,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from freescale.bench.common.repository import package_path
-from freescale.bench.faults.reporter import Start, report_to
-from freescale.bench.faults.server_hook import STORM, find_word
+from freescale.bench.faults.command_reports import STORM
 from freescale.bench.faults.testbed import RESTARTS, LocalTestbed, end_with_storm
-from freescale.train.launch import has_launcher
 
 _CUSTOMIZE = f"""
 import os
 
 if "{STORM}" in os.environ:
     if "RANK" in os.environ:
-        from freescale.bench.faults.command_testbed import report_from_environment
+        from freescale.bench.faults.command_reports import report_from_environment
 
         report_from_environment(forked=False)
     else:
-        from freescale.bench.faults.server_hook import hook_server
+        from freescale.bench.faults.command_reports import hook_server
 
         hook_server()
 """
-_PATIENCE = 60.0  # seconds that a rank waits for the process that the next ones are forked from
 
 
 class CommandTestbed(LocalTestbed):
@@ -67,17 +63,3 @@ class CommandTestbed(LocalTestbed):
 
     def _of_torchrun(self) -> list[str]:
         return ["--nproc-per-node", str(self.world), "--max-restarts", str(RESTARTS), "-m"]
-
-
-def report_from_environment(*, forked: bool) -> None:
-    """Makes this rank report to the storm. What it starts in turn is no rank."""
-    told = os.environ.pop(STORM)
-    address, logs = map(Path, told.split(os.pathsep))
-    word = find_word(told, os.getppid())
-
-    def await_server() -> None:
-        end = time.monotonic() + _PATIENCE
-        while has_launcher() and not word.exists() and time.monotonic() < end:
-            time.sleep(0.05)
-
-    report_to(address, logs, int(os.environ["RANK"]), 0, Start(forked, await_server))
