@@ -34,7 +34,7 @@ from freescale.train.stop_signals import SIGNALS
 
 PROCESS = struct.Struct("<i")
 PATIENCE = 10.0  # seconds until launcher and rank give up on each other
-_NICENESS = 10  # of imports: the ranks that train have nothing to wait for
+_NICENESS = 19  # of imports: the ranks that train have nothing to wait for
 _NEEDED = (
     *("freescale.train.run", "freescale.train.restarts", "freescale.report.console"),
     *("torch._dynamo", "torch.onnx", "triton.language", "numpy.random", "rich.progress"),
