@@ -159,6 +159,7 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
         kernels.swap_uses(held, looked.uses)
         missing = kernels.list_missing(held, keys, looked, counted)
         if rules.shard_counters:
+            missing = kernels.order(held, missing)
             kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
             missing = replace(missing, counts=missing.wanted)
         new, _, sums = kernels.place(held, missing, batch=0, limit=0, **order)

@@ -71,7 +71,7 @@ class Contents(Uses):
 
 @dataclass(frozen=True)
 class Missing:
-    """Ids without a row, each once: by shard, ascending in each."""
+    """Ids without a row, each once: by shard; ascending in each, once they are ordered."""
 
     ids: Tensor  # [n] int64; behind the last one: anything
     wanted: Tensor  # [shards] int32: how many
@@ -142,8 +142,8 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
-    """The ids of those keys [n] that have no entry. Of ids that are never `counted` none is
-    listed."""
+    """The ids of those keys [n] that have no entry, not ordered yet on a GPU. Of ids that are never
+    `counted` none is listed."""
     places = lookup.places.long()
     if counted is not None:
         places = places[counted[places] != 0]
@@ -154,6 +154,11 @@ def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | Non
     order = order[shard[order].argsort(stable=True)]
     wanted = torch.bincount(shard, minlength=map.shards)
     return Missing(ids[order], wanted.int(), wanted.cumsum(0) - wanted)
+
+
+def order(map: IdMap, missing: Missing) -> Missing:
+    """The same ids, ordered: for whoever reads them before `place`."""
+    return missing
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:

@@ -17,7 +17,7 @@ the buckets; how ids lie in these does, and nobody sees it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,30 @@ WARPS = 4
 READ = RowLaunch(1024, 1)
 REBUILT = 1 << 22  # entries that are put in at a time
 _LIMIT = 2**31 - 1
+# Rows of a piece of memory begin at multiples of so many items: at other addresses than multiples
+# of 16 bytes, kernels are others.
+_PADDED = 32
+
+
+@dataclass(frozen=True)
+class LookedUp(Lookup):
+    """With memory for `list_missing`. An allocation takes the host as long as a launch."""
+
+    # `number` has a few more words, all 0, for kernels to count their programs in.
+    wanted: Tensor  # [shards] int32, 0
+    claims: Tensor  # [2 n] int32, 0
+    numbers: Tensor  # [n] int32
+    ordered: Tensor  # [n] int64
+
+
+@dataclass(frozen=True)
+class Listed(Missing):
+    """Missing ids of a shard in any order, with memory for `place`: it writes over them, too."""
+
+    # What `Missing` has comes first, and `counts` has a default.
+    ordered: Tensor | None = None  # [n] int64
+    chosen: Tensor | None = None  # [n] int32
+    number: Tensor | None = None  # as in `LookedUp`
 
 
 def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> IdMap:
@@ -112,9 +136,12 @@ def look_up(
     n, device = keys.numel(), keys.device
     if n > _LIMIT // 4:
         raise ValueError(f"up to {_LIMIT // 4} ids can be looked up at a time, not {n}")
-    found, entries = _allocate(2, n, torch.int64, device)
-    last, count, places = _allocate(3, n, torch.int32, device)
-    number = torch.zeros(1, dtype=torch.int32, device=device)
+    found = torch.empty(n, dtype=torch.int64, device=device)  # whoever has it keeps nothing else
+    entries, last, count = _allocate(1, n, device)
+    ordered, places, numbers = _allocate(1, n, device)
+    number, wanted, _, claims = torch.zeros(
+        _PADDED + _pad(map.shards) + 2 * n, dtype=torch.int32, device=device
+    ).split([_PADDED, map.shards, _pad(map.shards) - map.shards, 2 * n])
     _launch(
         look_up_kernel, keys, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
         entries, last, count, places, number, n, absent, batch, *_measure(map),
@@ -123,7 +150,8 @@ def look_up(
     if counted is not None:
         _launch(mark_counted_kernel, keys, BLOCK, map.count, found, counted, n, absent)
         _launch(count_marked_kernel, keys, BLOCK, map.count, entries, n)
-    return Lookup(found, Uses(entries, last, count), places, number)
+    uses = Uses(entries[:n], last, count)
+    return LookedUp(found, uses, places, number, wanted, claims, numbers, ordered)
 
 
 def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> None:
@@ -146,53 +174,39 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
     )
 
 
-def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
-    """The ids of those keys [n] that have no entry. Of ids that are never `counted` none is
-    listed."""
-    from freescale.kernels.triton.id_choice_kernels import (
-        claim_kernel,
-        collect_kernel,
-        order_kernel,
-    )
+def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | None) -> Listed:
+    """The ids of those keys [n] that have no entry, not ordered yet. Of ids that are never
+    `counted` none is listed."""
+    from freescale.kernels.triton.id_choice_kernels import claim_kernel, collect_kernel
 
-    n, device = keys.numel(), keys.device
-    size = round_up_to_power_of_two(max(2, 2 * n))
-    claims = torch.full((size,), -1, dtype=torch.int32, device=device)
-    wanted = torch.zeros(map.shards, dtype=torch.int32, device=device)
-    (numbers,) = _allocate(1, n, torch.int32, device)
-    missing, ordered = _allocate(2, n, torch.int64, device)
-    listed = lookup.places, lookup.number
+    wanted, numbers, number = lookup.wanted, lookup.numbers, lookup.number
+    starts = torch.empty(map.shards, dtype=torch.int64, device=keys.device)
+    if not keys.numel():
+        starts.zero_()
+    listed = lookup.places, number
     _launch(
-        claim_kernel, keys, BLOCK, keys, counted, *listed, claims, wanted, numbers, size,
-        map.first_shard, COUNTED=counted is not None,
+        claim_kernel, keys, BLOCK, keys, counted, *listed, lookup.claims, wanted, numbers, starts,
+        lookup.claims.numel(), map.first_shard, map.shards, COUNTED=counted is not None,
+        SHARD_BLOCK=SHARD_BLOCK,
     )  # fmt: skip
-    starts = _scan(wanted)
+    missing = lookup.claims.view(torch.int64)  # nobody reads the claims any more
     _launch(collect_kernel, keys, BLOCK, keys, *listed, numbers, starts, missing, map.first_shard)
-    if n and map.shards:
-        with use_device(device):
+    # Nor the numbers.
+    return Listed(missing, wanted, starts, None, lookup.ordered, chosen=numbers, number=number)
+
+
+def order(map: IdMap, missing: Listed) -> Missing:
+    """The same ids, ordered: for whoever reads them before `place`."""
+    from freescale.kernels.triton.id_choice_kernels import order_kernel
+
+    assert missing.ordered is not None
+    if missing.ids.numel() and map.shards:
+        with use_device(missing.ids.device):
             launch_kernel(
-                order_kernel, (map.shards,), missing, wanted, starts, ordered,
-                BLOCK=ORDER_BLOCK, num_warps=1,
+                order_kernel, (map.shards,), missing.ids, missing.wanted, missing.starts,
+                missing.ordered, BLOCK=ORDER_BLOCK, num_warps=1,
             )  # fmt: skip
-    return Missing(ordered, wanted, starts)
-
-
-def _scan(
-    counts: Tensor, evicted: Tensor | None = None, wanted: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """counts [shards] -> [shards] int64, the sum of those before each. Sums, if given, are written:
-    of all three."""
-    from freescale.kernels.triton.id_choice_kernels import scan_kernel
-
-    starts = torch.empty(counts.numel(), dtype=torch.int64, device=counts.device)
-    if counts.numel():
-        with use_device(counts.device):
-            launch_kernel(
-                scan_kernel, (1,), counts, evicted, wanted, starts, sums, counts.numel(),
-                SUMS=sums is not None, BLOCK=SHARD_BLOCK, num_warps=WARPS,
-            )  # fmt: skip
-    return starts
+    return Missing(missing.ordered, missing.wanted, missing.starts)
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
@@ -231,30 +245,41 @@ def place(
     from freescale.kernels.triton.id_choice_kernels import assign_kernel, choose_kernel
 
     n, device = missing.ids.numel(), missing.ids.device
-    entries, chosen, ids, again = _allocate(4, n, torch.int64, device)
-    last, count = _allocate(2, n, torch.int32, device)
+    entries, ids, last, count = _allocate(2, n, device)
     placed = Contents(entries, last, count, ids)
-    if not n or not map.shards:
-        sums = torch.zeros(3, dtype=torch.int64, device=device)
-        tell(sums)
-        return placed, again, sums
-    taken, evicted = _allocate(2, map.shards, torch.int32, device)
     sums = torch.empty(3, dtype=torch.int64, device=device)
-    held = map.ids, map.last, map.count
+    if not n or not map.shards:
+        tell(sums.zero_())
+        return placed, ids, sums
+    if not isinstance(missing, Listed):
+        missing = _add_memory(missing)
+    orders = missing.ordered is not None
+    again = missing.ids if orders else torch.empty_like(missing.ids)
+    ordered = missing.ordered if orders else missing.ids
+    targets, taken, evicted = _allocate(1, map.shards, device)
+    held, chosen = (map.ids, map.last, map.count), missing.chosen
     with use_device(device):
         launch_kernel(
-            choose_kernel, (map.shards,), *held, missing.wanted, missing.starts, chosen, taken,
-            evicted, map.rows, limit, BY_COUNT=by_count, EVICTS=evicts, **_divide(map.rows),
+            choose_kernel, (map.shards,), *held, missing.ids, missing.wanted, missing.starts,
+            ordered, chosen, taken, evicted, targets, sums, missing.number, map.rows, limit,
+            ORDERS=orders, BY_COUNT=by_count, EVICTS=evicts, ORDER_BLOCK=ORDER_BLOCK,
+            **_divide(map.rows),
         )  # fmt: skip
-        targets = _scan(taken, evicted, missing.wanted, sums)
         tell(sums)
         launch_kernel(
-            assign_kernel, (map.shards,), *held, missing.ids, missing.counts, chosen,
-            missing.starts, taken, evicted, targets, entries, ids, again, last, count, batch,
+            assign_kernel, (map.shards,), *held, ordered, missing.counts, chosen, missing.starts,
+            taken, evicted, targets, entries, ids, again, last, count, map.rows, batch,
             BY_COUNT=by_count, OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK,
             num_warps=1,
         )  # fmt: skip
     return placed, again, sums
+
+
+def _add_memory(missing: Missing) -> Listed:
+    """Of ids that are ordered."""
+    chosen = torch.empty(missing.ids.numel(), dtype=torch.int32, device=missing.ids.device)
+    number = torch.zeros(_PADDED, dtype=torch.int32, device=missing.ids.device)
+    return Listed(**vars(missing), chosen=chosen, number=number)
 
 
 def _divide(rows: int) -> dict[str, int | bool]:
@@ -297,10 +322,16 @@ def rebuild(map: IdMap) -> None:
         )  # fmt: skip
 
 
-def _allocate(count: int, n: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Tensors [n], each at an address of its own: what begins in the middle of another is another
-    version of a kernel."""
-    return [torch.empty(n, dtype=dtype, device=device) for _ in range(count)]
+def _allocate(longs: int, n: int, device: torch.device) -> list[Tensor]:
+    """So many int64 tensors and then two of int32, in one piece of memory, of n items and maybe a
+    few more."""
+    memory = torch.empty(longs + 1, _pad(n), dtype=torch.int64, device=device)
+    *rows, pair = memory.unbind(0)
+    return [*rows, *pair.view(torch.int32).chunk(2)]
+
+
+def _pad(n: int) -> int:
+    return count_blocks(n, _PADDED) * _PADDED
 
 
 def _measure(map: IdMap) -> tuple[int, int, int, int]:

@@ -131,7 +131,7 @@ def find_kernel(
 
 @triton.jit(
     do_not_specialize=["n", "absent", "batch", "first_shard", "rows", "buckets", "row_bits"],
-    do_not_specialize_on_alignment=["keys", "number"],
+    do_not_specialize_on_alignment=["keys"],
 )
 def look_up_kernel(
     words, ids, last, count, keys, found, entries, lasts, counts, places, number,
@@ -182,7 +182,7 @@ def read_kernel(
 
 @triton.jit(
     do_not_specialize=["first_shard", "rows", "buckets", "row_bits"],
-    do_not_specialize_on_alignment=["keys", "number"],
+    do_not_specialize_on_alignment=["keys"],
 )
 def find_again_kernel(
     words, ids, keys, found, places, number, first_shard, rows, buckets, row_bits,
