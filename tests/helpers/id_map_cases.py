@@ -166,12 +166,12 @@ def placed(device="cpu", maps=12):
         order |= {"batch": 20, "limit": draw(1, 13)}
         found = []
         for module in (id_map, triton_id_map):
-            contents, again, sums = module.place(plain, missing, **order)
+            contents, _, sums = module.place(plain, missing, **order)
             count = int(sums[0])
             ids = contents.ids[:count].tolist()
             pairs = sorted(zip(contents.entries[:count].tolist(), ids))
-            found.append((pairs, sums.tolist(), again[:count].tolist() == ids))
-        held[f"map {number}"] = found[0] == found[1] and found[0][2]
+            found.append((pairs, sums.tolist()))
+        held[f"map {number}"] = found[0] == found[1]
     return held
 
 

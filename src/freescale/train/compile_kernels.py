@@ -162,9 +162,9 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
             missing = kernels.order(held, missing)
             kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
             missing = replace(missing, counts=missing.wanted)
-        new, _, sums = kernels.place(held, missing, batch=0, limit=0, **order)
-        for total in (sums, None):
-            kernels.swap_contents(held, new, total)
+        new, came, sums = kernels.place(held, missing, batch=0, limit=0, **order)
+        for known in ((sums, came), ()):
+            kernels.swap_contents(held, new, *known)
         kernels.find_again(held, keys, looked)
     kernels.find(held, keys)
     if dispatch.has_triton():

@@ -46,7 +46,7 @@ class DeviceChanges:
     @property
     def tensors(self) -> list[Tensor]:
         parts = [self.uses, self.new, *([self.swept] if self.swept is not None else [])]
-        return [tensor for part in parts for tensor in vars(part).values()]
+        return [tensor for part in parts for tensor in part.tensors]
 
 
 class DeviceDirectory:
@@ -103,7 +103,7 @@ class DeviceDirectory:
                 room = kernels.count_room(self.map, missing, **bounds)
                 admitted = self._waiting.count(missing, room, batch)
                 missing = admitted.missing
-            placed, ids, sums = kernels.place(
+            placed, came, sums = kernels.place(
                 self.map,
                 missing,
                 batch=batch,
@@ -111,12 +111,12 @@ class DeviceDirectory:
                 tell=lambda sums: self._numbers.send(sums, removed),
                 **bounds,
             )
-            kernels.swap_contents(self.map, placed, sums)
+            kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)
         self.batches += 1
         inserted, evicted, wanted, *swept_rows = self._numbers.read()
         gone = sum(swept_rows)
-        new = Contents(**{name: value[:inserted] for name, value in vars(placed).items()})
+        new = kernels.shorten(placed, inserted)
         rows = inserted - evicted - gone
         self.used += rows
         figures = BatchFigures(inserted, evicted, gone, wanted - inserted, 0, 0)
@@ -132,7 +132,7 @@ class DeviceDirectory:
             inverse=None,
             new=new.entries,
             inserted=None,
-            new_ids=ids[:inserted],
+            new_ids=came[:inserted],
             removed=swept.entries if swept is not None and gone else None,
             figures=figures,
             changes=DeviceChanges(looked.uses, swept if gone else None, new, rows, admitted),
@@ -149,7 +149,7 @@ class DeviceDirectory:
         goes = (held != EMPTY) & (held < batch - evict.steps)
         entries = torch.arange(begin, begin + rows, device=self._device)
         nothing = torch.zeros_like(held)
-        swept = Contents(
+        swept = self._kernels.note(
             torch.where(goes, entries, -1), nothing + EMPTY, nothing, torch.zeros_like(entries)
         )
         self._kernels.swap_contents(self.map, swept)

@@ -23,12 +23,26 @@ from freescale.kernels.triton.id_map_kernels import (
     USE,
     find_shard,
     load_hashes,
+    split_noted,
+    split_scratch,
     unmix,
 )
 
-# Behind the number of missing keys, in 16 bytes of their own each: how many programs are through.
+# Words at the head of the scratch memory: how many programs of two kernels are through.
 CLAIMED = tl.constexpr(4)
 CHOSEN = tl.constexpr(8)
+
+
+@triton.jit
+def _split_choices(choices, shards, padded):
+    """(where shards begin among missing ids, and among those that get an entry; how many they get,
+    and of them by eviction; missing ids in order; the number of each among those of its shard, and
+    chosen entries): see id_map.py."""
+    taken = (choices + 2 * shards).to(tl.pointer_type(tl.int32), bitcast=True)
+    ordered = choices + 3 * shards
+    numbers = (ordered + padded).to(tl.pointer_type(tl.int32), bitcast=True)
+    return choices, choices + shards, taken, taken + shards, ordered, numbers, numbers + padded
+
 
 # ---- ids without an entry, by shard
 
@@ -70,20 +84,23 @@ def _sum(counts, shards, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["size", "first_shard", "shards"],
+    do_not_specialize=["shards", "padded", "first_shard"],
     do_not_specialize_on_alignment=["keys", "counted"],
 )
 def claim_kernel(
-    keys, counted, places, number, claims, wanted, numbers, starts, size, first_shard, shards,
+    keys, counted, scratch, choices, shards, padded, first_shard,
     COUNTED: tl.constexpr, BLOCK: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """numbers[j]: the number of the key at places[j] among the missing ones of its shard, in any
-    order; -1 for those that do not count, and all but one of equal ones. claims [size]: 0
-    throughout, afterwards an open-addressing table of the ones that count, each with its place
-    counted from 1. wanted [shards]: 0 before. The last program scans it: starts [shards]."""
+    order; -1 for those that do not count, and all but one of equal ones. Claims are 0 before,
+    afterwards an open-addressing table of the ones that count, each with its place counted from 1.
+    What shards want is 0 before; the last program scans it."""
+    wanted, claims, _, places = split_scratch(scratch, shards, padded)
+    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
+    size = 2 * padded
     program = tl.program_id(0)
     j = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(number)
+    total = tl.load(scratch)
     there = j < total
     i = tl.load(places + j, mask=there, other=0)
     active = there
@@ -108,18 +125,22 @@ def claim_kernel(
     rank = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
     tl.store(numbers + j, tl.where(first, rank, -1), mask=there)
     programs = tl.maximum(1, tl.cdiv(total, BLOCK))  # that have something to do
-    if program < programs:
-        if _is_last(number + CLAIMED, programs):
+    if program < programs:  # noqa: SIM102 - with `and`, all programs would count
+        if _is_last(scratch + CLAIMED, programs):
             _scan(wanted, starts, shards, SHARD_BLOCK)
 
 
-@triton.jit(do_not_specialize=["first_shard"], do_not_specialize_on_alignment=["keys"])
+@triton.jit(
+    do_not_specialize=["shards", "padded", "first_shard"], do_not_specialize_on_alignment=["keys"]
+)
 def collect_kernel(
-    keys, places, number, numbers, starts, missing, first_shard, BLOCK: tl.constexpr
+    keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Puts missing ids in the range of their shard."""
+    """Puts missing ids in the range of their shard, where claims were."""
+    _, _, missing, places = split_scratch(scratch, shards, padded)
+    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rank = tl.load(numbers + j, mask=j < tl.load(number), other=-1)
+    rank = tl.load(numbers + j, mask=j < tl.load(scratch), other=-1)
     there = rank >= 0
     i = tl.load(places + j, mask=there, other=0)
     hash = load_hashes(keys, i, there)
@@ -141,9 +162,11 @@ def _order(missing, want, start, ordered, BLOCK: tl.constexpr):
         tl.store(ordered + start + rank, mine, mask=at < want)
 
 
-@triton.jit
-def order_kernel(missing, wanted, starts, ordered, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["shards", "padded"])
+def order_kernel(scratch, choices, shards, padded, BLOCK: tl.constexpr):
     """Ascending in each shard: a program for one."""
+    wanted, _, missing, _ = split_scratch(scratch, shards, padded)
+    starts, _, _, _, ordered, _, _ = _split_choices(choices, shards, padded)
     shard = tl.program_id(0)
     _order(missing, tl.load(wanted + shard), tl.load(starts + shard), ordered, BLOCK)
 
@@ -260,24 +283,24 @@ def room_kernel(
     tl.store(room + shard, tl.minimum(want, tl.sum(total, 0)))
 
 
-@triton.jit(do_not_specialize=["rows", "limit"])
+@triton.jit(do_not_specialize=["shards", "padded", "rows", "limit"])
 def choose_kernel(
-    ids, last, count, missing, wanted, starts, ordered, chosen, taken, evicted, targets, sums,
-    counters, rows, limit,
-    ORDERS: tl.constexpr, BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr,
-    BLOCK: tl.constexpr, ORDER_BLOCK: tl.constexpr,
+    ids, last, count, scratch, choices, sums, shards, padded, rows, limit,
+    BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for a shard: as many entries as its missing ids want, if there are so many. The
     lowest empty ones, ascending, and behind them the first ones in the order of eviction, also
     ascending by their number: `assign_kernel` puts them in that order. Chosen are their numbers in
-    the shard. ORDERS: of the missing ids, too. The last program scans how many each shard has
-    taken: targets [shards]; and sums up taken, evicted and wanted: sums [3]. By counters it
-    knows that it is."""
+    the shard. The last program scans how many each shard has taken, and sums up what shards have
+    taken, evicted and wanted: sums [3]."""
+    # Triton's loops know no name of two types: `_` is another one below.
+    wanted, claims, missing, places = split_scratch(scratch, shards, padded)
+    starts, targets, taken, evicted, ordered, numbers, chosen = _split_choices(
+        choices, shards, padded
+    )
     shard = tl.program_id(0).to(tl.int64)
     want = tl.load(wanted + shard)
     start = tl.load(starts + shard)
-    if ORDERS:
-        _order(missing, want, start, ordered, ORDER_BLOCK)
     first = shard * rows
     empties = want * 0
     need = want * 0
@@ -355,26 +378,32 @@ def choose_kernel(
                 before += tl.sum(goes.to(tl.int32), 0)
     tl.store(taken + shard, empties + need)
     tl.store(evicted + shard, need)
-    shards = tl.num_programs(0)
-    if _is_last(counters + CHOSEN, shards):
-        tl.store(sums, _scan(taken, targets, shards, BLOCK))
-        tl.store(sums + 1, _sum(evicted, shards, BLOCK))
-        tl.store(sums + 2, _sum(wanted, shards, BLOCK))
+    programs = tl.num_programs(0)
+    if _is_last(scratch + CHOSEN, programs):
+        tl.store(sums, _scan(taken, targets, programs, BLOCK))
+        tl.store(sums + 1, _sum(evicted, programs, BLOCK))
+        tl.store(sums + 2, _sum(wanted, programs, BLOCK))
 
 
-@triton.jit(do_not_specialize=["rows", "batch"])
+@triton.jit(do_not_specialize=["shards", "padded", "rows", "batch"])
 def assign_kernel(
-    ids, last, count, ordered, occurred, chosen, starts, taken, evicted, targets,
-    entries, new_ids, again, lasts, counts, rows, batch,
-    BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
+    ids, last, count, scratch, choices, occurred, noted, shards, padded, rows, batch,
+    ORDERS: tl.constexpr, BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for a shard: its missing ids, in their order, get the chosen entries, in theirs.
-    Writes from targets[shard] on, ids twice. OCCURRED: their counts are given."""
+    Notes them from targets[shard] on. ORDERS: puts the missing ids in their order before. OCCURRED:
+    their counts are given."""
+    wanted, _, missing, _ = split_scratch(scratch, shards, padded)
+    starts, targets, taken, evicted, ordered, _, chosen = _split_choices(choices, shards, padded)
+    entries, lasts, counts, new_ids = split_noted(noted, padded)
     shard = tl.program_id(0).to(tl.int64)
     total = tl.load(taken + shard)
     empties = total - tl.load(evicted + shard)
     start = tl.load(starts + shard)
     target = tl.load(targets + shard)
+    if ORDERS:
+        _order(missing, tl.where(total > 0, tl.load(wanted + shard), 0), start, ordered, BLOCK)
+        tl.debug_barrier()  # other threads of the program have written what one reads below
     for begin in range(0, total, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         entry = shard * rows + tl.load(chosen + start + at, mask=at < total, other=0)
@@ -399,7 +428,6 @@ def assign_kernel(
         new = tl.load(ordered + start + number, mask=at < total, other=0)
         tl.store(entries + target + at, entry, mask=at < total)
         tl.store(new_ids + target + at, new, mask=at < total)
-        tl.store(again + target + at, new, mask=at < total)
         tl.store(lasts + target + at, tl.zeros([BLOCK], tl.int32) + batch, mask=at < total)
         uses = tl.zeros([BLOCK], tl.int32) + 1
         if OCCURRED:

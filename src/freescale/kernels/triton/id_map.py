@@ -17,14 +17,23 @@ the buckets; how ids lie in these does, and nobody sees it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.kernels.reference import id_map as reference
-from freescale.kernels.reference.id_map import Contents, IdMap, Lookup, Missing, Uses
+from freescale.kernels.reference.id_map import IdMap, Missing
+from freescale.kernels.triton.id_map_memory import (
+    Listed,
+    LookedUp,
+    Noted,
+    allocate_choices,
+    allocate_noted,
+    allocate_scratch,
+    pad,
+)
 from freescale.kernels.triton.launch import (
     RowLaunch,
     count_blocks,
@@ -51,30 +60,6 @@ WARPS = 4
 READ = RowLaunch(1024, 1)
 REBUILT = 1 << 22  # entries that are put in at a time
 _LIMIT = 2**31 - 1
-# Rows of a piece of memory begin at multiples of so many items: at other addresses than multiples
-# of 16 bytes, kernels are others.
-_PADDED = 32
-
-
-@dataclass(frozen=True)
-class LookedUp(Lookup):
-    """With memory for `list_missing`. An allocation takes the host as long as a launch."""
-
-    # `number` has a few more words, all 0, for kernels to count their programs in.
-    wanted: Tensor  # [shards] int32, 0
-    claims: Tensor  # [2 n] int32, 0
-    numbers: Tensor  # [n] int32
-    ordered: Tensor  # [n] int64
-
-
-@dataclass(frozen=True)
-class Listed(Missing):
-    """Missing ids of a shard in any order, with memory for `place`: it writes over them, too."""
-
-    # What `Missing` has comes first, and `counts` has a default.
-    ordered: Tensor | None = None  # [n] int64
-    chosen: Tensor | None = None  # [n] int32
-    number: Tensor | None = None  # as in `LookedUp`
 
 
 def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> IdMap:
@@ -96,8 +81,8 @@ def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
 
     found = torch.empty_like(keys)
     _launch(
-        find_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, found, keys.numel(), absent,
-        *_measure(map), num_warps=FIND_WARPS,
+        find_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys, found,
+        keys.numel(), absent, *_measure(map), num_warps=FIND_WARPS,
     )  # fmt: skip
     return found
 
@@ -123,7 +108,7 @@ def read_rows(
 
 def look_up(
     map: IdMap, keys: Tensor, counted: Tensor | None, batch: int, absent: int = -1
-) -> Lookup:
+) -> LookedUp:
     """Finds the keys [n] of a batch, which uses their entries; `absent`, no entry's number, for
     those that have none. An entry counts as used once if one of its keys is `counted` [n] uint8;
     None: all are."""
@@ -136,42 +121,40 @@ def look_up(
     n, device = keys.numel(), keys.device
     if n > _LIMIT // 4:
         raise ValueError(f"up to {_LIMIT // 4} ids can be looked up at a time, not {n}")
-    found = torch.empty(n, dtype=torch.int64, device=device)  # whoever has it keeps nothing else
-    entries, last, count = _allocate(1, n, device)
-    ordered, places, numbers = _allocate(1, n, device)
-    number, wanted, _, claims = torch.zeros(
-        _PADDED + _pad(map.shards) + 2 * n, dtype=torch.int32, device=device
-    ).split([_PADDED, map.shards, _pad(map.shards) - map.shards, 2 * n])
+    # Until the first launch the device waits for the host.
+    found = torch.empty(n, dtype=torch.int64, device=device)
+    uses = allocate_noted(n, 2, device)
+    scratch = allocate_scratch(n, map.shards, device)
     _launch(
-        look_up_kernel, keys, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
-        entries, last, count, places, number, n, absent, batch, *_measure(map),
+        look_up_kernel, n, device, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
+        uses.memory, scratch, pad(map.shards), uses.padded, n, absent, batch, *_measure(map),
         COUNTS=counted is None, num_warps=FIND_WARPS,
     )  # fmt: skip
     if counted is not None:
-        _launch(mark_counted_kernel, keys, BLOCK, map.count, found, counted, n, absent)
-        _launch(count_marked_kernel, keys, BLOCK, map.count, entries, n)
-    uses = Uses(entries[:n], last, count)
-    return LookedUp(found, uses, places, number, wanted, claims, numbers, ordered)
+        _launch(mark_counted_kernel, n, device, BLOCK, map.count, found, counted, n, absent)
+        _launch(count_marked_kernel, n, device, BLOCK, map.count, uses.memory, n)
+    return LookedUp(found, uses, scratch)
 
 
-def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> None:
+def find_again(map: IdMap, keys: Tensor, lookup: LookedUp, absent: int = -1) -> None:
     """Writes the entries of those keys [n] that had none: their ids may have got one."""
     from freescale.kernels.triton.id_map_kernels import find_again_kernel
 
     _launch(
-        find_again_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, lookup.found, lookup.places,
-        lookup.number, *_measure(map), num_warps=FIND_WARPS,
+        find_again_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys,
+        lookup.found, lookup.scratch, pad(map.shards), lookup.uses.padded, *_measure(map),
+        num_warps=FIND_WARPS,
     )  # fmt: skip
 
 
-def swap_uses(map: IdMap, uses: Uses) -> None:
+def swap_uses(map: IdMap, uses: Noted) -> None:
     """Exchanges last uses and counts with those that are noted."""
     from freescale.kernels.triton.id_map_kernels import swap_uses_kernel
 
-    noted = uses.entries, uses.last, uses.count
     _launch(
-        swap_uses_kernel, uses.entries, BLOCK, map.last, map.count, *noted, uses.entries.numel()
-    )
+        swap_uses_kernel, uses.n, uses.memory.device, BLOCK, map.last, map.count, uses.memory,
+        uses.padded, uses.n,
+    )  # fmt: skip
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | None) -> Listed:
@@ -179,32 +162,29 @@ def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | N
     `counted` none is listed."""
     from freescale.kernels.triton.id_choice_kernels import claim_kernel, collect_kernel
 
-    wanted, numbers, number = lookup.wanted, lookup.numbers, lookup.number
-    starts = torch.empty(map.shards, dtype=torch.int64, device=keys.device)
-    if not keys.numel():
-        starts.zero_()
-    listed = lookup.places, number
+    n, device = keys.numel(), keys.device
+    choices = allocate_choices(n, map.shards, device)
+    missing = Listed(n, map.shards, lookup.scratch, choices)
+    memory = missing.scratch, missing.choices, *missing.sizes
     _launch(
-        claim_kernel, keys, BLOCK, keys, counted, *listed, lookup.claims, wanted, numbers, starts,
-        lookup.claims.numel(), map.first_shard, map.shards, COUNTED=counted is not None,
-        SHARD_BLOCK=SHARD_BLOCK,
+        claim_kernel, n, device, BLOCK, keys, counted, *memory, map.first_shard,
+        COUNTED=counted is not None, SHARD_BLOCK=SHARD_BLOCK,
     )  # fmt: skip
-    missing = lookup.claims.view(torch.int64)  # nobody reads the claims any more
-    _launch(collect_kernel, keys, BLOCK, keys, *listed, numbers, starts, missing, map.first_shard)
-    # Nor the numbers.
-    return Listed(missing, wanted, starts, None, lookup.ordered, chosen=numbers, number=number)
+    _launch(collect_kernel, n, device, BLOCK, keys, *memory, map.first_shard)
+    if not n:
+        choices.zero_()
+    return missing
 
 
 def order(map: IdMap, missing: Listed) -> Missing:
     """The same ids, ordered: for whoever reads them before `place`."""
     from freescale.kernels.triton.id_choice_kernels import order_kernel
 
-    assert missing.ordered is not None
-    if missing.ids.numel() and map.shards:
-        with use_device(missing.ids.device):
+    if missing.n and map.shards:
+        with use_device(missing.scratch.device):
             launch_kernel(
-                order_kernel, (map.shards,), missing.ids, missing.wanted, missing.starts,
-                missing.ordered, BLOCK=ORDER_BLOCK, num_warps=1,
+                order_kernel, (map.shards,), missing.scratch, missing.choices, *missing.sizes,
+                BLOCK=ORDER_BLOCK, num_warps=1,
             )  # fmt: skip
     return Missing(missing.ordered, missing.wanted, missing.starts)
 
@@ -225,61 +205,58 @@ def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Ten
 
 def place(
     map: IdMap,
-    missing: Missing,
+    missing: Missing | Listed,
     *,
     batch: int,
     limit: int,
     by_count: bool,
     evicts: bool,
     tell: Callable[[Tensor], None] = lambda sums: None,
-) -> tuple[Contents, Tensor, Tensor]:
+) -> tuple[Noted, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
     (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
     as they are on their way.
 
     Returns:
-        what to swap with the map, its ids once more, and the sums over shards [3]: ids that get an
-        entry, those whose entry held another id, missing ids.
+        what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
+        sums over shards [3]: ids that get an entry, those whose entry held another id, missing ids.
     """
     from freescale.kernels.triton.id_choice_kernels import assign_kernel, choose_kernel
 
-    n, device = missing.ids.numel(), missing.ids.device
-    entries, ids, last, count = _allocate(2, n, device)
-    placed = Contents(entries, last, count, ids)
+    if isinstance(missing, Missing):
+        missing = _list(map, missing)
+    n, device = missing.n, missing.scratch.device
     sums = torch.empty(3, dtype=torch.int64, device=device)
     if not n or not map.shards:
         tell(sums.zero_())
-        return placed, ids, sums
-    if not isinstance(missing, Listed):
-        missing = _add_memory(missing)
-    orders = missing.ordered is not None
-    again = missing.ids if orders else torch.empty_like(missing.ids)
-    ordered = missing.ordered if orders else missing.ids
-    targets, taken, evicted = _allocate(1, map.shards, device)
-    held, chosen = (map.ids, map.last, map.count), missing.chosen
+        return allocate_noted(n, 3, device), missing.ids, sums
+    held, memory = (map.ids, map.last, map.count), (missing.scratch, missing.choices)
     with use_device(device):
         launch_kernel(
-            choose_kernel, (map.shards,), *held, missing.ids, missing.wanted, missing.starts,
-            ordered, chosen, taken, evicted, targets, sums, missing.number, map.rows, limit,
-            ORDERS=orders, BY_COUNT=by_count, EVICTS=evicts, ORDER_BLOCK=ORDER_BLOCK,
-            **_divide(map.rows),
+            choose_kernel, (map.shards,), *held, *memory, sums, *missing.sizes, map.rows, limit,
+            BY_COUNT=by_count, EVICTS=evicts, **_divide(map.rows),
         )  # fmt: skip
         tell(sums)
+        placed = allocate_noted(n, 3, device)
         launch_kernel(
-            assign_kernel, (map.shards,), *held, ordered, missing.counts, chosen, missing.starts,
-            taken, evicted, targets, entries, ids, again, last, count, map.rows, batch,
-            BY_COUNT=by_count, OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK,
-            num_warps=1,
+            assign_kernel, (map.shards,), *held, *memory, missing.counts, placed.memory,
+            *missing.sizes, map.rows, batch, ORDERS=not missing.is_ordered, BY_COUNT=by_count,
+            OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK, num_warps=1,
         )  # fmt: skip
-    return placed, again, sums
+    return placed, missing.ids, sums
 
 
-def _add_memory(missing: Missing) -> Listed:
-    """Of ids that are ordered."""
-    chosen = torch.empty(missing.ids.numel(), dtype=torch.int32, device=missing.ids.device)
-    number = torch.zeros(_PADDED, dtype=torch.int32, device=missing.ids.device)
-    return Listed(**vars(missing), chosen=chosen, number=number)
+def _list(map: IdMap, missing: Missing) -> Listed:
+    """With the memory that kernels need. `missing`: ordered."""
+    n, device = missing.ids.numel(), missing.ids.device
+    scratch = allocate_scratch(n, map.shards, device)
+    choices = allocate_choices(n, map.shards, device)
+    listed = Listed(n, map.shards, scratch, choices, missing.counts, is_ordered=True)
+    listed.wanted.copy_(missing.wanted)
+    listed.starts.copy_(missing.starts)
+    listed.ordered[:n].copy_(missing.ids)
+    return listed
 
 
 def _divide(rows: int) -> dict[str, int | bool]:
@@ -290,20 +267,35 @@ def _divide(rows: int) -> dict[str, int | bool]:
     return {"HELD": True, "BLOCK": block, "num_warps": block // HELD_ROWS_OF_WARP}
 
 
-def swap_contents(map: IdMap, contents: Contents, total: Tensor | None = None) -> None:
+def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Noted:
+    """For `swap_contents`: all [n]."""
+    noted = allocate_noted(entries.numel(), 3, entries.device)
+    parts = (noted.entries, entries), (noted.last, last), (noted.count, count), (noted.ids, ids)
+    for part, values in parts:
+        part.copy_(values)
+    return noted
+
+
+def shorten(contents: Noted, n: int) -> Noted:
+    """The first n of them."""
+    return Noted(contents.memory, n)
+
+
+def swap_contents(
+    map: IdMap, contents: Noted, total: Tensor | None = None, came: Tensor | None = None
+) -> None:
     """Exchanges ids, last uses and counts with those that are noted; the first `total` [1] of
-    them, if it is given."""
+    them, if it is given. Writes the ids that come to `came` [n], if that is."""
     from freescale.kernels.triton.id_map_kernels import put_in_kernel, take_out_kernel
 
-    entries, n = contents.entries, contents.entries.numel()
-    noted = entries, contents.ids, contents.last, contents.count
+    n, memory, device = contents.n, contents.memory, contents.memory.device
     measures = _measure(map)[1:]
     _launch(
-        take_out_kernel, entries, BLOCK, map.words, map.ids, map.last, map.count, *noted, total, n,
-        *measures,
+        take_out_kernel, n, device, BLOCK, map.words, map.ids, map.last, map.count, memory, total,
+        came, contents.padded, n, *measures,
     )  # fmt: skip
     _launch(
-        put_in_kernel, entries, BLOCK, map.words, map.ids, map.last, entries, total, n, 0,
+        put_in_kernel, n, device, BLOCK, map.words, map.ids, map.last, memory, total, n, 0,
         *measures, ALL=False,
     )  # fmt: skip
 
@@ -315,23 +307,10 @@ def rebuild(map: IdMap) -> None:
     map.words.zero_()
     for begin in range(0, map.ids.numel(), REBUILT):
         n = min(REBUILT, map.ids.numel() - begin)
-        part = map.ids[begin : begin + n]
         _launch(
-            put_in_kernel, part, BLOCK, map.words, map.ids, map.last, None, None, n, begin,
-            *_measure(map)[1:], ALL=True,
+            put_in_kernel, n, map.ids.device, BLOCK, map.words, map.ids, map.last, None, None, n,
+            begin, *_measure(map)[1:], ALL=True,
         )  # fmt: skip
-
-
-def _allocate(longs: int, n: int, device: torch.device) -> list[Tensor]:
-    """So many int64 tensors and then two of int32, in one piece of memory, of n items and maybe a
-    few more."""
-    memory = torch.empty(longs + 1, _pad(n), dtype=torch.int64, device=device)
-    *rows, pair = memory.unbind(0)
-    return [*rows, *pair.view(torch.int32).chunk(2)]
-
-
-def _pad(n: int) -> int:
-    return count_blocks(n, _PADDED) * _PADDED
 
 
 def _measure(map: IdMap) -> tuple[int, int, int, int]:
@@ -339,9 +318,13 @@ def _measure(map: IdMap) -> tuple[int, int, int, int]:
     return map.first_shard, map.rows, map.words.shape[1], map.rows.bit_length()
 
 
-def _launch(kernel: Any, items: Tensor, block: int, *arguments: Any, **named: Any) -> None:
-    """A program for each `block` of the items; of none, nothing."""
-    if items.numel():
-        grid = (count_blocks(items.numel(), block),)
-        with use_device(items.device):
-            launch_kernel(kernel, grid, *arguments, BLOCK=block, **{"num_warps": WARPS, **named})
+def _launch(
+    kernel: Any, n: int, device: torch.device, block: int, *arguments: Any, **named: Any
+) -> None:
+    """A program for each `block` of n items; of none, nothing."""
+    if n:
+        with use_device(device):
+            launch_kernel(
+                kernel, (count_blocks(n, block),), *arguments, BLOCK=block,
+                **{"num_warps": WARPS, **named},
+            )  # fmt: skip
