@@ -278,7 +278,8 @@ def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Noted:
 
 def shorten(contents: Noted, n: int) -> Noted:
     """The first n of them."""
-    return Noted(contents.memory, n)
+    # While launches are recorded, numbers of the device are any: as of a slice, they do not matter.
+    return Noted(contents.memory, min(max(n, 0), contents.n))
 
 
 def swap_contents(
