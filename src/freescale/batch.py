@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.packed import Packed
+from freescale.packed import Packed, find_bounds
 from freescale.sequences import HostSizes, Jagged, Nested, compute_offsets, concat_ranges
 
 __all__ = [
@@ -210,6 +210,18 @@ class SequenceBatch:
     def packed(self) -> Tensor | None:
         """The buffer ([bytes] uint8) that all tensors are views of; None if there is none."""
         return None if self.packing is None else self.packing.buffer
+
+    def find_bounds(self, values: Tensor) -> tuple[int, int]:
+        """(least, greatest) of a tensor of integers on the host. Of one of this batch they may be
+        known already: a batch holds millions of ids, and whoever made it had more time."""
+        packing = self.packing
+        if packing is not None and packing.bounds is not None:
+            for tensor, known in zip(self.tensors(), packing.bounds, strict=True):
+                if tensor is values and known is not None:
+                    return known
+        (found,) = find_bounds([values])
+        assert found is not None
+        return found
 
     def pack(self, pin: bool = False) -> SequenceBatch:
         """The same batch, on the host, with all tensors in one buffer."""

@@ -59,6 +59,19 @@ class Layout:
         return [distinct[i] for i in self.order]
 
 
+Bounds = tuple[tuple[int, int] | None, ...]
+
+
+def find_bounds(tensors: Sequence[Tensor]) -> Bounds:
+    """(least, greatest) of each tensor of integers on the host that holds any; None for others."""
+    found: list[tuple[int, int] | None] = []
+    for tensor in tensors:
+        some = tensor.numel() and tensor.dtype in (torch.int64, torch.int32)
+        host = tensor.numpy() if some else None  # torch would wake its threads for it
+        found.append(None if host is None else (int(host.min()), int(host.max())))
+    return tuple(found)
+
+
 class Lease(Protocol):
     """Memory that its owner uses again, once the tensors in it are gone."""
 
@@ -73,6 +86,7 @@ class Packed:
     buffer: Tensor  # [bytes] uint8
     layout: Layout
     lease: Lease | None = field(default=None, compare=False)
+    bounds: Bounds | None = None  # of its tensors, if whoever packed them has looked
 
     @staticmethod
     def of(tensors: Sequence[Tensor], pin: bool = False) -> Packed:

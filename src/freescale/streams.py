@@ -6,6 +6,8 @@ hundred times in a step, by threads that take the interpreter from the one that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,3 +62,24 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A stream of its own. A negative `priority` goes before the default streams' work."""
     stream: torch.cuda.Stream = _stream(device, priority=priority)
     return stream
+
+
+class InTurn:
+    """Work on tensors of a device that several threads and streams share: the device does it in the
+    order of the calls. The caller sees to it that there is one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reached = record_event_on(device)  # the last work; None on a CPU
+
+    @contextmanager
+    def __call__(self, *tensors: torch.Tensor) -> Iterator[None]:
+        """The current stream goes on after the last work; the next one after this. `tensors`: made
+        on another stream, maybe."""
+        if self._reached is not None:
+            stream = current_stream(self._device)
+            stream.wait_event(self._reached)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+        yield
+        self._reached = record_event_on(self._device)

@@ -3,13 +3,15 @@ the device."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers.cache_copies import check_copies
 from helpers.gpu_training import train
 
 import freescale
-from freescale.embedding.host_tables import copies
+from freescale.embedding.host_tables import copies, homes
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.pipeline.staged import Staged
 from freescale.transport.local import LocalTransport
@@ -24,10 +26,13 @@ def bytes_of(rows, optimizer, dtype, width=8):
     return rows * dtype.itemsize * (width + sum(torch.Size(shape).numel() for shape in shapes))
 
 
+@pytest.mark.parametrize("pinned", [True, False], ids=["by the GPU", "by the host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # Triton's kernels, plain torch's
 @pytest.mark.parametrize("optimizer", ROW_OPTIMIZERS)
-def test_bit_equal_to_tables_on_the_device(optimizer, dtype, tmp_path, monkeypatch):
+def test_bit_equal_to_tables_on_the_device(optimizer, dtype, pinned, tmp_path, monkeypatch):
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 4096)  # many pieces
+    if not pinned:
+        monkeypatch.setattr(homes.Home, "pin", lambda home: "not in this test")
     options = {"optimizer": optimizer, "dtype": dtype, "items": ITEMS}
     losses, expected = train(LocalTransport("cuda"), "serial", **options)
     cache = bytes_of(1250, optimizer, dtype)
@@ -38,7 +43,9 @@ def test_bit_equal_to_tables_on_the_device(optimizer, dtype, tmp_path, monkeypat
         ("staged", freescale.Disk(str(tmp_path), cache)),
     ):
         placement = {"item": tier, "action": "sharded"}
-        found, own = train(LocalTransport("cuda"), schedule, placement=placement, **options)
+        refused = not pinned and isinstance(tier, freescale.Host)
+        with pytest.warns(UserWarning, match="not in this test") if refused else nullcontext():
+            found, own = train(LocalTransport("cuda"), schedule, placement=placement, **options)
         assert found == losses
         assert [name for name in expected if not torch.equal(own[name], expected[name])] == []
 
@@ -47,6 +54,16 @@ def test_bit_equal_to_tables_on_the_device(optimizer, dtype, tmp_path, monkeypat
 def test_copies_in_pieces(shape, monkeypatch):
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
     check_copies(copies.PinnedCopies(7 * 4), shape, "cuda")
+
+
+def test_memory_is_pinned_for_as_long_as_its_home_lives():
+    tensor = torch.zeros(1 << 20)
+    home = homes.Home({"rows": tensor, "none": torch.zeros(0)})
+    assert home.pin() == "" and tensor.is_pinned()
+    again = homes.Home({"other": torch.zeros(1 << 20), "rows": tensor})
+    assert "already" in again.pin() and not again.tensors["other"].is_pinned()
+    del home
+    assert not tensor.is_pinned()
 
 
 def test_a_table_that_does_not_fit_goes_to_the_host(monkeypatch):

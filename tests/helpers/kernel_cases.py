@@ -16,6 +16,7 @@ from freescale.bench.kernels import jagged, triton_jagged
 from freescale.embedding.layout import choose_stride, spread_ids
 from freescale.kernels.reference import row_sums, row_updates, rows, unique
 from freescale.kernels.row_gradients import RowGradients
+from freescale.kernels.triton import row_copies
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
 from freescale.kernels.triton import rows as triton_rows
@@ -418,6 +419,30 @@ def masks(name, device="cpu"):
     }
 
 
+def copies(width, device):
+    """Rows copied between a table on the device and one on the host, both ways: more than the
+    programs copy at a time, one, and none. Bits that are no number keep their payload."""
+    torch.manual_seed(0)
+    programs, row_copies.PROGRAMS = row_copies.PROGRAMS, 3
+    own = torch.randn(900, width, device=device)
+    host = torch.randn(900, width, pin_memory=device == "cuda")
+    for table in (own, host):
+        table[::7] = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)
+    found = {}
+    for count in (0, 1, 700):
+        for to, source in ((own, host), (host, own)):
+            to_rows, numbers = (torch.randperm(900, device=device)[:count] for _ in range(2))
+            expected = to.clone()
+            expected[to_rows.to(to.device)] = source[numbers.to(source.device)].to(to.device)
+            row_copies.copy_rows(to, to_rows, source, numbers)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            same = torch.equal(to.view(torch.int32), expected.view(torch.int32))
+            found[f"{count} rows, {to.device} from {source.device}"] = same
+    row_copies.PROGRAMS = programs
+    return found
+
+
 WIDTHS = (1, 12, 128)
 JAGGED = {
     name: lambda device, case=case: moves(*case, device=device) for name, case in MOVES.items()
@@ -438,6 +463,7 @@ ROWS = {
         for width in ((12, 128) if name == "adam" else (12,))
         if name != "rowwise_adagrad"
     },
+    **{f"copies {width}": lambda device, w=width: copies(w, device) for width in WIDTHS},
     "left gradients": lambda device: left_gradients(12, device),
     "spread ids": spreads,
     **{f"unique, {name}": lambda device, n=name: deduplicated(n, device) for name in KEYS},

@@ -370,5 +370,5 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(copies.torch, "empty", refuse)
-    with pytest.raises(ValueError, match="128 MiB of pinned host memory cannot be had .*ulimit -l"):
+    with pytest.raises(ValueError, match="256 MiB of pinned host memory cannot be had .*ulimit -l"):
         copies.PinnedCopies(1024)

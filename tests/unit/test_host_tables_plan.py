@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,8 +39,8 @@ class PlainCache:
         return bring, leave
 
 
-def ascending(rows) -> np.ndarray:
-    return np.array(sorted(rows), dtype=np.int64)
+def ascending(rows) -> torch.Tensor:
+    return torch.tensor(sorted(rows), dtype=torch.int64)
 
 
 @settings(max_examples=120, deadline=None)
@@ -48,13 +48,14 @@ def ascending(rows) -> np.ndarray:
 def test_same_decisions_as_the_plain_cache(batches, slots, look):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "_LEAST_LOOK", look)
+        patch.setattr(plan_module, "_LOOKS", look)
         compare_with_plain(batches, slots)
 
 
 def compare_with_plain(batches, slots):
     contents, plain, memory = CacheContents.make(ROWS, slots), PlainCache(slots), {}
     for batch, wanted in enumerate(batches):
-        before = contents.slot_of.copy(), contents.row_of.copy(), contents.last_use.copy()
+        before = contents.slot_of.clone(), contents.row_of.clone(), contents.last_use.clone()
         try:
             bring, leave = plain.plan(wanted, batch)
         except CacheTooSmall as expected:
@@ -64,7 +65,7 @@ def compare_with_plain(batches, slots):
             return
         plan = plan_cache(contents, ascending(wanted), batch)
         now = contents.slot_of, contents.row_of, contents.last_use
-        assert all(np.array_equal(a, b) for a, b in zip(before, now, strict=True))  # pure
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))  # pure
         assert (plan.bring.tolist(), plan.leave.tolist()) == (bring, leave)
         assert plan.into[: len(leave)].tolist() == contents.slot_of[plan.leave].tolist()
         contents.apply(plan)
@@ -81,7 +82,7 @@ def test_rows_of_three_batches_stay():
     for batch in range(3):
         plan = plan_cache(contents, ascending([2 * batch, 2 * batch + 1]), batch)
         contents.apply(plan)
-        assert plan.leave.size == 0
+        assert plan.leave.numel() == 0
     plan = plan_cache(contents, ascending([10, 11]), 3)
     assert plan.leave.tolist() == [0, 1]
     with pytest.raises(CacheTooSmall, match="3 consecutive batches read 7 rows"):
@@ -92,6 +93,6 @@ def test_the_queue_stays_small_without_evictions():
     contents = CacheContents.make(10, 10)
     for batch in range(200):
         contents.apply(plan_cache(contents, ascending([batch % 10, (batch + 3) % 10]), batch))
-        assert sum(used.rows.size for used in contents.queue) <= 2 * contents.slots + 2
+        assert sum(used.rows.numel() for used in contents.queue) <= 2 * contents.slots + 2
     # and what it forgot was old: the row that goes first is still the oldest one
     assert contents.find_oldest(1, ascending([]), 200).rows.tolist() == [3]

@@ -17,8 +17,11 @@ def way(request, monkeypatch):
         assert row_copies.fits(torch.zeros(1))
 
 
-# rows of a few bytes, of no multiple of 16, and so many that several threads copy
-@pytest.mark.parametrize("shape", [(50, 3), (50, 1), (50,), (9000, 129), (4000, 4, 33)])
+# rows of a few bytes, of no multiple of 16, so many that several threads copy, and so many that
+# they are written past the caches where a processor can: aligned rows, and others
+@pytest.mark.parametrize(
+    "shape", [(50, 3), (50, 1), (50,), (9000, 129), (4000, 4, 33), (70_000, 8, 8), (70_000, 65)]
+)
 @pytest.mark.parametrize("threads", [1, 3, 100])
 def test_equals_indexing(shape, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

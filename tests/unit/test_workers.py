@@ -50,6 +50,20 @@ def are_equal(batch: SequenceBatch, other: SequenceBatch) -> bool:
     )
 
 
+def test_workers_know_the_bounds_of_ids(histories):
+    """They are those of the values; nobody reads these again."""
+    with WorkerLoader(Histories(histories, 8, negatives=5), 1) as loader:
+        loader.wait_until_up()
+        batch = next(loader)
+    for name in ("history", "targets", "negatives"):
+        values = batch.values(name)
+        assert batch.find_bounds(values) == (int(values.min()), int(values.max()))
+        assert batch.find_bounds(values.clone()) == (int(values.min()), int(values.max()))
+    values.fill_(7)
+    assert batch.find_bounds(values) != (7, 7) == batch.find_bounds(values.clone())
+    assert batch.map(torch.clone).find_bounds(values) == (7, 7)
+
+
 def test_workers_make_the_batches_that_the_source_makes(histories):
     """From the middle of a run; all are kept, more than there are slots for."""
     options = {"negatives": 5, "negatives_per": "batch", "in_batch_share": 0.4, "epochs": 4}

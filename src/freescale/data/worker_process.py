@@ -21,7 +21,7 @@ import torch
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import describe_schema
 from freescale.data.arena import Arena
-from freescale.packed import Layout
+from freescale.packed import Bounds, Layout, find_bounds
 from freescale.worker_server import MOST_WORKERS, RECORD, Record
 
 _SHARED = 2  # file descriptors that all workers get: the arena, the pickled source
@@ -48,6 +48,7 @@ class Made:
     schema: str  # of batch_codec
     layout: Layout
     spans: dict[str, int]  # of sequences that know theirs
+    bounds: Bounds
     message: bytes | None = None  # the buffer itself, if it is larger than a slot
 
 
@@ -157,7 +158,8 @@ def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> Made:
     layout.write(tensors, buffer)
     spans = {name: part.span for name, part in batch.sequences.items() if part.span is not None}
     message = buffer.numpy().tobytes() if large else None
-    return Made(number, slot, describe_schema(batch), layout, spans, message)
+    bounds = find_bounds(tensors)
+    return Made(number, slot, describe_schema(batch), layout, spans, bounds, message)
 
 
 def _pickle_error(error: BaseException) -> bytes:

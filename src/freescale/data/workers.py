@@ -248,7 +248,8 @@ class _Worker:
         if made.message is not None:  # too large for a slot
             buffer = torch.frombuffer(bytearray(made.message), dtype=torch.uint8)
             self._give(made.slot, needed)
-            return replace(like.with_packing(Packed(buffer, made.layout)), number=made.number)
+            packing = Packed(buffer, made.layout, bounds=made.bounds)
+            return replace(like.with_packing(packing), number=made.number)
         view = self._arena.view(made.slot)[: made.layout.size]
         buffer, lease = torch.from_numpy(view), None
         if self._lent:
@@ -257,7 +258,7 @@ class _Worker:
         else:  # its last slot: whoever keeps all these batches must not stop it
             buffer = buffer.clone()
             self._give(made.slot, needed)
-        packing = Packed(buffer, made.layout, lease)
+        packing = Packed(buffer, made.layout, lease, made.bounds)
         return replace(like.with_packing(packing), number=made.number)
 
     def _reclaim(self, needed: int) -> None:

@@ -317,8 +317,7 @@ class Tables:
                     )
                 if not ids.numel() or spec.dynamic is not None:
                     continue
-                host = ids.numpy()  # torch would wake its threads for it
-                low, high = int(host.min()), int(host.max())
+                low, high = batch.find_bounds(ids)
                 if low < 0 or high >= spec.rows:
                     bad = low if low < 0 else high
                     raise ValueError(

@@ -26,7 +26,7 @@ from freescale.kernels import dispatch
 from freescale.kernels.reference.id_map import IdMap
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton import id_map as triton_id_map
-from freescale.kernels.triton import row_exchange
+from freescale.kernels.triton import row_copies, row_exchange
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton.compile import compile_recorded
 from freescale.train.build import build_module, build_row_optimizer, parse_tables
@@ -144,6 +144,9 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     for step in (1, 10**9):  # Adam's correction is computed in two ways
         for rows in (numbers, numbers.to(torch.int32)):  # of other ranks; of a copy on one rank
             optimizer.update(weight, state, rows, gradients, step=step, factor=0.5)
+    if "host" in train.placement:
+        for table in (weight, *state.values()):
+            row_copies.copy_rows(table, numbers[:ITEMS], table.clone(), numbers[:ITEMS])
 
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:

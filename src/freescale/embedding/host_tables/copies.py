@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.host_tables.plan import Numbers
 from freescale.kernels.native import row_copies
-from freescale.kernels.upload import upload
+from freescale.kernels.triton import row_copies as triton_row_copies
 from freescale.streams import record_event
 from freescale.transport.threads import wait_for_event
 
-_BUFFER_BYTES = 16 << 20  # pinned, of each of the buffers that are used in turn
-_BUFFERS = 8
+# Pinned, of each of the buffers that are used in turn. To start the threads of a copy takes some
+# tenths of a millisecond, in which one of them could copy megabytes: pieces are large.
+_BUFFER_BYTES = 64 << 20
+_BUFFERS = 4
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (home, cache): rows, and each tensor of their state
 
@@ -26,11 +26,14 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # (home, cache): rows, and each tensor 
 class Moved:
     """Rows of the home, and their slots in the cache."""
 
-    rows: Numbers  # [n]
-    slots: Numbers  # [n]
+    rows: Tensor  # [n] on the device of the cache, as the slots
+    slots: Tensor  # [n]
 
 
-NOTHING = Moved(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+def move_nothing(device: torch.device) -> Moved:
+    """No rows."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return Moved(none, none)
 
 
 class Copies(Protocol):
@@ -38,8 +41,10 @@ class Copies(Protocol):
 
     def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
         """home[down.rows] = cache[down.slots], then cache[up.slots] = home[up.rows]. No row is in
-        both. Cache and home may be used in the order of the current stream, the home by the host
-        from the return on."""
+        both. Cache and home may be used in the order of the current stream."""
+
+    def settle(self) -> None:
+        """From the return on the host may use the home."""
 
 
 class HostCopies:
@@ -51,11 +56,14 @@ class HostCopies:
         for home, cache in pairs:
             self.bring(home, up.rows, cache, up.slots)
 
-    def bring(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        copy_rows(cache, torch.from_numpy(slots), home, torch.from_numpy(rows))
+    def settle(self) -> None:
+        """It may at any time."""
 
-    def send(self, home: Tensor, rows: Numbers, cache: Tensor, slots: Numbers) -> None:
-        copy_rows(home, torch.from_numpy(rows), cache, torch.from_numpy(slots))
+    def bring(self, home: Tensor, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+        copy_rows(cache, slots, home, rows)
+
+    def send(self, home: Tensor, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+        copy_rows(home, rows, cache, slots)
 
 
 def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor | None) -> None:
@@ -68,6 +76,24 @@ def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor |
         to[: len(found)] = found
     else:
         to.index_copy_(0, to_rows, found)
+
+
+class DirectCopies:
+    """Of a cache on a GPU and a home that is pinned: the GPU reads and writes it."""
+
+    def __init__(self) -> None:
+        self._moved: torch.cuda.Event | None = None  # the last copies are done
+
+    def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
+        for home, cache in pairs:
+            triton_row_copies.copy_rows(home, down.rows, cache, down.slots)
+        for home, cache in pairs:
+            triton_row_copies.copy_rows(cache, up.slots, home, up.rows)
+        self._moved = record_event(blocking=True)
+
+    def settle(self) -> None:
+        if self._moved is not None:
+            wait_for_event(self._moved)
 
 
 class _Buffer:
@@ -112,6 +138,9 @@ class PinnedCopies:
         self._used = 0  # buffers, so far
 
     def move(self, pairs: Pairs, down: Moved, up: Moved) -> None:
+        rows = torch.cat([down.rows, up.rows]).cpu()
+        down = Moved(rows[: down.rows.numel()], down.slots)
+        up = Moved(rows[down.rows.numel() :], up.slots)
         # Rows on their way down occupy buffers until somebody needs these, or the end: meanwhile
         # the host gathers those that go up.
         for home, cache, rows, slots in self._split(pairs, down):
@@ -131,6 +160,9 @@ class PinnedCopies:
             if buffer.stores is not None:
                 buffer.finish()
 
+    def settle(self) -> None:
+        """It may from the return of `move` on."""
+
     def _take_buffer(self) -> _Buffer:
         """The buffer that was used longest ago, free."""
         buffer = self._buffers[self._used % len(self._buffers)]
@@ -139,14 +171,10 @@ class PinnedCopies:
         return buffer
 
     def _split(self, pairs: Pairs, moved: Moved) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """(home, cache, rows, slots on the cache's device) of one piece after another."""
-        if not moved.rows.size:
-            return
-        rows = torch.from_numpy(np.ascontiguousarray(moved.rows))
-        slots = upload(moved.slots, pairs[0][1].device)
+        """(home, cache, rows on the host, slots) of one piece after another."""
         for home, cache in pairs:
             width = torch.Size(home.shape[1:]).numel() * home.element_size()
             most = max(1, self._buffers[0].bytes.numel() // width)
-            for at in range(0, rows.numel(), most):
+            for at in range(0, moved.rows.numel(), most):
                 part = slice(at, at + most)
-                yield home, cache, rows[part], slots[part]
+                yield home, cache, moved.rows[part], moved.slots[part]

@@ -6,18 +6,21 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.embedding.host_tables.plan import Numbers
 from freescale.embedding.host_tables.tiers import Disk, Tier, format_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
+Numbers = NDArray[np.int64]
 
 
 class Home:
@@ -26,8 +29,35 @@ class Home:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors  # by name, [rows, ...]
 
-    def expect(self, *rows: Numbers) -> None:
+    def expect(self, *rows: Tensor) -> None:
         """These rows, each [n], will be read or written soon."""
+
+    def pin(self) -> str:
+        """Lets GPUs read and write it themselves, for as long as this object lives. Returns why
+        not, in words; "" if they can."""
+        calls = _get_runtime()
+        pinned: list[int] = []
+        weakref.finalize(self, _unpin, pinned).atexit = False  # a process that ends needs none
+        for tensor in self.tensors.values():
+            if not tensor.numel():
+                continue
+            error = calls.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+            if int(error) != 0:
+                _unpin(pinned)
+                return str(calls.cudaGetErrorString(error))
+            pinned.append(tensor.data_ptr())
+        return ""
+
+
+def _unpin(addresses: list[int]) -> None:
+    calls = _get_runtime()
+    while addresses:
+        calls.cudaHostUnregister(addresses.pop())
+
+
+def _get_runtime() -> Any:
+    cuda: Any = torch.cuda  # torch does not annotate it
+    return cuda.cudart()
 
 
 class MappedHome(Home):
@@ -37,16 +67,19 @@ class MappedHome(Home):
         super().__init__(tensors)
         self._mapped = mapped
 
-    def expect(self, *rows: Numbers) -> None:
+    def expect(self, *rows: Tensor) -> None:
         """The disk gets all of their pages to read at once. Whoever touches one page after the
         other waits for each."""
-        offset, ordered = 0, np.sort(np.concatenate(rows))
+        offset, ordered = 0, np.sort(torch.cat(rows).cpu().numpy())
         for tensor in self.tensors.values():
             width = tensor.nbytes // max(1, tensor.shape[0])
             for first, last in find_pages(ordered, offset, width):
                 size = (last + 1 - first) * mmap.PAGESIZE
                 self._mapped.madvise(mmap.MADV_WILLNEED, first * mmap.PAGESIZE, size)
             offset += tensor.nbytes
+
+    def pin(self) -> str:
+        return "it is a file"
 
 
 def find_pages(rows: Numbers, offset: int, width: int) -> list[tuple[int, int]]:

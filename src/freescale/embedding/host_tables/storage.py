@@ -12,18 +12,19 @@ same batches make the same decisions.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from freescale.embedding.host_tables.copies import (
-    NOTHING,
     Copies,
+    DirectCopies,
     HostCopies,
     Moved,
     PinnedCopies,
+    move_nothing,
 )
 from freescale.embedding.host_tables.homes import open_home
 from freescale.embedding.host_tables.plan import (
@@ -31,12 +32,14 @@ from freescale.embedding.host_tables.plan import (
     CacheContents,
     CachePlan,
     CacheTooSmall,
+    UsedRows,
     plan_cache,
 )
-from freescale.embedding.host_tables.tiers import Tier, format_bytes
+from freescale.embedding.host_tables.tiers import Host, Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage import Recorder, RowStorage, TableRange
-from freescale.kernels.upload import upload
+from freescale.kernels.dispatch import has_triton
+from freescale.streams import InTurn
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
 
@@ -97,24 +100,42 @@ class CachedStorage(RowStorage):
         self._home = open_home(tier, shapes, spec.dtype, self._about)
         self._copies: Copies = HostCopies()
         if device.type == "cuda":
-            self._copies = PinnedCopies(spec.bytes_per_row)
+            self._copies = self._open_copies(tier, spec.bytes_per_row)
             self.chunk_rows = max(self.chunk_rows, _CHUNK_BYTES // spec.bytes_per_row)
         self.weight, self.state = self._allocate(slots, device)
         # Rows in the slots, for the marks of changed rows; the last one is that of slot -1.
         self._rows = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
-        self.contents = CacheContents.make(size, slots)
+        self.contents = CacheContents.make(size, slots, device)
         self._batches = 0  # that were made resident
-        self._newer = np.zeros(slots, dtype=np.bool_)  # slots that may be newer than the home
+        # slots that may be newer than the home
+        self._newer = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._in_turn = InTurn(device)
+        # What the last plan read: a device may still be at it, in the order of another stream than
+        # the one whose memory it is.
+        self._read: list[UsedRows] = []
         self._updated = False  # since all of them were written back
         self.traffic = CacheTraffic(0, 0, 0, 0)  # of the last batch
+
+    def _open_copies(self, tier: Tier, widest_row: int) -> Copies:
+        """Between a GPU and its host."""
+        if isinstance(tier, Host):
+            reason = self._home.pin() if has_triton() else "there is no Triton"
+            if not reason:
+                return DirectCopies()
+            warnings.warn(
+                f"{self._about}: the GPU cannot reach its rows in host memory ({reason}): the "
+                "host's cores copy them, through buffers",
+                stacklevel=2,
+            )
+        return PinnedCopies(widest_row)
 
     # ---- every step
 
     def make_resident(
         self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
     ) -> Tensor:
-        """Waits for the device, which has to tell the rows."""
-        with ledger.span("make resident"):
+        """Waits for the device, which plans: the host has to know which rows it copies."""
+        with ledger.span("make resident"), self._in_turn():
             slots = self._make_resident(rows)
         for name, value in vars(self.traffic).items():
             ledger.count(f"cache_{name}", value)
@@ -122,30 +143,30 @@ class CachedStorage(RowStorage):
 
     def _make_resident(self, rows: Tensor) -> Tensor:
         unique, inverse = torch.unique(rows, return_inverse=True)
+        self._read.clear()
         try:
-            plan = plan_cache(self.contents, unique.cpu().numpy().astype(np.int64), self._batches)
+            plan = plan_cache(self.contents, unique.long(), self._batches)
         except CacheTooSmall as error:
             raise self._explain(error) from None
-        out_of = plan.into[: plan.leave.size]
-        newer = self._newer[out_of]
-        leave = plan.leave[newer]
+        out_of = plan.into[: plan.leave.numel()]
+        newer = self._newer.index_select(0, out_of).nonzero().view(-1)
+        leave = plan.leave.index_select(0, newer)
         self._home.expect(leave, plan.bring)
-        self._move(Moved(leave, out_of[newer]), Moved(plan.bring, plan.into))
+        self._move(Moved(leave, out_of.index_select(0, newer)), Moved(plan.bring, plan.into))
         self._adopt(plan)
         self.traffic = CacheTraffic(
-            plan.wanted.size,
-            plan.bring.size,
-            plan.bring.size * self._bytes_per_row,
-            int(newer.sum()) * self._bytes_per_row,
+            plan.wanted.numel(),
+            plan.bring.numel(),
+            plan.bring.numel() * self._bytes_per_row,
+            leave.numel() * self._bytes_per_row,
         )
-        slots = upload(plan.slots, rows.device).to(rows.dtype)
-        return slots.index_select(0, inverse)
+        return plan.slots.to(rows.dtype).index_select(0, inverse)
 
     def _adopt(self, plan: CachePlan) -> None:
-        device = self._rows.device
-        self._rows.index_copy_(0, upload(plan.into, device), upload(plan.bring, device))
+        self._rows.index_copy_(0, plan.into, plan.bring)
+        self._read.extend(self.contents.queue)
         self.contents.apply(plan)
-        self._newer[plan.slots] = True  # they are trained
+        self._newer.index_fill_(0, plan.slots, True)  # they are trained
         self._batches += 1
 
     def _explain(self, error: CacheTooSmall) -> CacheTooSmall:
@@ -182,17 +203,22 @@ class CachedStorage(RowStorage):
         return {key: value[part] for key, value in self._home.tensors.items()}
 
     def _write_back(self) -> None:
-        """Afterwards the home has every update made so far."""
-        if not self._updated:
-            return
-        self._updated = False
-        slots = self._newer.nonzero()[0]
-        self._move(Moved(self.contents.row_of[slots], slots), NOTHING)
-        # Those of the last batches are on their way through steps, and change again.
-        self._newer &= self.contents.last_use >= self._batches - PINNED
+        """Afterwards the home has every update made so far, and the host may use it."""
+        if self._updated:
+            self._updated = False
+            with self._in_turn():
+                slots = self._newer.nonzero().view(-1)
+                rows = self.contents.row_of.index_select(0, slots)
+                self._move(Moved(rows, slots), move_nothing(rows.device))
+                # Those of the last batches are on their way through steps, and change again.
+                self._newer &= self.contents.last_use >= self._batches - PINNED
+        self._copies.settle()
 
     def reload(self) -> None:
         """The home was written to: the cache takes its rows."""
         self._updated = False
-        slots = np.arange(self.contents.filled)
-        self._move(NOTHING, Moved(self.contents.row_of[: slots.size].copy(), slots))
+        filled = self.contents.filled
+        with self._in_turn():
+            slots = torch.arange(filled, device=self._rows.device)
+            self._move(move_nothing(slots.device), Moved(self.contents.row_of[:filled], slots))
+        self._copies.settle()
