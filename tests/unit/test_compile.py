@@ -17,7 +17,8 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.kernels.triton import launch
 from freescale.kernels.triton.compile import compile_versions, find_versions
 from freescale.kernels.triton.compile_worker import Version, settle_keys
-from freescale.kernels.triton.launch import Block, launch_kernel, record_launches
+from freescale.kernels.triton.launch import launch_kernel, record_launches
+from freescale.kernels.triton.launch_plan import Block
 from freescale.ledger.compilations import describe_source, watch_compilations
 from freescale.random import derive
 from freescale.train.build import build_model, build_module
