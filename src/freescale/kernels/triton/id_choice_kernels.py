@@ -6,6 +6,8 @@ A shard decides for itself, so that a program for each needs no other: it looks 
 ends as soon as a bound has the right number of entries below it: after as many steps as the number
 of equal entries has bits, and a few. A shard of few rows is read once and walked through in
 registers: HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
+
+Sums over all shards are those of the last program that is through: no kernel is launched for them.
 """
 
 # mypy: ignore-errors

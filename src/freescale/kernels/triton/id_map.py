@@ -3,8 +3,9 @@
 
     look up    every id of a batch: its bucket, one sector, and the entry it names, another one; in
                the same pass last uses and counts of those that have a row, and a list of the others
-    missing    these, each once, by shard and ascending; without a sort of the batch
-    place      a program for a shard looks for as many entries as its missing ids want
+    missing    these, each once, by shard; without a sort of the batch
+    place      a program for a shard looks for as many entries as its missing ids want; another one
+               gives them these, in order
     swap       ids out of the buckets, entries exchanged, ids into the buckets
 
     read       ids are looked up and their rows gathered, in one pass
