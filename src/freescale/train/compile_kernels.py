@@ -144,7 +144,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     for step in (1, 10**9):  # Adam's correction is computed in two ways
         for rows in (numbers, numbers.to(torch.int32)):  # of other ranks; of a copy on one rank
             optimizer.update(weight, state, rows, gradients, step=step, factor=0.5)
-    if "host" in train.placement:
+    if "direct" in train.placement:
         for table in (weight, *state.values()):
             row_copies.copy_rows(table, numbers[:ITEMS], table.clone(), numbers[:ITEMS])
 
