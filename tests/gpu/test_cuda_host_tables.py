@@ -26,7 +26,7 @@ def bytes_of(rows, optimizer, dtype, width=8):
     return rows * dtype.itemsize * (width + sum(torch.Size(shape).numel() for shape in shapes))
 
 
-@pytest.mark.parametrize("pinned", [True, False], ids=["by the GPU", "by the host"])
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "not pinned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # Triton's kernels, plain torch's
 @pytest.mark.parametrize("optimizer", ROW_OPTIMIZERS)
 def test_bit_equal_to_tables_on_the_device(optimizer, dtype, pinned, tmp_path, monkeypatch):
@@ -37,13 +37,15 @@ def test_bit_equal_to_tables_on_the_device(optimizer, dtype, pinned, tmp_path, m
     losses, expected = train(LocalTransport("cuda"), "serial", **options)
     cache = bytes_of(1250, optimizer, dtype)
     for schedule, tier in (
-        ("serial", freescale.Host(cache)),
+        ("serial", freescale.Host(cache, direct=True)),
         (Staged, freescale.Host(cache)),
-        ("staged", freescale.Host(cache)),  # of one rank: single.py
+        (Staged, freescale.Host(cache, direct=True)),
+        ("staged", freescale.Host(cache, direct=True)),  # of one rank: single.py
+        ("staged", freescale.Host(cache)),
         ("staged", freescale.Disk(str(tmp_path), cache)),
     ):
         placement = {"item": tier, "action": "sharded"}
-        refused = not pinned and isinstance(tier, freescale.Host)
+        refused = not pinned and isinstance(tier, freescale.Host) and tier.direct
         with pytest.warns(UserWarning, match="not in this test") if refused else nullcontext():
             found, own = train(LocalTransport("cuda"), schedule, placement=placement, **options)
         assert found == losses

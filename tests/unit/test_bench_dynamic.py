@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from freescale.batch import Jagged, SequenceBatch
+from freescale.bench.common.results import make_claims
 from freescale.bench.dynamic.step import (
     ARMS,
+    ASKED,
     FAR,
     choose_setting,
     collect_figures,
+    join_ranks,
     make_dynamic,
     renew_ids,
 )
 from freescale.config import DataConfig, RunConfig, TrainConfig
+from freescale.embedding.dynamic_rules import Dynamic
+
+MS = 10**6  # nanoseconds
 
 
 def test_a_tenth_of_the_ids_is_new_in_every_batch():
@@ -48,17 +54,39 @@ def test_dynamic_arms_have_as_many_rows_as_the_static_one():
 
 
 def test_arms_are_compared_window_by_window():
-    def row(arm, windows, exposed, waited):
-        spread = {"exposed_ms": {"median": exposed}, "waited_for_lanes_ms": {"median": waited}}
-        return {"arm": arm, "windows_ms": windows, "step_ms": {"median": 10.0}, **spread}
+    def row(arm, windows, exposed):
+        medians = {"step_ms": {"median": 10.0}, "exposed_and_lanes_ms": {"median": exposed}}
+        return {"arm": arm, "windows_ms": windows, **medians}
 
     rows = [
-        row("static", [10.0, 20.0, 10.0], 1.0, 0.5),
-        row("device map", [11.0, 22.0, 30.0], 1.0, 0.6),
+        row("static", [10.0, 20.0, 10.0], 0.5),
+        row("device map", [11.0, 22.0, 30.0], 0.6),
+        row("host map", [12.0, 24.0, 30.0], 0.8),
     ]
     figures = collect_figures(rows)
     assert figures["device map"] == pytest.approx(1.1)
     assert figures["device map exposed"] == pytest.approx(1.0)
+    # what is claimed is what users get
+    claims = [claim["measured"] for claim in make_claims(ASKED, figures)]
+    assert Dynamic(1).map == "host" and claims == pytest.approx([1.2, 3.0])
+
+
+def test_waits_of_a_step_are_exposed_the_lanes_own_or_for_late_ranks():
+    """Two ranks, in milliseconds: the second one arrives late at a collective of its lane, which
+    takes a while; then both lanes work on alone."""
+
+    def record(arrives):
+        spans = [["forward", 0, arrives], ["arrive", arrives, 9 * MS]]
+        return {
+            "step": 1, "begin": 0, "end": 20 * MS, "spans": spans, "lanes": 3 * MS, "counters": {},
+            "collectives": [["ids", 8, 8, arrives, arrives, 6 * MS]],
+        }  # fmt: skip
+
+    ranks = [{"records": [record(at)], "windows_ms": [20.0]} for at in (1 * MS, 4 * MS)]
+    row = join_ranks("static", ranks)
+    names = ("exposed", "lanes", "exposed_and_lanes", "straggler", "waited_for_lanes")
+    # 3 ms of the first rank are straggler time; it waits for 8 ms, the other one for 5
+    assert [row[f"{name}_ms"]["median"] for name in names] == [2.0, 3.0, 5.0, 1.5, 6.5]
 
 
 def test_sizes():

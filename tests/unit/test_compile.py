@@ -3,6 +3,7 @@ kernel hands it the right arguments. No GPU, no interpreter: launches are record
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.kernels.triton import launch
 from freescale.kernels.triton.compile import compile_versions, find_versions
 from freescale.kernels.triton.compile_worker import Version, settle_keys
-from freescale.kernels.triton.launch import Block, launch_kernel, record_launches
+from freescale.kernels.triton.launch import launch_kernel, record_launches
+from freescale.kernels.triton.launch_plan import Block
 from freescale.ledger.compilations import describe_source, watch_compilations
 from freescale.random import derive
 from freescale.train.build import build_model, build_module
@@ -214,7 +216,7 @@ class FakeKernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
     yield (kernel := FakeKernel())
     launch._launchers.pop(id(kernel), None)
@@ -263,3 +265,46 @@ class TestLaunch:
         monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
         self.start(kernel, x)
         assert len(kernel.made) == 2 and not kernel.direct
+
+
+def list_variants():
+    """Values that an argument could have. Some of them make no sense to a kernel: they are told
+    apart before it is compiled."""
+    tensors = [torch.zeros(8, dtype=dtype) for dtype in (torch.int32, torch.int64)]
+    integers = [1, 2, 16, 17, 64, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40]
+    return [None, True, 0.5, *integers, *tensors, *(tensor[1:] for tensor in tensors)]
+
+
+@pytest.mark.parametrize(
+    "module, name", [("id_choice", "claim"), ("id_choice", "order"), ("id_map", "put_in")]
+)
+def test_keys_differ_wherever_triton_compiles_differently(module, name):
+    """Of launches that differ in one argument, among them tensors that may lie anywhere, and
+    integers that Triton specialises and others."""
+    kernels = importlib.import_module(f"freescale.kernels.triton.{module}_kernels")
+    kernel = getattr(kernels, f"{name}_kernel")
+    launcher, told_apart = launch._find_launcher(kernel), 0
+    tensor = torch.zeros(8, dtype=torch.int64)
+    first = [
+        64 if each.is_constexpr else 3 if each.do_not_specialize else tensor
+        for each in kernel.params
+    ]
+
+    def describe(values, warps):
+        with record_launches() as launches:
+            launch_kernel(kernel, (1,), *values, num_warps=warps)
+        (made,) = launches
+        key, handed = launcher._find_plan(made.values).build_key(0, made.options, made.values)
+        assert handed == tuple(v.data_ptr() if torch.is_tensor(v) else v for v in values)
+        return repr(find_versions(launches, H200)), (tuple(map(type, values)), key)
+
+    assert describe(first, 4)[1] != describe(first, 8)[1]
+    for number in range(len(first)):
+        if kernel.params[number].is_constexpr:
+            continue
+        found = {}
+        for other in list_variants():
+            version, key = describe([*first[:number], other, *first[number + 1 :]], 4)
+            assert found.setdefault(key, version) == version, (number, other)
+        told_apart += len(found)
+    assert told_apart < len(first) * len(list_variants())  # it does not all differ

@@ -264,18 +264,21 @@ def test_sizes():
 
 def test_placements():
     found = parse_placement(
-        {"a": "host:8GB", "b": "disk:/fast:ssd:1GB", "c": Host("8GB"), "d": "auto"}, list("abcd")
+        {"a": "host:8GB", "b": "disk:/fast:ssd:1GB", "c": "host:8GB:direct", "d": "auto"},
+        list("abcd"),
     )
     assert {name: placed.tier for name, placed in found.items()} == {
         "a": Host("8GB"),
         "b": Disk("/fast:ssd", "1GB"),
-        "c": Host("8GB"),
+        "c": Host("8GB", direct=True),
     }
+    assert parse_placement({"a": Host("1GB")}, ["a"])["a"].tier == Host("1GB")
     assert str(found["b"]) == "sharded, disk /fast:ssd, cache 1 GB (as requested)"
     assert freescale.Host is Host and freescale.Disk is Disk
     for wrong, words in (
         ("host", "needs the size of its cache"),
         ("host:lots", "'lots' is not a size"),
+        ("host:8GB:fast", "may come 'direct', not 'fast'"),
         ("disk:8GB", "must name a folder"),
         ("ssd", "must be auto, sharded, replicated, host:CACHE or disk:FOLDER:CACHE"),
     ):

@@ -144,7 +144,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     for step in (1, 10**9):  # Adam's correction is computed in two ways
         for rows in (numbers, numbers.to(torch.int32)):  # of other ranks; of a copy on one rank
             optimizer.update(weight, state, rows, gradients, step=step, factor=0.5)
-    if "host" in train.placement:
+    if "direct" in train.placement:
         for table in (weight, *state.values()):
             row_copies.copy_rows(table, numbers[:ITEMS], table.clone(), numbers[:ITEMS])
 
@@ -162,11 +162,12 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
         kernels.swap_uses(held, looked.uses)
         missing = kernels.list_missing(held, keys, looked, counted)
         if rules.shard_counters:
+            missing = kernels.order(held, missing)
             kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
             missing = replace(missing, counts=missing.wanted)
-        new, _, sums = kernels.place(held, missing, batch=0, limit=0, **order)
-        for total in (sums, None):
-            kernels.swap_contents(held, new, total)
+        new, came, sums = kernels.place(held, missing, batch=0, limit=0, **order)
+        for known in ((sums, came), ()):
+            kernels.swap_contents(held, new, *known)
         kernels.find_again(held, keys, looked)
     kernels.find(held, keys)
     if dispatch.has_triton():

@@ -46,7 +46,7 @@ class DeviceChanges:
     @property
     def tensors(self) -> list[Tensor]:
         parts = [self.uses, self.new, *([self.swept] if self.swept is not None else [])]
-        return [tensor for part in parts for tensor in vars(part).values()]
+        return [tensor for part in parts for tensor in part.tensors]
 
 
 class DeviceDirectory:
@@ -65,7 +65,9 @@ class DeviceDirectory:
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
         self._numbers = _Numbers(device)
         self.used = 0  # entries that hold an id
-        self._reached = record_event_on(device)  # the last work on the map; None on a CPU
+        # The last work on the map, and its stream; None on a CPU.
+        self._reached = record_event_on(device)
+        self._stream = current_stream(device) if self._reached is not None else None
 
     @property
     def batches(self) -> int:
@@ -97,10 +99,11 @@ class DeviceDirectory:
             swept, removed = self._sweep(batch)
             missing, admitted = kernels.list_missing(self.map, keys, looked, counted), None
             if self._waiting is not None:
+                missing = kernels.order(self.map, missing)
                 room = kernels.count_room(self.map, missing, **bounds)
                 admitted = self._waiting.count(missing, room, batch)
                 missing = admitted.missing
-            placed, ids, sums = kernels.place(
+            placed, came, sums = kernels.place(
                 self.map,
                 missing,
                 batch=batch,
@@ -108,12 +111,12 @@ class DeviceDirectory:
                 tell=lambda sums: self._numbers.send(sums, removed),
                 **bounds,
             )
-            kernels.swap_contents(self.map, placed, sums)
+            kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)
         self.batches += 1
         inserted, evicted, wanted, *swept_rows = self._numbers.read()
         gone = sum(swept_rows)
-        new = Contents(**{name: value[:inserted] for name, value in vars(placed).items()})
+        new = kernels.shorten(placed, inserted)
         rows = inserted - evicted - gone
         self.used += rows
         figures = BatchFigures(inserted, evicted, gone, wanted - inserted, 0, 0)
@@ -129,7 +132,7 @@ class DeviceDirectory:
             inverse=None,
             new=new.entries,
             inserted=None,
-            new_ids=ids[:inserted],
+            new_ids=came[:inserted],
             removed=swept.entries if swept is not None and gone else None,
             figures=figures,
             changes=DeviceChanges(looked.uses, swept if gone else None, new, rows, admitted),
@@ -146,7 +149,7 @@ class DeviceDirectory:
         goes = (held != EMPTY) & (held < batch - evict.steps)
         entries = torch.arange(begin, begin + rows, device=self._device)
         nothing = torch.zeros_like(held)
-        swept = Contents(
+        swept = self._kernels.note(
             torch.where(goes, entries, -1), nothing + EMPTY, nothing, torch.zeros_like(entries)
         )
         self._kernels.swap_contents(self.map, swept)
@@ -219,14 +222,17 @@ class DeviceDirectory:
     def _in_turn(self, *tensors: Tensor) -> Iterator[None]:
         """The current stream goes on after the last work on the map; the next one after this.
         tensors: noted on another stream, maybe."""
-        if self._device.type == "cuda":
-            stream = current_stream(self._device)
-            if self._reached is not None:
-                stream.wait_event(self._reached)
-            for tensor in tensors:
-                tensor.record_stream(stream)
+        if self._reached is None:
+            yield
+            return
+        stream = current_stream(self._device)
+        if stream is not self._stream:
+            stream.wait_event(self._reached)
+            self._stream = stream
+        for tensor in tensors:
+            tensor.record_stream(stream)
         yield
-        self._reached = record_event_on(self._device)
+        self._reached.record(stream)  # streams that wait for it wait for what it was before
 
 
 class _Numbers:
@@ -236,7 +242,7 @@ class _Numbers:
         self._pinned = None
         if device.type == "cuda":
             self._pinned = torch.empty(4, dtype=torch.int64, pin_memory=True)
-        self._kept, self._copied = torch.empty(0), record_event_on(device)
+        self._kept, self._copied = torch.empty(0), record_event_on(device)  # None on a CPU
 
     def send(self, values: Tensor, more: Tensor | None) -> None:
         """After the current stream's work so far. Before the next ones, `read` them."""
@@ -244,7 +250,8 @@ class _Numbers:
         self._kept = values
         if self._pinned is not None and values.is_cuda:
             self._kept = self._pinned[: values.numel()].copy_(values, non_blocking=True)
-        self._copied = record_event_on(values.device)
+        if self._copied is not None:
+            self._copied.record(current_stream(values.device))
 
     def read(self) -> list[int]:
         """Waits for them."""

@@ -118,7 +118,7 @@ class CachedStorage(RowStorage):
 
     def _open_copies(self, tier: Tier, widest_row: int) -> Copies:
         """Between a GPU and its host."""
-        if isinstance(tier, Host):
+        if isinstance(tier, Host) and tier.direct:
             reason = self._home.pin() if has_triton() else "there is no Triton"
             if not reason:
                 return DirectCopies()

@@ -37,9 +37,13 @@ class Host:
     Args:
         cache: size of the cache on each rank, rows and their state, for instance "8GB". It must
             hold the rows of three consecutive batches.
+        direct: the table's memory is pinned, and kernels read and write its rows themselves, which
+            takes no core of the host, but multiprocessors from the model: for models that are bound
+            by their tables.
     """
 
     cache: int | str
+    direct: bool = False
 
     def __post_init__(self) -> None:
         parse_bytes(self.cache)
@@ -49,7 +53,8 @@ class Host:
         return parse_bytes(self.cache)
 
     def __str__(self) -> str:
-        return f"host memory, cache {format_bytes(self.cache_bytes)}"
+        how = ", read and written by the GPU" if self.direct else ""
+        return f"host memory, cache {format_bytes(self.cache_bytes)}{how}"
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,18 @@ Tier = Host | Disk
 
 
 def parse_tier(text: str) -> Tier | None:
-    """`host:8GB` or `disk:FOLDER:8GB`; None for anything else. ValueError for a tier that is not
-    complete."""
+    """`host:8GB`, `host:8GB:direct` or `disk:FOLDER:8GB`; None for anything else. ValueError for a
+    tier that is not complete."""
     kind, _, rest = text.partition(":")
     if kind == "host":
         if not rest:
             raise ValueError("'host' needs the size of its cache: host:8GB")
-        return Host(rest)
+        cache, _, how = rest.partition(":")
+        if how not in ("", "direct"):
+            raise ValueError(
+                f"{text!r}: after the size of the cache may come 'direct', not {how!r}"
+            )
+        return Host(cache, direct=how == "direct")
     if kind == "disk":
         path, _, cache = rest.rpartition(":")
         if not path:

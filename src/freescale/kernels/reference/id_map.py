@@ -51,6 +51,10 @@ class Uses:
     last: Tensor  # [n] int32
     count: Tensor  # [n] int32
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(vars(self).values())
+
 
 @dataclass(frozen=True)
 class Lookup:
@@ -71,7 +75,7 @@ class Contents(Uses):
 
 @dataclass(frozen=True)
 class Missing:
-    """Ids without a row, each once: by shard, ascending in each."""
+    """Ids without a row, each once: by shard; ascending in each, once they are ordered."""
 
     ids: Tensor  # [n] int64; behind the last one: anything
     wanted: Tensor  # [shards] int32: how many
@@ -142,8 +146,8 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
-    """The ids of those keys [n] that have no entry. Of ids that are never `counted` none is
-    listed."""
+    """The ids of those keys [n] that have no entry, not ordered yet on a GPU. Of ids that are never
+    `counted` none is listed."""
     places = lookup.places.long()
     if counted is not None:
         places = places[counted[places] != 0]
@@ -154,6 +158,11 @@ def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | Non
     order = order[shard[order].argsort(stable=True)]
     wanted = torch.bincount(shard, minlength=map.shards)
     return Missing(ids[order], wanted.int(), wanted.cumsum(0) - wanted)
+
+
+def order(map: IdMap, missing: Missing) -> Missing:
+    """The same ids, ordered: for whoever reads them before `place`."""
+    return missing
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
@@ -178,8 +187,8 @@ def place(
     as they are on their way.
 
     Returns:
-        what to swap with the map, its ids once more, and the sums over shards [3]: ids that get an
-        entry, those whose entry held another id, missing ids.
+        what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
+        sums over shards [3]: ids that get an entry, those whose entry held another id, missing ids.
     """
     empty, entries = map.last == EMPTY, torch.arange(map.last.numel(), device=map.last.device)
     able = ~empty & (map.last < limit) & evicts
@@ -200,17 +209,31 @@ def place(
     sums = [len(order), int((~empty)[order].sum()), int(missing.wanted.sum())]
     summed = torch.tensor(sums, device=order.device)
     tell(summed)
-    return contents, contents.ids.clone(), summed
+    return contents, torch.empty_like(contents.ids), summed
 
 
-def swap_contents(map: IdMap, contents: Contents, total: Tensor | None = None) -> None:
+def swap_contents(
+    map: IdMap, contents: Contents, total: Tensor | None = None, came: Tensor | None = None
+) -> None:
     """Exchanges ids, last uses and counts with those that are noted; the first `total` [1] of
-    them, if it is given."""
+    them, if it is given. Writes the ids that come to `came` [n], if that is."""
+    if came is not None:
+        came.copy_(contents.ids)
     swap_uses(map, contents)
     there = contents.entries >= 0
     now = map.ids[contents.entries.clamp(min=0)]
     map.ids[contents.entries[there]] = contents.ids[there]
     contents.ids.copy_(now)
+
+
+def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Contents:
+    """For `swap_contents`: all [n]."""
+    return Contents(entries, last, count, ids)
+
+
+def shorten(contents: Contents, n: int) -> Contents:
+    """The first n of them."""
+    return Contents(**{name: value[:n] for name, value in vars(contents).items()})
 
 
 def rebuild(map: IdMap) -> None:

@@ -53,13 +53,13 @@ from freescale.kernels.triton.attention_plan import (
     plan_attention,
 )
 from freescale.kernels.triton.launch import (
-    Block,
     is_interpreted,
     is_recording,
     launch_kernel,
     require_gpu,
     use_device,
 )
+from freescale.kernels.triton.launch_plan import Block
 
 WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

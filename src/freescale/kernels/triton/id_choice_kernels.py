@@ -6,6 +6,8 @@ A shard decides for itself, so that a program for each needs no other: it looks 
 ends as soon as a bound has the right number of entries below it: after as many steps as the number
 of equal entries has bits, and a few. A shard of few rows is read once and walked through in
 registers: HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
+
+Sums over all shards are those of the last program that is through: no kernel is launched for them.
 """
 
 # mypy: ignore-errors
@@ -23,82 +25,124 @@ from freescale.kernels.triton.id_map_kernels import (
     USE,
     find_shard,
     load_hashes,
+    split_noted,
+    split_scratch,
     unmix,
 )
+
+# Words at the head of the scratch memory: how many programs of two kernels are through.
+CLAIMED = tl.constexpr(4)
+CHOSEN = tl.constexpr(8)
+
+
+@triton.jit
+def _split_choices(choices, shards, padded):
+    """(where shards begin among missing ids, and among those that get an entry; how many they get,
+    and of them by eviction; missing ids in order; the number of each among those of its shard, and
+    chosen entries): see id_map.py."""
+    taken = (choices + 2 * shards).to(tl.pointer_type(tl.int32), bitcast=True)
+    ordered = choices + 3 * shards
+    numbers = (ordered + padded).to(tl.pointer_type(tl.int32), bitcast=True)
+    return choices, choices + shards, taken, taken + shards, ordered, numbers, numbers + padded
+
 
 # ---- ids without an entry, by shard
 
 
+@triton.jit
+def _is_last(through, programs):
+    """Whether this program is the last of so many to come here, counted by `through` [1] from 0
+    on. It sees what all of them have written before."""
+    # All threads of a program have written when one of them counts it, and all threads of the last
+    # one read when that one has counted all: a barrier is between them, and each count acquires
+    # what those before it have released.
+    tl.debug_barrier()
+    before = tl.atomic_add(through, 1, sem="acq_rel")
+    tl.debug_barrier()
+    return before == programs - 1
+
+
+@triton.jit
+def _scan(counts, starts, shards, BLOCK: tl.constexpr):
+    """starts[shard]: the sum of the counts before it. Returns the sum of all. Counts are of other
+    programs, hence past the first cache."""
+    before = tl.full((), 0, tl.int64)
+    for begin in range(0, shards, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        each = tl.load(counts + at, mask=at < shards, other=0, cache_modifier=".cg")
+        tl.store(starts + at, before + tl.cumsum(each, 0) - each, mask=at < shards)
+        before += tl.sum(each, 0).to(tl.int64)
+    return before
+
+
+@triton.jit
+def _sum(counts, shards, BLOCK: tl.constexpr):
+    """As `_scan`, without what is before each."""
+    total = tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, shards, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        total += tl.load(counts + at, mask=at < shards, other=0, cache_modifier=".cg").to(tl.int64)
+    return tl.sum(total, 0)
+
+
 @triton.jit(
-    do_not_specialize=["size", "first_shard"],
-    do_not_specialize_on_alignment=["keys", "counted", "number"],
+    do_not_specialize=["shards", "padded", "first_shard"],
+    do_not_specialize_on_alignment=["keys", "counted"],
 )
 def claim_kernel(
-    keys, counted, places, number, claims, wanted, numbers, size, first_shard,
-    COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+    keys, counted, scratch, choices, shards, padded, first_shard,
+    COUNTED: tl.constexpr, BLOCK: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """numbers[j]: the number of the key at places[j] among the missing ones of its shard, in any
-    order; -1 for those that do not count, and all but one of equal ones. claims [size], a power of
-    two: -1 throughout, afterwards an open-addressing table of the ones that count."""
-    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = j < tl.load(number)
+    order; -1 for those that do not count, and all but one of equal ones. Claims are 0 before,
+    afterwards an open-addressing table of the ones that count, each with its place counted from 1.
+    What shards want is 0 before; the last program scans it."""
+    wanted, claims, _, places = split_scratch(scratch, shards, padded)
+    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
+    size = 2 * padded
+    program = tl.program_id(0)
+    j = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(scratch)
+    there = j < total
     i = tl.load(places + j, mask=there, other=0)
     active = there
     if COUNTED:
         active = active & (tl.load(counted + i, mask=there, other=0) != 0)
     hash = load_hashes(keys, i, there)
     key = (hash ^ SIGN).to(tl.int64, bitcast=True)
-    place = (hash >> 8).to(tl.int64, bitcast=True) & (size - 1)
+    place = (((hash >> 8) & 0xFFFFFFFF).to(tl.int64) * size) >> 32
     first = active & (j < 0)
     while tl.max(active.to(tl.int32), 0) > 0:
         # A comparison has no mask: where there is nothing to do, it is with what never stands
         # there. So only missing keys may come here: the others would all wait for one place.
-        expected = tl.where(active, -1, -2)
-        held = tl.atomic_cas(claims + place, expected, i, sem="relaxed")
-        mine = active & (held == -1)
+        expected = tl.where(active, 0, -1)
+        held = tl.atomic_cas(claims + place, expected, i + 1, sem="relaxed")
+        mine = active & (held == 0)
         first = first | mine
-        other = tl.load(keys + held, mask=active & (held >= 0), other=0)
-        active = active & (held >= 0) & (other != key)
-        place = tl.where(active, (place + 1) & (size - 1), place)
+        other = tl.load(keys + held - 1, mask=active & (held > 0), other=0)
+        active = active & (held > 0) & (other != key)
+        place = tl.where(active, tl.where(place + 1 < size, place + 1, 0), place)
     one = tl.zeros([BLOCK], tl.int32) + 1
     shard = find_shard(hash) - first_shard
     rank = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
     tl.store(numbers + j, tl.where(first, rank, -1), mask=there)
-
-
-@triton.jit(do_not_specialize=["shards"])
-def scan_kernel(
-    counts, evicted, wanted, starts, sums, shards, SUMS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """starts[shard]: the sum of the counts before it. One program. SUMS: of all three, too."""
-    before = tl.full((), 0, tl.int64)
-    others = tl.full((), 0, tl.int64)
-    asked = tl.full((), 0, tl.int64)
-    for begin in range(0, shards, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        each = tl.load(counts + at, mask=at < shards, other=0)
-        tl.store(starts + at, before + tl.cumsum(each, 0) - each, mask=at < shards)
-        before += tl.sum(each, 0).to(tl.int64)
-        if SUMS:
-            each = tl.load(evicted + at, mask=at < shards, other=0)
-            others += tl.sum(each, 0).to(tl.int64)
-            each = tl.load(wanted + at, mask=at < shards, other=0)
-            asked += tl.sum(each, 0).to(tl.int64)
-    if SUMS:
-        tl.store(sums, before)
-        tl.store(sums + 1, others)
-        tl.store(sums + 2, asked)
+    programs = tl.maximum(1, tl.cdiv(total, BLOCK))  # that have something to do
+    if program < programs:  # noqa: SIM102 - with `and`, all programs would count
+        if _is_last(scratch + CLAIMED, programs):
+            _scan(wanted, starts, shards, SHARD_BLOCK)
 
 
 @triton.jit(
-    do_not_specialize=["first_shard"], do_not_specialize_on_alignment=["keys", "number"]
-)  # fmt: skip
+    do_not_specialize=["shards", "padded", "first_shard"], do_not_specialize_on_alignment=["keys"]
+)
 def collect_kernel(
-    keys, places, number, numbers, starts, missing, first_shard, BLOCK: tl.constexpr
+    keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Puts missing ids in the range of their shard."""
+    """Puts missing ids in the range of their shard, where claims were."""
+    _, _, missing, places = split_scratch(scratch, shards, padded)
+    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rank = tl.load(numbers + j, mask=j < tl.load(number), other=-1)
+    rank = tl.load(numbers + j, mask=j < tl.load(scratch), other=-1)
     there = rank >= 0
     i = tl.load(places + j, mask=there, other=0)
     hash = load_hashes(keys, i, there)
@@ -107,20 +151,26 @@ def collect_kernel(
 
 
 @triton.jit
-def order_kernel(missing, wanted, starts, ordered, BLOCK: tl.constexpr):
-    """Ascending in each shard: a program for one."""
-    shard = tl.program_id(0)
-    count = tl.load(wanted + shard)
-    start = tl.load(starts + shard)
-    for begin in range(0, count, BLOCK):
+def _order(missing, want, start, ordered, BLOCK: tl.constexpr):
+    """The missing ids of a shard, ascending."""
+    for begin in range(0, want, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        mine = tl.load(missing + start + at, mask=at < count, other=0)
+        mine = tl.load(missing + start + at, mask=at < want, other=0)
         rank = tl.zeros([BLOCK], tl.int32)
-        for other in range(0, count, BLOCK):
+        for other in range(0, want, BLOCK):
             near = other + tl.arange(0, BLOCK)
-            theirs = tl.load(missing + start + near, mask=near < count, other=TOP)
+            theirs = tl.load(missing + start + near, mask=near < want, other=TOP)
             rank += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
-        tl.store(ordered + start + rank, mine, mask=at < count)
+        tl.store(ordered + start + rank, mine, mask=at < want)
+
+
+@triton.jit(do_not_specialize=["shards", "padded"])
+def order_kernel(scratch, choices, shards, padded, BLOCK: tl.constexpr):
+    """Ascending in each shard: a program for one."""
+    wanted, _, missing, _ = split_scratch(scratch, shards, padded)
+    starts, _, _, _, ordered, _, _ = _split_choices(choices, shards, padded)
+    shard = tl.program_id(0)
+    _order(missing, tl.load(wanted + shard), tl.load(starts + shard), ordered, BLOCK)
 
 
 # ---- which entries they get
@@ -235,14 +285,21 @@ def room_kernel(
     tl.store(room + shard, tl.minimum(want, tl.sum(total, 0)))
 
 
-@triton.jit(do_not_specialize=["rows", "limit"])
+@triton.jit(do_not_specialize=["shards", "padded", "rows", "limit"])
 def choose_kernel(
-    ids, last, count, wanted, starts, chosen, taken, evicted, rows, limit,
+    ids, last, count, scratch, choices, sums, shards, padded, rows, limit,
     BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for a shard: as many entries as its missing ids want, if there are so many. The
     lowest empty ones, ascending, and behind them the first ones in the order of eviction, also
-    ascending by their number: `assign_kernel` puts them in that order."""
+    ascending by their number: `assign_kernel` puts them in that order. Chosen are their numbers in
+    the shard. The last program scans how many each shard has taken, and sums up what shards have
+    taken, evicted and wanted: sums [3]."""
+    # Triton's loops know no name of two types: `_` is another one below.
+    wanted, claims, missing, places = split_scratch(scratch, shards, padded)
+    starts, targets, taken, evicted, ordered, numbers, chosen = _split_choices(
+        choices, shards, padded
+    )
     shard = tl.program_id(0).to(tl.int64)
     want = tl.load(wanted + shard)
     start = tl.load(starts + shard)
@@ -310,7 +367,7 @@ def choose_kernel(
             )
             free = used < 0
             number = empty_before + tl.cumsum(free.to(tl.int32), 0) - 1
-            tl.store(chosen + start + number, first + at, mask=free & (number < empties))
+            tl.store(chosen + start + number, at, mask=free & (number < empties))
             empty_before += tl.sum(free.to(tl.int32), 0)
             if EVICTS:
                 goes = (used >= 0) & (used < limit) & (need > 0)
@@ -319,28 +376,39 @@ def choose_kernel(
                     sooner = (uses < most_uses) | ((uses == most_uses) & sooner)
                 goes = goes & sooner
                 number = empties + before + tl.cumsum(goes.to(tl.int32), 0) - 1
-                tl.store(chosen + start + number, first + at, mask=goes)
+                tl.store(chosen + start + number, at, mask=goes)
                 before += tl.sum(goes.to(tl.int32), 0)
     tl.store(taken + shard, empties + need)
     tl.store(evicted + shard, need)
+    programs = tl.num_programs(0)
+    if _is_last(scratch + CHOSEN, programs):
+        tl.store(sums, _scan(taken, targets, programs, BLOCK))
+        tl.store(sums + 1, _sum(evicted, programs, BLOCK))
+        tl.store(sums + 2, _sum(wanted, programs, BLOCK))
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["shards", "padded", "rows", "batch"])
 def assign_kernel(
-    ids, last, count, ordered, occurred, chosen, starts, taken, evicted, targets,
-    entries, new_ids, again, lasts, counts, batch,
-    BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
+    ids, last, count, scratch, choices, occurred, noted, shards, padded, rows, batch,
+    ORDERS: tl.constexpr, BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for a shard: its missing ids, in their order, get the chosen entries, in theirs.
-    Writes from targets[shard] on, ids twice. OCCURRED: their counts are given."""
-    shard = tl.program_id(0)
+    Notes them from targets[shard] on. ORDERS: puts the missing ids in their order before. OCCURRED:
+    their counts are given."""
+    wanted, _, missing, _ = split_scratch(scratch, shards, padded)
+    starts, targets, taken, evicted, ordered, _, chosen = _split_choices(choices, shards, padded)
+    entries, lasts, counts, new_ids = split_noted(noted, padded)
+    shard = tl.program_id(0).to(tl.int64)
     total = tl.load(taken + shard)
     empties = total - tl.load(evicted + shard)
     start = tl.load(starts + shard)
     target = tl.load(targets + shard)
+    if ORDERS:
+        _order(missing, tl.where(total > 0, tl.load(wanted + shard), 0), start, ordered, BLOCK)
+        tl.debug_barrier()  # other threads of the program have written what one reads below
     for begin in range(0, total, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        entry = tl.load(chosen + start + at, mask=at < total, other=0)
+        entry = shard * rows + tl.load(chosen + start + at, mask=at < total, other=0)
         holds = (at >= empties) & (at < total)
         id = tl.load(ids + entry * ID, mask=holds, other=0)[:, None]
         used = tl.load(last + entry * USE, mask=holds, other=0)[:, None]
@@ -349,7 +417,7 @@ def assign_kernel(
         rank = tl.zeros([BLOCK], tl.int32)
         for other in range(empties, total, BLOCK):
             near = other + tl.arange(0, BLOCK)
-            theirs = tl.load(chosen + start + near, mask=near < total, other=0)
+            theirs = shard * rows + tl.load(chosen + start + near, mask=near < total, other=0)
             their_id = tl.load(ids + theirs * ID, mask=near < total, other=0)[None, :]
             their_last = tl.load(last + theirs * USE, mask=near < total, other=0)[None, :]
             sooner = (their_last < used) | ((their_last == used) & (their_id < id))
@@ -362,7 +430,6 @@ def assign_kernel(
         new = tl.load(ordered + start + number, mask=at < total, other=0)
         tl.store(entries + target + at, entry, mask=at < total)
         tl.store(new_ids + target + at, new, mask=at < total)
-        tl.store(again + target + at, new, mask=at < total)
         tl.store(lasts + target + at, tl.zeros([BLOCK], tl.int32) + batch, mask=at < total)
         uses = tl.zeros([BLOCK], tl.int32) + 1
         if OCCURRED:

@@ -3,8 +3,9 @@
 
     look up    every id of a batch: its bucket, one sector, and the entry it names, another one; in
                the same pass last uses and counts of those that have a row, and a list of the others
-    missing    these, each once, by shard and ascending; without a sort of the batch
-    place      a program for a shard looks for as many entries as its missing ids want
+    missing    these, each once, by shard; without a sort of the batch
+    place      a program for a shard looks for as many entries as its missing ids want; another one
+               gives them these, in order
     swap       ids out of the buckets, entries exchanged, ids into the buckets
 
     read       ids are looked up and their rows gathered, in one pass
@@ -24,7 +25,16 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.reference import id_map as reference
-from freescale.kernels.reference.id_map import Contents, IdMap, Lookup, Missing, Uses
+from freescale.kernels.reference.id_map import IdMap, Missing
+from freescale.kernels.triton.id_map_memory import (
+    Listed,
+    LookedUp,
+    Noted,
+    allocate_choices,
+    allocate_noted,
+    allocate_scratch,
+    pad,
+)
 from freescale.kernels.triton.launch import (
     RowLaunch,
     count_blocks,
@@ -72,8 +82,8 @@ def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
 
     found = torch.empty_like(keys)
     _launch(
-        find_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, found, keys.numel(), absent,
-        *_measure(map), num_warps=FIND_WARPS,
+        find_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys, found,
+        keys.numel(), absent, *_measure(map), num_warps=FIND_WARPS,
     )  # fmt: skip
     return found
 
@@ -99,7 +109,7 @@ def read_rows(
 
 def look_up(
     map: IdMap, keys: Tensor, counted: Tensor | None, batch: int, absent: int = -1
-) -> Lookup:
+) -> LookedUp:
     """Finds the keys [n] of a batch, which uses their entries; `absent`, no entry's number, for
     those that have none. An entry counts as used once if one of its keys is `counted` [n] uint8;
     None: all are."""
@@ -112,87 +122,72 @@ def look_up(
     n, device = keys.numel(), keys.device
     if n > _LIMIT // 4:
         raise ValueError(f"up to {_LIMIT // 4} ids can be looked up at a time, not {n}")
-    found, entries = _allocate(2, n, torch.int64, device)
-    last, count, places = _allocate(3, n, torch.int32, device)
-    number = torch.zeros(1, dtype=torch.int32, device=device)
+    # Until the first launch the device waits for the host.
+    found = torch.empty(n, dtype=torch.int64, device=device)
+    uses = allocate_noted(n, 2, device)
+    scratch = allocate_scratch(n, map.shards, device)
     _launch(
-        look_up_kernel, keys, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
-        entries, last, count, places, number, n, absent, batch, *_measure(map),
+        look_up_kernel, n, device, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
+        uses.memory, scratch, pad(map.shards), uses.padded, n, absent, batch, *_measure(map),
         COUNTS=counted is None, num_warps=FIND_WARPS,
     )  # fmt: skip
     if counted is not None:
-        _launch(mark_counted_kernel, keys, BLOCK, map.count, found, counted, n, absent)
-        _launch(count_marked_kernel, keys, BLOCK, map.count, entries, n)
-    return Lookup(found, Uses(entries, last, count), places, number)
+        _launch(mark_counted_kernel, n, device, BLOCK, map.count, found, counted, n, absent)
+        _launch(count_marked_kernel, n, device, BLOCK, map.count, uses.memory, n)
+    return LookedUp(found, uses, scratch)
 
 
-def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> None:
+def find_again(map: IdMap, keys: Tensor, lookup: LookedUp, absent: int = -1) -> None:
     """Writes the entries of those keys [n] that had none: their ids may have got one."""
     from freescale.kernels.triton.id_map_kernels import find_again_kernel
 
     _launch(
-        find_again_kernel, keys, FIND_BLOCK, map.words, map.ids, keys, lookup.found, lookup.places,
-        lookup.number, *_measure(map), num_warps=FIND_WARPS,
+        find_again_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys,
+        lookup.found, lookup.scratch, pad(map.shards), lookup.uses.padded, *_measure(map),
+        num_warps=FIND_WARPS,
     )  # fmt: skip
 
 
-def swap_uses(map: IdMap, uses: Uses) -> None:
+def swap_uses(map: IdMap, uses: Noted) -> None:
     """Exchanges last uses and counts with those that are noted."""
     from freescale.kernels.triton.id_map_kernels import swap_uses_kernel
 
-    noted = uses.entries, uses.last, uses.count
     _launch(
-        swap_uses_kernel, uses.entries, BLOCK, map.last, map.count, *noted, uses.entries.numel()
-    )
+        swap_uses_kernel, uses.n, uses.memory.device, BLOCK, map.last, map.count, uses.memory,
+        uses.padded, uses.n,
+    )  # fmt: skip
 
 
-def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
-    """The ids of those keys [n] that have no entry. Of ids that are never `counted` none is
-    listed."""
-    from freescale.kernels.triton.id_choice_kernels import (
-        claim_kernel,
-        collect_kernel,
-        order_kernel,
-    )
+def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | None) -> Listed:
+    """The ids of those keys [n] that have no entry, not ordered yet. Of ids that are never
+    `counted` none is listed."""
+    from freescale.kernels.triton.id_choice_kernels import claim_kernel, collect_kernel
 
     n, device = keys.numel(), keys.device
-    size = round_up_to_power_of_two(max(2, 2 * n))
-    claims = torch.full((size,), -1, dtype=torch.int32, device=device)
-    wanted = torch.zeros(map.shards, dtype=torch.int32, device=device)
-    (numbers,) = _allocate(1, n, torch.int32, device)
-    missing, ordered = _allocate(2, n, torch.int64, device)
-    listed = lookup.places, lookup.number
+    choices = allocate_choices(n, map.shards, device)
+    missing = Listed(n, map.shards, lookup.scratch, choices)
+    memory = missing.scratch, missing.choices, *missing.sizes
     _launch(
-        claim_kernel, keys, BLOCK, keys, counted, *listed, claims, wanted, numbers, size,
-        map.first_shard, COUNTED=counted is not None,
+        claim_kernel, n, device, BLOCK, keys, counted, *memory, map.first_shard,
+        COUNTED=counted is not None, SHARD_BLOCK=SHARD_BLOCK,
     )  # fmt: skip
-    starts = _scan(wanted)
-    _launch(collect_kernel, keys, BLOCK, keys, *listed, numbers, starts, missing, map.first_shard)
-    if n and map.shards:
-        with use_device(device):
+    _launch(collect_kernel, n, device, BLOCK, keys, *memory, map.first_shard)
+    if not n:
+        choices.zero_()
+    return missing
+
+
+def order(map: IdMap, missing: Listed) -> Missing:
+    """The same ids, ordered: for whoever reads them before `place`."""
+    from freescale.kernels.triton.id_choice_kernels import order_kernel
+
+    if missing.n and map.shards:
+        with use_device(missing.scratch.device):
             launch_kernel(
-                order_kernel, (map.shards,), missing, wanted, starts, ordered,
+                order_kernel, (map.shards,), missing.scratch, missing.choices, *missing.sizes,
                 BLOCK=ORDER_BLOCK, num_warps=1,
             )  # fmt: skip
-    return Missing(ordered, wanted, starts)
-
-
-def _scan(
-    counts: Tensor, evicted: Tensor | None = None, wanted: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """counts [shards] -> [shards] int64, the sum of those before each. Sums, if given, are written:
-    of all three."""
-    from freescale.kernels.triton.id_choice_kernels import scan_kernel
-
-    starts = torch.empty(counts.numel(), dtype=torch.int64, device=counts.device)
-    if counts.numel():
-        with use_device(counts.device):
-            launch_kernel(
-                scan_kernel, (1,), counts, evicted, wanted, starts, sums, counts.numel(),
-                SUMS=sums is not None, BLOCK=SHARD_BLOCK, num_warps=WARPS,
-            )  # fmt: skip
-    return starts
+    return Missing(missing.ordered, missing.wanted, missing.starts)
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
@@ -211,50 +206,58 @@ def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Ten
 
 def place(
     map: IdMap,
-    missing: Missing,
+    missing: Missing | Listed,
     *,
     batch: int,
     limit: int,
     by_count: bool,
     evicts: bool,
     tell: Callable[[Tensor], None] = lambda sums: None,
-) -> tuple[Contents, Tensor, Tensor]:
+) -> tuple[Noted, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
     (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
     as they are on their way.
 
     Returns:
-        what to swap with the map, its ids once more, and the sums over shards [3]: ids that get an
-        entry, those whose entry held another id, missing ids.
+        what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
+        sums over shards [3]: ids that get an entry, those whose entry held another id, missing ids.
     """
     from freescale.kernels.triton.id_choice_kernels import assign_kernel, choose_kernel
 
-    n, device = missing.ids.numel(), missing.ids.device
-    entries, chosen, ids, again = _allocate(4, n, torch.int64, device)
-    last, count = _allocate(2, n, torch.int32, device)
-    placed = Contents(entries, last, count, ids)
-    if not n or not map.shards:
-        sums = torch.zeros(3, dtype=torch.int64, device=device)
-        tell(sums)
-        return placed, again, sums
-    taken, evicted = _allocate(2, map.shards, torch.int32, device)
+    if isinstance(missing, Missing):
+        missing = _list(map, missing)
+    n, device = missing.n, missing.scratch.device
     sums = torch.empty(3, dtype=torch.int64, device=device)
-    held = map.ids, map.last, map.count
+    if not n or not map.shards:
+        tell(sums.zero_())
+        return allocate_noted(n, 3, device), missing.ids, sums
+    held, memory = (map.ids, map.last, map.count), (missing.scratch, missing.choices)
     with use_device(device):
         launch_kernel(
-            choose_kernel, (map.shards,), *held, missing.wanted, missing.starts, chosen, taken,
-            evicted, map.rows, limit, BY_COUNT=by_count, EVICTS=evicts, **_divide(map.rows),
+            choose_kernel, (map.shards,), *held, *memory, sums, *missing.sizes, map.rows, limit,
+            BY_COUNT=by_count, EVICTS=evicts, **_divide(map.rows),
         )  # fmt: skip
-        targets = _scan(taken, evicted, missing.wanted, sums)
         tell(sums)
+        placed = allocate_noted(n, 3, device)
         launch_kernel(
-            assign_kernel, (map.shards,), *held, missing.ids, missing.counts, chosen,
-            missing.starts, taken, evicted, targets, entries, ids, again, last, count, batch,
-            BY_COUNT=by_count, OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK,
-            num_warps=1,
+            assign_kernel, (map.shards,), *held, *memory, missing.counts, placed.memory,
+            *missing.sizes, map.rows, batch, ORDERS=not missing.is_ordered, BY_COUNT=by_count,
+            OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK, num_warps=1,
         )  # fmt: skip
-    return placed, again, sums
+    return placed, missing.ids, sums
+
+
+def _list(map: IdMap, missing: Missing) -> Listed:
+    """With the memory that kernels need. `missing`: ordered."""
+    n, device = missing.ids.numel(), missing.ids.device
+    scratch = allocate_scratch(n, map.shards, device)
+    choices = allocate_choices(n, map.shards, device)
+    listed = Listed(n, map.shards, scratch, choices, missing.counts, is_ordered=True)
+    listed.wanted.copy_(missing.wanted)
+    listed.starts.copy_(missing.starts)
+    listed.ordered[:n].copy_(missing.ids)
+    return listed
 
 
 def _divide(rows: int) -> dict[str, int | bool]:
@@ -265,20 +268,36 @@ def _divide(rows: int) -> dict[str, int | bool]:
     return {"HELD": True, "BLOCK": block, "num_warps": block // HELD_ROWS_OF_WARP}
 
 
-def swap_contents(map: IdMap, contents: Contents, total: Tensor | None = None) -> None:
+def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Noted:
+    """For `swap_contents`: all [n]."""
+    noted = allocate_noted(entries.numel(), 3, entries.device)
+    parts = (noted.entries, entries), (noted.last, last), (noted.count, count), (noted.ids, ids)
+    for part, values in parts:
+        part.copy_(values)
+    return noted
+
+
+def shorten(contents: Noted, n: int) -> Noted:
+    """The first n of them."""
+    # While launches are recorded, numbers of the device are any: as of a slice, they do not matter.
+    return Noted(contents.memory, min(max(n, 0), contents.n))
+
+
+def swap_contents(
+    map: IdMap, contents: Noted, total: Tensor | None = None, came: Tensor | None = None
+) -> None:
     """Exchanges ids, last uses and counts with those that are noted; the first `total` [1] of
-    them, if it is given."""
+    them, if it is given. Writes the ids that come to `came` [n], if that is."""
     from freescale.kernels.triton.id_map_kernels import put_in_kernel, take_out_kernel
 
-    entries, n = contents.entries, contents.entries.numel()
-    noted = entries, contents.ids, contents.last, contents.count
+    n, memory, device = contents.n, contents.memory, contents.memory.device
     measures = _measure(map)[1:]
     _launch(
-        take_out_kernel, entries, BLOCK, map.words, map.ids, map.last, map.count, *noted, total, n,
-        *measures,
+        take_out_kernel, n, device, BLOCK, map.words, map.ids, map.last, map.count, memory, total,
+        came, contents.padded, n, *measures,
     )  # fmt: skip
     _launch(
-        put_in_kernel, entries, BLOCK, map.words, map.ids, map.last, entries, total, n, 0,
+        put_in_kernel, n, device, BLOCK, map.words, map.ids, map.last, memory, total, n, 0,
         *measures, ALL=False,
     )  # fmt: skip
 
@@ -290,17 +309,10 @@ def rebuild(map: IdMap) -> None:
     map.words.zero_()
     for begin in range(0, map.ids.numel(), REBUILT):
         n = min(REBUILT, map.ids.numel() - begin)
-        part = map.ids[begin : begin + n]
         _launch(
-            put_in_kernel, part, BLOCK, map.words, map.ids, map.last, None, None, n, begin,
-            *_measure(map)[1:], ALL=True,
+            put_in_kernel, n, map.ids.device, BLOCK, map.words, map.ids, map.last, None, None, n,
+            begin, *_measure(map)[1:], ALL=True,
         )  # fmt: skip
-
-
-def _allocate(count: int, n: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Tensors [n], each at an address of its own: what begins in the middle of another is another
-    version of a kernel."""
-    return [torch.empty(n, dtype=dtype, device=device) for _ in range(count)]
 
 
 def _measure(map: IdMap) -> tuple[int, int, int, int]:
@@ -308,9 +320,13 @@ def _measure(map: IdMap) -> tuple[int, int, int, int]:
     return map.first_shard, map.rows, map.words.shape[1], map.rows.bit_length()
 
 
-def _launch(kernel: Any, items: Tensor, block: int, *arguments: Any, **named: Any) -> None:
-    """A program for each `block` of the items; of none, nothing."""
-    if items.numel():
-        grid = (count_blocks(items.numel(), block),)
-        with use_device(items.device):
-            launch_kernel(kernel, grid, *arguments, BLOCK=block, **{"num_warps": WARPS, **named})
+def _launch(
+    kernel: Any, n: int, device: torch.device, block: int, *arguments: Any, **named: Any
+) -> None:
+    """A program for each `block` of n items; of none, nothing."""
+    if n:
+        with use_device(device):
+            launch_kernel(
+                kernel, (count_blocks(n, block),), *arguments, BLOCK=block,
+                **{"num_warps": WARPS, **named},
+            )  # fmt: skip

@@ -32,6 +32,8 @@ TOP = tl.constexpr(2**63 - 1)
 BOTTOM = tl.constexpr(-(2**63))
 MOST = tl.constexpr(2**31 - 1)
 MARK = tl.constexpr(-(2**31))
+# Words of scratch memory before all others. The first one is the number of keys without an entry.
+HEAD = tl.constexpr(32)
 
 
 # ---- hashes, in unsigned 64 bits
@@ -73,6 +75,27 @@ def _make_tag(hash, row_bits):
     on."""
     held = tl.minimum(31 - row_bits, 20)
     return ((hash & 0xFFFFF).to(tl.int32)) & ((1 << held) - 1)
+
+
+# ---- pieces of memory
+
+
+@triton.jit
+def split_noted(noted, padded):
+    """(entries, last uses, counts, ids), `padded` of each, of what is swapped with the map. Where
+    ids do not change, it has none."""
+    last = (noted + padded).to(tl.pointer_type(tl.int32), bitcast=True)
+    return noted, last, last + padded, noted + 2 * padded
+
+
+@triton.jit
+def split_scratch(scratch, shards, padded):
+    """(what shards want, claims of 2 `padded` places, the same as missing ids, places of keys
+    without an entry): see id_map.py."""
+    wanted = scratch + HEAD
+    claims = wanted + shards
+    missing = claims.to(tl.pointer_type(tl.int64), bitcast=True)
+    return wanted, claims, missing, claims + 2 * padded
 
 
 # ---- one id, one entry
@@ -130,17 +153,21 @@ def find_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["n", "absent", "batch", "first_shard", "rows", "buckets", "row_bits"],
-    do_not_specialize_on_alignment=["keys", "number"],
-)
+    do_not_specialize=[
+        "shards", "padded", "n", "absent", "batch", "first_shard", "rows", "buckets", "row_bits",
+    ],
+    do_not_specialize_on_alignment=["keys"],
+)  # fmt: skip
 def look_up_kernel(
-    words, ids, last, count, keys, found, entries, lasts, counts, places, number,
+    words, ids, last, count, keys, found, noted, scratch, shards, padded,
     n, absent, batch, first_shard, rows, buckets, row_bits,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found[i]: the entry of keys[i], or `absent`, and i among the places; number [1]: 0 before, of
-    these afterwards. Of the readings of an entry one is the first to exchange its last use: it
-    notes what was there. COUNTS: and counts the batch."""
+    """found[i]: the entry of keys[i], or `absent`, and i among the places, whose number is 0
+    before. Of the readings of an entry one is the first to exchange its last use: it notes what was
+    there. COUNTS: and counts the batch."""
+    entries, lasts, counts, _ = split_noted(noted, padded)
+    _, _, _, places = split_scratch(scratch, shards, padded)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     hash = load_hashes(keys, i, i < n)
     entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, BLOCK)
@@ -148,15 +175,15 @@ def look_up_kernel(
     now = tl.zeros([BLOCK], tl.int32) + batch
     before = tl.atomic_xchg(last + entry * USE, now, mask=there, sem="relaxed")
     first = there & (before != now)
-    uses = tl.load(count + entry * USE, mask=first, other=0)
+    held = tl.load(count + entry * USE, mask=first, other=0)
     tl.store(found + i, tl.where(there, entry, absent), mask=i < n)
     tl.store(entries + i, tl.where(first, entry, -1), mask=i < n)
     tl.store(lasts + i, before, mask=first)
-    tl.store(counts + i, uses, mask=first)
+    tl.store(counts + i, held, mask=first)
     if COUNTS:
-        tl.store(count + entry * USE, tl.where(uses == MOST, uses, uses + 1), mask=first)
+        tl.store(count + entry * USE, tl.where(held == MOST, held, held + 1), mask=first)
     missing = ((i < n) & (entry < 0)).to(tl.int32)
-    begin = tl.atomic_add(number, tl.sum(missing, 0), sem="relaxed")
+    begin = tl.atomic_add(scratch, tl.sum(missing, 0), sem="relaxed")
     tl.store(places + begin + tl.cumsum(missing, 0) - 1, i.to(tl.int32), mask=missing != 0)
 
 
@@ -181,16 +208,17 @@ def read_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_shard", "rows", "buckets", "row_bits"],
-    do_not_specialize_on_alignment=["keys", "number"],
+    do_not_specialize=["shards", "padded", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize_on_alignment=["keys"],
 )
 def find_again_kernel(
-    words, ids, keys, found, places, number, first_shard, rows, buckets, row_bits,
+    words, ids, keys, found, scratch, shards, padded, first_shard, rows, buckets, row_bits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the entries of keys at these places that have one now."""
+    """Writes the entries of keys that had none and have one now."""
+    _, _, _, places = split_scratch(scratch, shards, padded)
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = j < tl.load(number)
+    there = j < tl.load(scratch)
     i = tl.load(places + j, mask=there, other=0)
     hash = load_hashes(keys, i, there)
     entry = search(words, ids, hash, there, first_shard, rows, buckets, row_bits, BLOCK)
@@ -218,8 +246,9 @@ def count_marked_kernel(count, entries, n, BLOCK: tl.constexpr):
     tl.store(count + entry * USE, uses, mask=(entry >= 0) & (held < 0))
 
 
-@triton.jit(do_not_specialize=["n"])
-def swap_uses_kernel(last, count, entries, lasts, counts, n, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["padded", "n"])
+def swap_uses_kernel(last, count, noted, padded, n, BLOCK: tl.constexpr):
+    entries, lasts, counts, _ = split_noted(noted, padded)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(entries + i, mask=i < n, other=-1)
     there = entry >= 0
@@ -246,13 +275,14 @@ def _locate_entry(ids, entry, there, rows):
     return hash, shard, (tl.where(there, entry, 0) - shard * rows + 1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n", "rows", "buckets", "row_bits"])
+@triton.jit(do_not_specialize=["padded", "n", "rows", "buckets", "row_bits"])
 def take_out_kernel(
-    words, ids, last, count, entries, new_ids, lasts, counts, total, n, rows, buckets, row_bits,
+    words, ids, last, count, noted, total, came, padded, n, rows, buckets, row_bits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Takes the ids of n entries out of their buckets, and swaps entries with what is noted. total
-    [1], if there is one: of the n only so many."""
+    [1], if there is one: of the n only so many. came [n], if there is one: ids that come."""
+    entries, lasts, counts, new_ids = split_noted(noted, padded)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if total is not None:
         n = tl.load(total)
@@ -278,6 +308,8 @@ def take_out_kernel(
         steps += 1
         active = active & (place < 0) & (steps < buckets)
         bucket = tl.where(bucket + 1 < buckets, bucket + 1, 0)
+    if came is not None:
+        tl.store(came + i, tl.load(new_ids + i, mask=there, other=0), mask=there)
     _swap(ids, entry * ID, new_ids, i, there)
     _swap(last, entry * USE, lasts, i, there)
     _swap(count, entry * USE, counts, i, there)

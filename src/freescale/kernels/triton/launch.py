@@ -3,18 +3,18 @@ sizes, and a launch that costs little."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from freescale.kernels.triton.compile_worker import settle_keys
+from freescale.kernels.triton.launch_plan import Block, LaunchPlan
 
-LIMIT = 2**31  # of integers that Triton passes in 32 bits
+_NOTHING = nullcontext()
 
 
 def require_gpu(device: torch.device, instead: str) -> None:
@@ -32,9 +32,22 @@ def is_interpreted() -> bool:
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a device the current one, on which Triton launches, unless it is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+    if not _is_cuda(device) or device.index == _get_current_device():
+        return _NOTHING
     return torch.cuda.device(device)
+
+
+@cache
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"  # torch makes a text of it each time
+
+
+def _get_current_device() -> int:
+    """As torch.cuda.current_device, of a process that has a tensor on a GPU: nothing is left to be
+    initialised."""
+    calls: Any = torch._C  # it is not in torch's stubs
+    number: int = calls._cuda_getDevice()
+    return number
 
 
 def count_blocks(items: int, each: int) -> int:
@@ -64,20 +77,6 @@ class RowLaunch:
             "W": columns,
             "num_warps": self.warps,
         }
-
-
-class Block:
-    """A tensor that a kernel reads by blocks through a descriptor.
-
-    Has the fields of Triton's TensorDescriptor, without the checks that this makes each time: the
-    caller vouches for rows at multiples of 16 bytes and a last axis in one piece.
-    """
-
-    __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
-
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
-        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
-        self.padding, self.round_f32_to_tf32 = "zero", False
 
 
 @dataclass(frozen=True)
@@ -136,18 +135,15 @@ class _Launcher:
     """The compiled versions of one kernel."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.compiled = kernel, dict[tuple[Any, ...], tuple[Any, Any, Any]]()
+        self.kernel, self.plans = kernel, dict[tuple[type, ...], LaunchPlan]()
         self.direct = not is_interpreted() and _can_run_compiled()
         self.names = tuple(kernel.arg_names)
-        self.constant, self.free, self.anywhere = (), (), ()
+        self._hooks: Any = None
         if not is_interpreted():
+            from triton import knobs
+
+            self._hooks = knobs
             settle_keys(kernel.fn.__module__)
-            self.constant = tuple(parameter.is_constexpr for parameter in kernel.params)
-            self.free = tuple(parameter.do_not_specialize for parameter in kernel.params)
-            self.anywhere = tuple(
-                parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
-                for parameter in kernel.params
-            )
 
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
@@ -155,66 +151,56 @@ class _Launcher:
         if _recordings:
             values, options = self._bind(arguments, named)
             _recordings[-1].append(Launch(self.kernel, tuple(values), options))
-        elif not self.direct or _is_watched(self.kernel):
+        elif not self.direct or self._is_watched():
             self._launch_by_triton(grid, arguments, named)
         else:
             self._launch_compiled(grid, arguments, named)
+
+    def _is_watched(self) -> bool:
+        """Whether someone asked Triton to tell of launches: a profiler of its own."""
+        runtime = self._hooks.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        watches = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        return bool(self.kernel.pre_run_hooks or watches)
 
     def _bind(
         self, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """The values of all parameters, and what is left: options."""
-        options = dict(named)
-        return [*arguments, *(options.pop(name) for name in self.names[len(arguments) :])], options
+        options = named.copy()
+        return [*arguments, *[options.pop(name) for name in self.names[len(arguments) :]]], options
 
     def _launch_compiled(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         values, options = self._bind(arguments, named)
-        device = torch.cuda.current_device()
-        key = self._build_key(device, values, options)
-        there = self.compiled.get(key)
+        device = _get_current_device()
+        plan = self._find_plan(values)
+        key, handed = plan.build_key(device, options, values)
+        there = plan.compiled.get(key)
         if there is None:
-            self._keep(key, self._launch_by_triton(grid, arguments, named))
+            plan.keep(key, self._launch_by_triton(grid, arguments, named))
             return
         run, function, metadata = there
         stream = torch._C._cuda_getCurrentRawStream(device)
         width, height, depth = (*grid, 1, 1)[:3]
-        run(width, height, depth, stream, function, metadata, None, None, None, *values)
+        run(width, height, depth, stream, function, metadata, None, None, None, *handed)
 
-    def _build_key(
-        self, device: int, values: list[Any], options: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """Differs wherever Triton compiles differently; it may differ in more. Tensors among the
-        values become their addresses."""
-        key: list[Any] = [device, *options.items()]
-        for number, value in enumerate(values):
-            if value is None or self.constant[number]:
-                key.append(value)
-            elif isinstance(value, Tensor):
-                pointer = values[number] = value.data_ptr()
-                key.append((value.dtype, self.anywhere[number] or pointer % 16 == 0))
-            elif isinstance(value, Block):
-                key.append((value.base.dtype, *value.block_shape))
-            elif isinstance(value, float):
-                key.append(float)
-            elif self.free[number]:  # an int
-                key.append(-LIMIT <= value < LIMIT)
-            else:
-                key.append((type(value), value))
-        return tuple(key)
-
-    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
-        self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+    def _find_plan(self, values: Sequence[Any]) -> LaunchPlan:
+        types = tuple(map(type, values))
+        plan = self.plans.get(types)
+        if plan is None:
+            plan = self.plans[types] = LaunchPlan(self.kernel.params, types)
+        return plan
 
     def prepare(self, values: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Compiles or loads what a launch with these needs, and launches nothing."""
         compiled = self.kernel.run(*map(describe_block, values), grid=(1,), warmup=True, **options)
         if self.direct:
             _ = compiled.run  # loads it
-            self._keep(
-                self._build_key(torch.cuda.current_device(), list(values), options), compiled
-            )
+            plan = self._find_plan(values)
+            key, _ = plan.build_key(torch.cuda.current_device(), options, values)
+            plan.keep(key, compiled)
 
     def _launch_by_triton(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
@@ -238,11 +224,3 @@ def _can_run_compiled() -> bool:
     import triton
 
     return str(triton.__version__).startswith(("3.6.", "3.7."))
-
-
-def _is_watched(kernel: Any) -> bool:
-    """Whether someone asked Triton to tell of launches: a profiler of its own."""
-    from triton import knobs
-
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(kernel.pre_run_hooks) or any(getattr(hook, "calls", hook) for hook in hooks)

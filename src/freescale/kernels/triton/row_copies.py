@@ -15,9 +15,10 @@ from freescale.kernels.triton.launch import (
     use_device,
 )
 
-COPY = RowLaunch(1024, 4)
-# Enough that the bus to the host is never idle, few enough to leave the GPU to others.
-PROGRAMS = 128
+COPY = RowLaunch(8192, 16)
+# While a program waits for the bus, kernels that need all registers of a multiprocessor wait for
+# the program: few of them, each with as many bytes on their way as it can hold.
+PROGRAMS = 16
 
 
 def copy_rows(to: Tensor, to_rows: Tensor, source: Tensor, rows: Tensor) -> None:
