@@ -63,12 +63,12 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
 def test_forked_ranks_end_with_the_bits_of_the_undisturbed_run(arguments, tmp_path):
     """Killed, started again by a fork, killed once more."""
     run, whole, steps = tmp_path / "run", tmp_path / "whole", ["--nproc", 2, "--steps", 200]
-    command = [*arguments, "--folder", run, *steps, "--restarts", 2, "--snapshot-every", 5]
+    command = [*arguments, "--folder", run, *steps, "--restarts", 2]
     with Begun(*command, module="helpers.patient_restarts") as begun:
         for restarts in range(2):
-            wait_for(lambda n=restarts: (run / "metrics.jsonl").exists() and count(run) == n)
-            made = len(losses(run))
-            wait_for(lambda n=made: len(losses(run)) > n)
+            wait_for(lambda n=restarts: count(run, "restart") == n and count(run, "loss") > 20)
+            made = count(run, "loss")
+            wait_for(lambda n=made: count(run, "loss") > n)
             last = begun.ranks()[(1, -1)[restarts]]  # what ranks are forked from is between
             os.kill(last, signal.SIGKILL)
         done = begun.ended()
@@ -80,8 +80,12 @@ def test_forked_ranks_end_with_the_bits_of_the_undisturbed_run(arguments, tmp_pa
     assert compare_states(*states)["differing_tensors"] == []
 
 
-def count(run: Path) -> int:
-    return sum("restart" in line for line in read_lines(run))
+def count(run: Path, kind: str) -> int:
+    """Lines of a run whose log may be cut at this moment."""
+    try:
+        return sum(kind in line for line in read_lines(run))
+    except (OSError, ValueError):
+        return 0
 
 
 def test_ranks_save_and_end_when_their_launcher_is_killed(arguments, tmp_path):
