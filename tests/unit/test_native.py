@@ -101,6 +101,8 @@ def test_plans_that_are_not_for_a_list_are_left_to_plain_torch():
 @pytest.mark.parametrize("extras", [True, False])
 @pytest.mark.parametrize("per", ["batch", "sample", "position"])
 def test_softmax_is_that_of_plain_torch(normalize, extras, per):
+    """As far from the numbers in 64 bits as plain torch is in 32: logits here are up to some tens,
+    and how far off their sums are depends on the order, which depends on the processor."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(40, 13, generator=generator)
     outputs = torch.randn(TOKENS, 13, generator=generator)
@@ -118,13 +120,16 @@ def test_softmax_is_that_of_plain_torch(normalize, extras, per):
     negatives = softmax.Negatives(index, per, log_q)
     assert native_softmax.fits(outputs, rows, negatives)
     found = []
-    for kernel in (native_softmax, softmax):
-        own = outputs.clone().requires_grad_(), rows.clone().requires_grad_()
+    for kernel, dtype in (
+        (native_softmax, torch.float32), (softmax, torch.float32), (softmax, torch.float64)
+    ):  # fmt: skip
+        own = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (outputs, rows)]
         loss = kernel.sampled_softmax(*own, targets, negatives, LENGTHS, **options)
         (2 * loss).backward()
         found.append((loss.detach(), own[0].grad, own[1].grad))
-    for mine, plain in zip(*found, strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=5e-6)
+    for mine, plain, exact in zip(*found, strict=True):
+        error, usual = ((each - exact).abs().max() for each in (mine, plain))
+        assert error <= 4 * usual + 1e-6 * exact.abs().max() < 1e-4 * exact.abs().max()
 
 
 @pytest.mark.parametrize("width", [13, 64])
