@@ -301,14 +301,18 @@ class Dense(nn.Module):
         if self.encoder is not None:
             for _ in range(self.passes):
                 tokens = self.encoder(tokens, lengths)
-        # On CPU index_add takes a third of the time of segment_reduce, forward and backward
-        # together.
-        numbers = torch.arange(lengths.shape[0], device=lengths.device)
-        owner = torch.repeat_interleave(numbers, lengths, output_size=rows.shape[0])  # [tokens]
-        # [samples, width]
-        pooled = tokens.new_zeros(lengths.shape[0], tokens.shape[1]).index_add(0, owner, tokens)
-        logits = self.head(pooled * self.scale).squeeze(-1)  # [samples]
+        logits = self.head(_pool(tokens, lengths) * self.scale).squeeze(-1)  # [samples]
         return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+def _pool(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """tokens [tokens, width], lengths [samples] -> their sums [samples, width]."""
+    if tokens.is_cuda:  # index_add would add them one by one, hundreds to the same place
+        return torch.segment_reduce(tokens.float(), "sum", lengths=lengths, unsafe=True)
+    # Here index_add takes a third of the time of segment_reduce, forward and backward together.
+    numbers = torch.arange(lengths.shape[0])
+    owner = torch.repeat_interleave(numbers, lengths, output_size=tokens.shape[0])  # [tokens]
+    return tokens.new_zeros(lengths.shape[0], tokens.shape[1]).index_add(0, owner, tokens)
 
 
 def _mlp(sizes: tuple[int, ...]) -> nn.Sequential:

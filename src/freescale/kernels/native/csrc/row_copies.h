@@ -10,7 +10,6 @@
 #endif
 
 #define COPIES_AHEAD 4      /* rows that memory is asked for before they are copied */
-#define MOST_COPIERS 64     /* threads */
 #define LEAST_COPY (1 << 18) /* bytes that are worth a thread */
 #define LEAST_STREAM (8 << 20) /* bytes that nobody reads before they have left the caches */
 
@@ -20,7 +19,8 @@ typedef struct {
     const int64_t *to_rows;
     const char *from;
     const int64_t *from_rows;
-    int streams; /* past the caches */
+    int streams;     /* past the caches */
+    int64_t threads; /* that share it */
 } RowCopy;
 
 static inline int64_t copied_row(const int64_t *rows, int64_t i) { return rows ? rows[i] : i; }
@@ -50,12 +50,11 @@ static void stream_rows(const RowCopy *copy) {
 }
 #endif
 
-static void *copy_some_rows(void *work) {
-    const RowCopy *copy = work;
+static void copy_some_rows(const RowCopy *copy) {
 #ifdef __AVX__
     if (copy->streams) {
         stream_rows(copy);
-        return 0;
+        return;
     }
 #endif
     for (int64_t i = copy->begin; i < copy->end; i++) {
@@ -67,6 +66,30 @@ static void *copy_some_rows(void *work) {
         memcpy(copy->to + copied_row(copy->to_rows, i) * copy->bytes,
                copy->from + copied_row(copy->from_rows, i) * copy->bytes, (size_t)copy->bytes);
     }
+}
+
+/* A thread that has others to share with starts one of them, which starts its own part of the rest:
+   to wake a core that sleeps takes a while, above all in a virtual machine, and one thread would
+   wake them one after another. */
+static void *copy_with_others(void *work) {
+    RowCopy mine = *(const RowCopy *)work, others = mine;
+    if (mine.threads < 2) {
+        copy_some_rows(&mine);
+        return 0;
+    }
+    others.threads = mine.threads / 2;
+    mine.threads -= others.threads;
+    mine.end -= (mine.end - mine.begin) * others.threads / (mine.threads + others.threads);
+    others.begin = mine.end;
+    pthread_t thread;
+    int begun = !pthread_create(&thread, 0, copy_with_others, &others);
+    copy_with_others(&mine);
+    if (begun)
+        pthread_join(thread, 0);
+    else { /* no thread could be had */
+        others.threads = 1;
+        copy_some_rows(&others);
+    }
     return 0;
 }
 
@@ -76,20 +99,7 @@ void copy_rows(int64_t count, int64_t bytes, char *to, const int64_t *to_rows, c
                const int64_t *from_rows, int64_t threads) {
     int64_t worth = count * bytes / LEAST_COPY + 1;
     if (threads > worth) threads = worth;
-    if (threads > MOST_COPIERS) threads = MOST_COPIERS;
     int streams = count * bytes >= LEAST_STREAM && can_stream(to, bytes);
-    RowCopy parts[MOST_COPIERS];
-    pthread_t others[MOST_COPIERS];
-    int begun[MOST_COPIERS] = {0};
-    for (int64_t t = 0; t < threads; t++)
-        parts[t] = (RowCopy){count * t / threads, count * (t + 1) / threads, bytes, to, to_rows, from, from_rows, streams};
-    for (int64_t t = 1; t < threads; t++)
-        begun[t] = !pthread_create(&others[t], 0, copy_some_rows, &parts[t]);
-    copy_some_rows(&parts[0]);
-    for (int64_t t = 1; t < threads; t++) {
-        if (begun[t])
-            pthread_join(others[t], 0);
-        else /* no thread could be had */
-            copy_some_rows(&parts[t]);
-    }
+    RowCopy whole = {0, count, bytes, to, to_rows, from, from_rows, streams, threads};
+    copy_with_others(&whole);
 }
