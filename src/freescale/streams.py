@@ -71,15 +71,22 @@ class InTurn:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reached = record_event_on(device)  # the last work; None on a CPU
+        self._stream = current_stream(device) if self._reached is not None else None  # its own
 
     @contextmanager
     def __call__(self, *tensors: torch.Tensor) -> Iterator[None]:
         """The current stream goes on after the last work; the next one after this. `tensors`: made
         on another stream, maybe."""
-        if self._reached is not None:
-            stream = current_stream(self._device)
+        if self._reached is None:
+            yield
+            return
+        stream = current_stream(self._device)
+        if stream is not self._stream:
             stream.wait_event(self._reached)
-            for tensor in tensors:
-                tensor.record_stream(stream)
-        yield
-        self._reached = record_event_on(self._device)
+            self._stream = stream
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        try:
+            yield
+        finally:
+            self._reached.record(stream)  # streams that wait for it wait for what it was before

@@ -17,8 +17,6 @@ in the order of the calls, whichever threads and streams they come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +28,7 @@ from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
 from freescale.kernels.dispatch import choose_id_map
 from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
-from freescale.streams import current_stream, record_event_on
+from freescale.streams import InTurn, current_stream, record_event_on
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,7 @@ class DeviceDirectory:
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
         self._numbers = _Numbers(device)
         self.used = 0  # entries that hold an id
-        # The last work on the map, and its stream; None on a CPU.
-        self._reached = record_event_on(device)
-        self._stream = current_stream(device) if self._reached is not None else None
+        self._in_turn = InTurn(device)  # on the map
 
     @property
     def batches(self) -> int:
@@ -217,22 +213,6 @@ class DeviceDirectory:
         """What was read of `get_tensors` on the current stream is before the next work."""
         with self._in_turn():
             pass
-
-    @contextmanager
-    def _in_turn(self, *tensors: Tensor) -> Iterator[None]:
-        """The current stream goes on after the last work on the map; the next one after this.
-        tensors: noted on another stream, maybe."""
-        if self._reached is None:
-            yield
-            return
-        stream = current_stream(self._device)
-        if stream is not self._stream:
-            stream.wait_event(self._reached)
-            self._stream = stream
-        for tensor in tensors:
-            tensor.record_stream(stream)
-        yield
-        self._reached.record(stream)  # streams that wait for it wait for what it was before
 
 
 class _Numbers:
