@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=10,
         help="steps, in a row beside auto",
     )
-    parser.add_argument("--turns", type=int, default=4, help="of steps")
+    parser.add_argument("--turns", type=int, default=12, help="of steps")
     parser.add_argument("--each", type=int, default=96, help="steps of a turn, or one interval")
     options = parser.parse_args(arguments)
     to = read_destination(options)
