@@ -6,11 +6,11 @@ import mmap
 import os
 import tempfile
 import weakref
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from freescale.pinning import pin
 
 
 class Arena:
@@ -34,13 +34,10 @@ class Arena:
     def pin(self) -> bool:
         """Makes copies to a GPU independent of the host, as long as a view of the memory lives.
         False if the driver refuses: copies are made then, but slower."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = self._array.ctypes.data
-        # 1: for the contexts of all GPUs
-        if int(runtime.cudaHostRegister(address, self._array.nbytes, 1)) != 0:
+        try:
+            pin(self._array, self._array.ctypes.data, self._array.nbytes)
+        except RuntimeError:
             return False
-        unpin = weakref.finalize(self._array, runtime.cudaHostUnregister, address)
-        unpin.atexit = False  # the driver may be gone by then
         return True
 
 

@@ -18,7 +18,7 @@ from freescale.train.attempts import (
     note_end,
 )
 from freescale.train.launch import Ended, report_end, run_ranks
-from freescale.train.rank_server import RankServer, open_rank_server
+from freescale.train.rank_server import open_rank_server
 from freescale.train.run_folder import AUTO
 from freescale.train.snapshot.keeper_link import end_keeper
 from freescale.transport.machine import identify_machine
@@ -50,48 +50,36 @@ def launch_with_restarts(
         The exit status, as of `launch`.
     """
     with open_rank_server(restarts) as server:
-        return _run_attempts(arguments, ranks, port, restarts, folder, resume, server)
-
-
-def _run_attempts(
-    arguments: Sequence[str],
-    ranks: int,
-    port: int | None,
-    restarts: int,
-    folder: Path,
-    resume: str | None,
-    server: RankServer | None,
-) -> int:
-    before: Ended | None = None
-    start = None if server is None else server.start_rank
-    for attempt in range(restarts + 1):
-        begin = time.time()
-        how = [] if resume is None else ["--resume", resume]
-        ended = run_ranks([*arguments, *how], ranks, port, start=start)
-        if ended.failed is None or ended.is_stopped or ended.number:
-            return report_end(ended)
-        _note_death(folder, ended)
-        if not restarts:
-            if resume != AUTO:  # else whoever said so starts it again
+        before: Ended | None = None
+        start = None if server is None else server.start_rank
+        for attempt in range(restarts + 1):
+            begin = time.time()
+            how = [] if resume is None else ["--resume", resume]
+            ended = run_ranks([*arguments, *how], ranks, port, start=start)
+            if ended.failed is None or ended.is_stopped or ended.number:
+                return report_end(ended)
+            _note_death(folder, ended)
+            if not restarts:
+                if resume != AUTO:  # else whoever said so starts it again
+                    end_keeper(folder, identify_machine())
+                return report_end(ended)
+            begun = find_begin(folder)
+            reason = _refuse_restart(folder, before, ended, begun is not None and begun >= begin)
+            if attempt == restarts and not reason:
+                reason = f"--restarts {restarts}: it was the last"
+            if reason:
+                print(f"freescale: not started again: {reason}", file=sys.stderr)
                 end_keeper(folder, identify_machine())
-            return report_end(ended)
-        begun = find_begin(folder)
-        reason = _refuse_restart(folder, before, ended, begun is not None and begun >= begin)
-        if attempt == restarts and not reason:
-            reason = f"--restarts {restarts}: it was the last"
-        if reason:
-            print(f"freescale: not started again: {reason}", file=sys.stderr)
-            end_keeper(folder, identify_machine())
-            return report_end(ended)
-        print(
-            f"freescale: {ended.describe()}; starting all ranks again, restart {attempt + 1} of "
-            f"{restarts}",
-            file=sys.stderr,
-            flush=True,
-        )
-        if server is not None:
-            server.explain_absence()
-        before, resume = ended, AUTO
+                return report_end(ended)
+            print(
+                f"freescale: {ended.describe()}; starting all ranks again, "
+                f"restart {attempt + 1} of {restarts}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if server is not None:
+                server.explain_absence()
+            before, resume = ended, AUTO
     raise AssertionError("the last attempt returns")
 
 

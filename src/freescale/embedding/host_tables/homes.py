@@ -7,10 +7,9 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.embedding.host_tables.tiers import Disk, Tier, format_bytes
+from freescale.pinning import pin
 
 Shapes = Mapping[str, tuple[int, ...]]
 Numbers = NDArray[np.int64]
@@ -35,29 +35,20 @@ class Home:
     def pin(self) -> str:
         """Lets GPUs read and write it themselves, for as long as this object lives. Returns why
         not, in words; "" if they can."""
-        calls = _get_runtime()
-        pinned: list[int] = []
-        weakref.finalize(self, _unpin, pinned).atexit = False  # a process that ends needs none
+        pinned: list[Callable[[], object]] = []
         for tensor in self.tensors.values():
             if not tensor.numel():
                 continue
-            error = calls.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-            if int(error) != 0:
-                _unpin(pinned)
-                return str(calls.cudaGetErrorString(error))
-            pinned.append(tensor.data_ptr())
+            try:
+                pinned.append(pin(self, tensor.data_ptr(), tensor.nbytes))
+            except RuntimeError as error:
+                for unpin in pinned:
+                    unpin()
+                return str(error)
+        # Before it is unpinned (the last to be registered is the first to be called): kernels may
+        # be at it.
+        weakref.finalize(self, torch.cuda.synchronize).atexit = False
         return ""
-
-
-def _unpin(addresses: list[int]) -> None:
-    calls = _get_runtime()
-    while addresses:
-        calls.cudaHostUnregister(addresses.pop())
-
-
-def _get_runtime() -> Any:
-    cuda: Any = torch.cuda  # torch does not annotate it
-    return cuda.cudart()
 
 
 class MappedHome(Home):

@@ -8,8 +8,7 @@ of equally old ones, those with the smallest row numbers. All of it depends on t
 batches, never on time, so that every schedule makes the same decisions.
 
 `plan_cache` decides and changes nothing; `CacheContents.apply` carries a decision out. Both work
-where the cache is: on a GPU, half a million rows are planned in the time that the host would need
-for some thousands.
+where the cache is: a GPU plans the rows of a batch in a fraction of the host's time.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from freescale.pinning import pin
 
 
 class Pinned:
@@ -33,18 +33,12 @@ class Pinned:
         self._map = mmap.mmap(file, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         if device.type == "cuda":
-            status = _load_cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
-            if int(status) != 0:
+            try:
+                self._unpin = pin(self, self.bytes.data_ptr(), size)
+            except RuntimeError as error:
                 raise RuntimeError(
-                    f"the driver does not pin {size:,} bytes of shared memory "
-                    f"(cudaHostRegister: {status})"
-                )
-            # Also if nobody closes it: memory that goes while the driver has it pinned takes later
-            # allocations down with it.
-            self._unpin = unpin = weakref.finalize(
-                self, _load_cudart().cudaHostUnregister, self.bytes.data_ptr()
-            )
-            unpin.atexit = False  # a process that ends takes it along
+                    f"the driver does not pin {size:,} bytes of shared memory ({error})"
+                ) from None
 
     def close(self) -> None:
         """Unpins and unmaps it, once nobody copies any more."""
@@ -68,10 +62,6 @@ def create_shared_file(size: int) -> int:
         file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     )
     return file
-
-
-def _load_cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _do_nothing() -> None:
