@@ -39,7 +39,7 @@ _LANES: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]] = (
 )
 # Layers that stand beside each other in the picture; the order is pyproject.toml's.
 _MODULES = {"__main__", "segments", "batch_codec", "sequences", "packed", "streams", "folders",
-            "file_lock", "compiled", "worker_server"}  # fmt: skip
+            "file_lock", "compiled", "worker_server", "pinning"}  # fmt: skip
 _ABOUT = {
     "cli": "command line",
     "bench": "benchmarks, figures, tables",
