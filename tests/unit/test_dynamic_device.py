@@ -130,10 +130,12 @@ def test_kernels_are_compiled_before_the_first_step(evict):
         directory.rebuild()
         weight = torch.zeros(5, config.model.width)
         directory.read(KEYS[1:4], weight, torch.float32, absent=3)
-        kept = row_exchange.insert_drawn(weight, KEYS[:3], KEYS[:3], KEYS[:1], 0.3)
-        row_exchange.swap_rows(weight, KEYS[:3], kept)
+        for total in (None, KEYS[:1]):
+            kept = row_exchange.insert_drawn(weight, KEYS[:3], KEYS[:3], KEYS[:1], 0.3, total)
+            row_exchange.swap_rows(weight, KEYS[:3], kept)
         for shape in build_row_optimizer(config).state_shapes(config.model.width).values():
             state = torch.zeros(5, *shape)
+            row_exchange.insert_zeros(state, KEYS[:3], KEYS[:1])
             row_exchange.swap_rows(state, KEYS[:3], row_exchange.insert_zeros(state, KEYS[:3]))
     with record_launches() as ready:
         call_id_map(rules, config, torch.device("cpu"))

@@ -179,12 +179,14 @@ def call_row_exchange(held: IdMap, keys: Tensor, config: RunConfig) -> None:
     weight = torch.zeros(ITEMS, config.model.width, device=keys.device)
     for wire in list_wires(config):
         triton_id_map.read_rows(held, keys, weight, 0, wire)
-    row_exchange.swap_rows(
-        weight, keys, row_exchange.insert_drawn(weight, keys, keys, keys[:1], 0.5)
-    )
+    for total in (keys, None):
+        kept = row_exchange.insert_drawn(weight, keys, keys, keys[:1], 0.5, total)
+    row_exchange.swap_rows(weight, keys, kept)
     for shape in build_row_optimizer(config).state_shapes(config.model.width).values():
         state = torch.zeros(ITEMS, *shape, device=keys.device)
-        row_exchange.swap_rows(state, keys, row_exchange.insert_zeros(state, keys))
+        for total in (keys, None):
+            kept = row_exchange.insert_zeros(state, keys, total)
+        row_exchange.swap_rows(state, keys, kept)
 
 
 def call_local_tables(

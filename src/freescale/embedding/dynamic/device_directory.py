@@ -11,12 +11,14 @@ The decisions are those of directory.py, to the id; the map is in the memory of 
 
 All of it is work of the current stream. The host reads a few numbers: what the ledger reports, and
 how many rows have to be drawn; with `Seen(n)` also the ids without a row. They are on their way
-before the map changes, so that the device has work left while the host goes on. Work on the map is
+before the map changes, and the caller may give the device more to do before the host waits for
+them, so that the device has work left while the host goes on. Work on the map is
 in the order of the calls, whichever threads and streams they come from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,7 +80,13 @@ class DeviceDirectory:
     def nbytes(self) -> int:
         return int(self.map.nbytes)
 
-    def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
+    def decide(
+        self,
+        keys: Tensor,
+        counted: Tensor | None = None,
+        absent: int = -1,
+        meanwhile: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    ) -> Decided:
         """Decides for the next batch.
 
         Args:
@@ -86,6 +94,8 @@ class DeviceDirectory:
             counted: [n] uint8, 0 for negatives: they use a row that is there, and change nothing
                 else. None: all count.
             absent: the entry of ids that have none.
+            meanwhile: is called before the host waits, with the entries and ids that come, behind
+                which there is anything, and how many these are, [1] or more on the device.
         """
         evict, batch, kernels = self._rules.evict, self.batches, self._kernels
         keys, counted = keys.contiguous(), None if counted is None else counted.contiguous()
@@ -110,6 +120,8 @@ class DeviceDirectory:
             kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)
         self.batches += 1
+        if meanwhile is not None:
+            meanwhile(placed.entries, came, sums)
         inserted, evicted, wanted, *swept_rows = self._numbers.read()
         gone = sum(swept_rows)
         new = kernels.shorten(placed, inserted)

@@ -43,6 +43,7 @@ from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
+_SPARE = 4  # by a fourth more rows than with the last batch may come unawaited
 _KEPT = 2  # decisions: of the batch that computes, and of the one after it
 
 
@@ -83,6 +84,8 @@ class DynamicStorage(RowStorage):
         self._table_seed: Tensor | None = None  # [1] on the device, once rows are drawn there
         self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
         self._undone = 0  # the last ones of them
+        self._inserted = 0  # rows, by the last batch
+        self._early: dict[str, Tensor] = {}  # what was in the slots of rows that are in already
         self._begun = 0  # batches whose step has begun
         self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
         self._uncounted: deque[dict[str, int]] = deque()  # of batches whose step has not begun
@@ -98,7 +101,7 @@ class DynamicStorage(RowStorage):
         with self._lock:
             self._redo_all()
             with ledger.span("decide rows"):
-                decided = self.directory.decide(rows, counted, absent=self._zero)
+                decided = self._decide(rows, counted)
             slots, new = decided.entries, decided.new
             if decided.inserted is not None:
                 extra = torch.arange(self._zero, self._spent + 1, device=rows.device)
@@ -115,6 +118,11 @@ class DynamicStorage(RowStorage):
             self._uncounted.append(self._describe(decided.figures))
         return slots if decided.inverse is None else slots.index_select(0, decided.inverse)
 
+    def _decide(self, rows: Tensor, counted: Tensor | None) -> Decided:
+        if isinstance(self.directory, DeviceDirectory) and self._draws_in_place:
+            return self.directory.decide(rows, counted, self._zero, meanwhile=self._begin_insert)
+        return self.directory.decide(rows, counted, self._zero)
+
     def _describe(self, figures: BatchFigures) -> dict[str, int]:
         """For the ledger: the decisions about a batch, and the table after them."""
         own = self._ranges[self.spec.name]
@@ -128,11 +136,7 @@ class DynamicStorage(RowStorage):
         """On a GPU in one pass for each part: rows are drawn where the ones that go were read."""
         decision = _Decision(decided.changes, decided.removed, slots, {})
         if self._draws_in_place:
-            rows = insert_drawn(
-                self.weight, slots, decided.new_ids, self._get_table_seed(), self._std
-            )
-            state = {name: insert_zeros(value, slots) for name, value in self.state.items()}
-            decision.rows = {"rows": rows} | state
+            decision.rows = self._end_insert(slots, decided.new_ids)
             self._mark_exchanged(decision)
         else:
             decision.rows = {
@@ -144,6 +148,33 @@ class DynamicStorage(RowStorage):
             )
             self._exchange_rows(decision)
         self._decisions.append(decision)
+
+    def _begin_insert(self, slots: Tensor, ids: Tensor, total: Tensor) -> None:
+        """Inserts rows before it is known how many there are, `total` [1]: as many as came with the
+        batch before, and some more. The device has work while the host waits for the number."""
+        room = min(slots.numel(), self._inserted + self._inserted // _SPARE)
+        self._early = self._insert_in_place(slots[:room], ids[:room], total) if room else {}
+
+    def _end_insert(self, slots: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        """Inserts those that are left. Returns what was in all of the slots [m], by part."""
+        early, self._early = self._early, {}
+        self._inserted = count = slots.numel()
+        room = early["rows"].shape[0] if early else 0
+        if early and room >= count:
+            return {name: value[:count] for name, value in early.items()}
+        late = self._insert_in_place(slots[room:], ids[room:])
+        if not early:
+            return late
+        return {name: torch.cat([early[name], value]) for name, value in late.items()}
+
+    def _insert_in_place(
+        self, slots: Tensor, ids: Tensor, total: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Drawn rows and zeros of state; what was there."""
+        seed = self._get_table_seed()
+        rows = insert_drawn(self.weight, slots, ids, seed, self._std, total)
+        state = {name: insert_zeros(value, slots, total) for name, value in self.state.items()}
+        return {"rows": rows} | state
 
     def find_missing(self, slots: Tensor) -> Tensor:
         """[n] uint8: which slots [n] are of keys that have no row."""

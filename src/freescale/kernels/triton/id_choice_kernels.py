@@ -2,10 +2,11 @@
 each of them gets.
 
 A shard decides for itself, so that a program for each needs no other: it looks for the bounds in
-(count, last use, id) up to which entries go by bisection, each step a walk through the shard. This
-ends as soon as a bound has the right number of entries below it: after as many steps as the number
-of equal entries has bits, and a few. A shard of few rows is read once and walked through in
-registers: HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
+(count, last use, id) up to which entries go, each step a walk through the shard. Every other step
+is where the bound would be if entries lay evenly, the ones between halve what is left: few steps
+for ids as they come, and never more than twice those of a bisection. The search ends as soon as a
+bound has the right number of entries below it. A shard of few rows is read once and walked through
+in registers: HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
 
 Sums over all shards are those of the last program that is through: no kernel is launched for them.
 """
@@ -226,24 +227,42 @@ def _count_up_to(
 
 
 @triton.jit
-def _bisect(
-    ids, last, count, held, first, rows, limit, most_uses, latest, low, high, need,
+def _guess(low, high, need, below, above, LEVEL: tl.constexpr):
+    """Where `need` entries would be not above, if from `below` at `low` to `above` at `high` their
+    number grew evenly; below `high`."""
+    share = (need - below + 0.5) / (above - below + 1.0).to(tl.float64)  # well below 1
+    if LEVEL == 2:  # ids: their distance may be more than 63 bits
+        width = (high - low).to(tl.uint64, bitcast=True)
+        step = (width.to(tl.float64) * share).to(tl.uint64).to(tl.int64, bitcast=True)
+    else:
+        step = ((high - low).to(tl.float64) * share).to(tl.int32)
+    return tl.minimum(low + step, high - 1)
+
+
+@triton.jit
+def _search(
+    ids, last, count, held, first, rows, limit, most_uses, latest, low, high, need, above,
     LEVEL: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(A bound in [low, high] that `need` entries are not above or, if none is found, the least one
-    that more are not above; how many of those that are equal to it are needed, 0 for all). None is
-    below `low`."""
+    that more are not above; how many of those that are equal to it are needed, 0 for all; how many
+    these are, if not all are needed). None is below `low`, and `above`, which are more than `need`,
+    are not above `high`."""
     below = need * 0
+    turn = need * 0
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, without a sum
+        middle = tl.where(turn == 0, _guess(low, high, need, below, above, LEVEL), middle)
+        turn = 1 - turn
         there = _count_up_to(
             ids, last, count, held, first, rows, limit, most_uses, latest, middle,
             LEVEL, HELD, BY_COUNT, BLOCK,
         )  # fmt: skip
         below = tl.where(there <= need, there, below)
+        above = tl.where(there < need, above, there)
         low = tl.where(there < need, middle + 1, tl.where(there == need, middle, low))
         high = tl.where(there < need, high, middle)
-    return low, need - below
+    return low, need - below, above - below
 
 
 @triton.jit
@@ -336,25 +355,26 @@ def choose_kernel(
         greatest = first * 0 + TOP
         if (need > 0) & (need < ables):
             left = need
+            tied = ables
             if BY_COUNT:
-                most_uses, left = _bisect(
+                most_uses, left, tied = _search(
                     ids, last, count, held, first, rows, limit, most_uses, latest,
-                    tl.min(fewest, 0), tl.max(highest, 0), left,
+                    tl.min(fewest, 0), tl.max(highest, 0), left, tied,
                     0, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
             if left > 0:
-                latest, left = _bisect(
+                latest, left, tied = _search(
                     ids, last, count, held, first, rows, limit, most_uses, latest,
-                    tl.min(oldest, 0), want * 0 + limit - 1, left,
+                    tl.min(oldest, 0), want * 0 + limit - 1, left, tied,
                     1, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
             if left > 0:
                 low, high = _find_tied_ids(
                     ids, last, count, held, first, rows, most_uses, latest, HELD, BY_COUNT, BLOCK
                 )
-                greatest, left = _bisect(
+                greatest, left, tied = _search(
                     ids, last, count, held, first, rows, limit, most_uses, latest, low, high, left,
-                    2, HELD, BY_COUNT, BLOCK,
+                    tied, 2, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
         empty_before = want * 0
         before = want * 0
@@ -366,18 +386,22 @@ def choose_kernel(
                 else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
             )
             free = used < 0
-            number = empty_before + tl.cumsum(free.to(tl.int32), 0) - 1
-            tl.store(chosen + start + number, at, mask=free & (number < empties))
-            empty_before += tl.sum(free.to(tl.int32), 0)
+            goes = free & False
             if EVICTS:
-                goes = (used >= 0) & (used < limit) & (need > 0)
                 sooner = (used < latest) | ((used == latest) & (id <= greatest))
                 if BY_COUNT:
                     sooner = (uses < most_uses) | ((uses == most_uses) & sooner)
-                goes = goes & sooner
-                number = empties + before + tl.cumsum(goes.to(tl.int32), 0) - 1
-                tl.store(chosen + start + number, at, mask=goes)
-                before += tl.sum(goes.to(tl.int32), 0)
+                goes = (used >= 0) & (used < limit) & (need > 0) & sooner
+            # One scan for both: a block has fewer entries than 16 bits count.
+            both = free.to(tl.int32) | (goes.to(tl.int32) << 16)
+            ranks = tl.cumsum(both, 0) - both
+            number = empty_before + (ranks & 0xFFFF)
+            tl.store(chosen + start + number, at, mask=free & (number < empties))
+            number = empties + before + (ranks >> 16)
+            tl.store(chosen + start + number, at, mask=goes)
+            total = tl.sum(both, 0)
+            empty_before += total & 0xFFFF
+            before += total >> 16
     tl.store(taken + shard, empties + need)
     tl.store(evicted + shard, need)
     programs = tl.num_programs(0)

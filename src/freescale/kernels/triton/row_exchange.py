@@ -22,18 +22,27 @@ from freescale.kernels.triton.launch import (
 EXCHANGE = RowLaunch(1024, 4)
 
 
-def insert_drawn(table: Tensor, slots: Tensor, ids: Tensor, seed: Tensor, std: float) -> Tensor:
+def insert_drawn(
+    table: Tensor,
+    slots: Tensor,
+    ids: Tensor,
+    seed: Tensor,
+    std: float,
+    total: Tensor | None = None,
+) -> Tensor:
     """Writes the initial rows of ids [m] to different slots [m] of table [n, width] float32; seed
-    [1]: of the table, on the same device. Returns the rows [m, width] that were there."""
+    [1]: of the table, on the same device. Returns the rows [m, width] that were there. `total`: the
+    first of so many [1] int64 alone, a number that the host need not know."""
     before = table.new_empty(slots.numel(), *table.shape[1:])
-    _exchange(table, slots, before, ids, seed, std, draws=True)
+    _exchange(table, slots, before, ids, seed, std, total, draws=True)
     return before
 
 
-def insert_zeros(table: Tensor, slots: Tensor) -> Tensor:
-    """Writes zeros to different slots [m] of table [n, ...]. Returns what was there, [m, ...]."""
+def insert_zeros(table: Tensor, slots: Tensor, total: Tensor | None = None) -> Tensor:
+    """Writes zeros to different slots [m] of table [n, ...]; of `total`, as above. Returns what was
+    there, [m, ...]."""
     before = table.new_empty(slots.numel(), *table.shape[1:])
-    _exchange(table, slots, before)
+    _exchange(table, slots, before, total=total)
     return before
 
 
@@ -44,7 +53,8 @@ def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
 
 def _exchange(
     table: Tensor, slots: Tensor, kept: Tensor, ids: Tensor | None = None,
-    seed: Tensor | None = None, std: float = 0.0, draws: bool = False, swaps: bool = False,
+    seed: Tensor | None = None, std: float = 0.0, total: Tensor | None = None,
+    draws: bool = False, swaps: bool = False,
 ) -> None:  # fmt: skip
     require_gpu(table.device, "kernels.reference.row_exchange")
     assert table.is_contiguous() and kept.is_contiguous() and slots.dtype == torch.int64
@@ -56,5 +66,5 @@ def _exchange(
     with use_device(table.device):
         launch_kernel(
             exchange_kernel, (count_blocks(slots.numel(), shape["R"]),), table, slots, kept, ids,
-            seed, slots.numel(), std, DRAWS=draws, SWAPS=swaps, **shape,
+            seed, total, slots.numel(), std, DRAWS=draws, SWAPS=swaps, **shape,
         )  # fmt: skip

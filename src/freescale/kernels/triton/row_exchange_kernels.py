@@ -32,12 +32,15 @@ def _draw(id, seed, column):
 
 @triton.jit(do_not_specialize=["count", "std"])
 def exchange_kernel(
-    table, slots, kept, ids, seeds, count, std,
+    table, slots, kept, ids, seeds, total, count, std,
     DRAWS: tl.constexpr, SWAPS: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """kept[i]: what was in slot slots[i]; there is now the initial row of ids[i] (DRAWS, seeds
-    [1]), what kept[i] was (SWAPS), or zeros. A program exchanges R rows of up to W columns."""
+    [1]), what kept[i] was (SWAPS), or zeros. Of `count` rows, and no more than total [1] if that is
+    not None. A program exchanges R rows of up to W columns."""
+    if total is not None:
+        count = tl.minimum(count, tl.load(total).to(tl.int32))
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     slot = tl.load(slots + number, mask=number < count, other=0)
     column = tl.arange(0, W)[None, :]
