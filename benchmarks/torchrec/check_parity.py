@@ -62,7 +62,7 @@ def oracle(workload: Workload, world: int) -> tuple[list[float], Tensor, Dense]:
         ids, lengths, labels = (torch.cat(columns) for columns in zip(*parts, strict=True))
         rows = table[ids].requires_grad_()
         optimizer.zero_grad()
-        loss = dense(rows, lengths, labels) / (workload.samples * world)
+        loss = dense(rows, lengths, labels, lengths) / (workload.samples * world)
         loss.backward()
         optimizer.step()
         assert rows.grad is not None

@@ -90,6 +90,7 @@ class Batch(Pipelineable):
     places: Tensor
     lengths: Tensor  # [samples] int64
     labels: Tensor  # [samples] float32
+    host_lengths: Tensor  # the lengths, which stay on the CPU
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return Batch(
@@ -97,6 +98,7 @@ class Batch(Pipelineable):
             self.places.to(device, non_blocking=non_blocking),
             self.lengths.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
+            self.host_lengths,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -109,6 +111,7 @@ class Batch(Pipelineable):
             self.places.pin_memory(),
             self.lengths.pin_memory(),
             self.labels.pin_memory(),
+            self.host_lengths,
         )
 
 
@@ -133,7 +136,7 @@ class Model(nn.Module):
         rows = self.embedding(batch.features)["history"].values()
         if self.deduplicate:
             rows = rows.index_select(0, batch.places)
-        loss = self.dense(rows, batch.lengths, batch.labels)
+        loss = self.dense(rows, batch.lengths, batch.labels, batch.host_lengths)
         return loss * self.scale, loss.detach() * self.share
 
 
@@ -150,7 +153,7 @@ def _feed(
         else:
             values, places, per_sample = ids, none, lengths
         features = KeyedJaggedTensor(keys=["history"], values=values, lengths=per_sample)
-        batch = Batch(features, places, lengths, labels)
+        batch = Batch(features, places, lengths, labels, lengths)
         made.append(batch.pin_memory() if pinned else batch)
     yield from itertools.cycle(made)
 

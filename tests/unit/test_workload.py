@@ -76,7 +76,7 @@ def test_a_sample_does_not_depend_on_the_others():
     rows = torch.randn(15, 8, dtype=torch.float64)
     parts = rows.split(lengths.tolist())
     alone = sum(
-        dense(part, length[None], label[None])
+        dense(part, length[None], label[None], length[None])
         for part, length, label in zip(parts, lengths, labels, strict=True)
     )
-    torch.testing.assert_close(dense(rows, lengths, labels), alone, rtol=1e-12, atol=0)
+    torch.testing.assert_close(dense(rows, lengths, labels, lengths), alone, rtol=1e-12, atol=0)

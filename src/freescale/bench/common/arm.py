@@ -48,10 +48,9 @@ class Model(nn.Module):
         self.dense = Dense(workload)
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
-        history = batch.sequences["history"]
-        return {
-            "click": self.dense(self.item(history.values), history.lengths, batch.dense["labels"])
-        }
+        history, labels = batch.sequences["history"], batch.dense["labels"]
+        rows = self.item(history.values)
+        return {"click": self.dense(rows, history.lengths, labels, history.host_lengths)}
 
 
 def feed(

@@ -288,19 +288,23 @@ class Dense(nn.Module):
                     torch.from_numpy(random.uniform(-bound, bound, tuple(parameter.shape)))
                 )
 
-    def forward(self, rows: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-        """rows [tokens, width], lengths [samples] int64, labels [samples] -> scalar. On a GPU in
-        bf16."""
+    def forward(
+        self, rows: Tensor, lengths: Tensor, labels: Tensor, host_lengths: Tensor
+    ) -> Tensor:
+        """rows [tokens, width], lengths [samples] int64, labels [samples], the lengths once more on
+        the CPU, so that nobody reads them from a device -> scalar. On a GPU in bf16."""
         with torch.autocast("cuda", torch.bfloat16) if rows.is_cuda else nullcontext():
-            return self._loss(rows, lengths, labels)
+            return self._loss(rows, lengths, labels, host_lengths)
 
-    def _loss(self, rows: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, rows: Tensor, lengths: Tensor, labels: Tensor, host_lengths: Tensor) -> Tensor:
         for _ in range(self.passes - 1 if self.encoder is None else 0):
             rows = rows + self.layers(rows) / self.passes
         tokens = self.layers(rows)  # [tokens, width]
         if self.encoder is not None:
+            from freescale.batch import HostSizes
+
             for _ in range(self.passes):
-                tokens = self.encoder(tokens, lengths)
+                tokens = self.encoder(tokens, lengths, host=HostSizes(host_lengths))
         logits = self.head(_pool(tokens, lengths) * self.scale).squeeze(-1)  # [samples]
         return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 

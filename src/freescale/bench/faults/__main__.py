@@ -12,8 +12,8 @@ from typing import Any
 from freescale.bench.common.options import make_parser, read_destination, run_command
 
 _USUAL: dict[str, dict[str, Any]] = {  # what is not given
-    "cpu": {"storms": 10, "faults": 100, "ranks": "2,4,2:4", "timeout": 5.0},
-    "cuda": {"storms": 1, "faults": 30, "ranks": "4", "timeout": 20.0},
+    "cpu": {"storms": 10, "jobs": 1, "faults": 100, "ranks": "2,4,2:4", "timeout": 5.0},
+    "cuda": {"storms": 3, "jobs": 3, "faults": 10, "ranks": "4", "timeout": 20.0},
 }
 
 
@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="cpu",
         help="of the ranks; those of one machine may share a GPU, through MPS (cpu)",
     )
-    parser.add_argument("--storms", type=int, help="runs, one after another (10; on GPUs 1)")
+    parser.add_argument("--storms", type=int, help="runs (10; on GPUs 3)")
+    parser.add_argument("--jobs", type=int, help="storms at a time, of one machine (1; on GPUs 3)")
     parser.add_argument(
         "--host-storms",
         type=int,
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="faults more, of runs that `freescale train --restarts` and torchrun start, where the "
         "others are forked from a process that has imported torch (0)",
     )
-    parser.add_argument("--faults", type=int, help="of each storm (100; on GPUs 30)")
+    parser.add_argument("--faults", type=int, help="of each storm (100; on GPUs 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the first storm (0)")
     parser.add_argument(
         "--ranks",

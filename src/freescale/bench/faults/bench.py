@@ -22,6 +22,7 @@ from freescale.bench.common.results import Destination, write
 from freescale.bench.faults.claims import is_exact, make_claims
 from freescale.bench.faults.command_testbed import CommandTestbed
 from freescale.bench.faults.hosts_testbed import HostsTestbed, can_lose_packets
+from freescale.bench.faults.jobs import run_side_by_side
 from freescale.bench.faults.plan import KINDS, Fault, count_steps, order_worlds, plan_faults
 from freescale.bench.faults.proof import compare_logs, compare_states, read_final_state, read_log
 from freescale.bench.faults.setting import (
@@ -59,6 +60,7 @@ class Options:
     ranks: str
     timeout: float
     device: str = "cpu"
+    jobs: int = 1  # storms of one machine at a time
 
     def plan(self) -> list[tuple[int, int, Setting]]:
         """(seed, faults, setting) of each storm."""
@@ -89,6 +91,7 @@ class Options:
     def command(self) -> str:
         words = f"freescale bench faults --storms {self.storms} --faults {self.faults}"
         words += f" --seed {self.seed} --timeout {self.timeout:g} --ranks {self.ranks}"
+        words += f" --jobs {self.jobs}" if self.jobs > 1 else ""
         words += f" --device {self.device}" if self.device != "cpu" else ""
         words += f" --host-storms {self.host_storms}" if self.host_storms else ""
         return words + (f" --real-starts {self.real_starts}" if self.real_starts else "")
@@ -109,6 +112,8 @@ def bench_faults(options: Options, to: Destination) -> int:
     torch.set_num_threads(1)  # no threads that a fork would lose
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
+    if options.jobs > 1:
+        run_side_by_side(options, work)
     with _divide_gpu(options):
         rows = _make_storms(options, work)
     usual = options.storms and options.device == "cpu"

@@ -1,0 +1,66 @@
+"""Storms side by side: programs of their own, whose rows are where the storms' are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from freescale.bench.faults import jobs
+from freescale.bench.faults.bench import Options
+
+# Stands for the program: says when it runs, and leaves its row.
+_PROGRAM = """
+import json, pathlib, sys, time
+words = sys.argv[1:]
+seed, own = (words[words.index(name) + 1] for name in ("--seed", "--work"))
+begin = time.time()
+time.sleep(0.5)
+if int(seed) == FAILS:
+    sys.exit("the storm was lost")
+row = pathlib.Path(own) / f"storm-{seed}" / "row.json"
+row.parent.mkdir()
+row.write_text(json.dumps({"seed": int(seed), "begin": begin, "end": time.time()}))
+"""
+
+
+@pytest.fixture
+def programs(monkeypatch, tmp_path):
+    """Makes the programs; the number is of the storm that fails."""
+
+    def replace_program(fails):
+        program = tmp_path / "program.py"
+        program.write_text(_PROGRAM.replace("FAILS", str(fails)))
+        start = jobs.subprocess.Popen
+
+        def popen(command, **options):
+            return start([sys.executable, program, *command[3:]], **options)
+
+        monkeypatch.setattr(jobs.subprocess, "Popen", popen)
+        return replace(Options(tmp_path, 3, 0, 0, 10, 4, "2", 5.0), jobs=2)
+
+    return replace_program
+
+
+def read(work, seed):
+    return json.loads(jobs.find_row(work, seed).read_text())
+
+
+def test_run_so_many_at_a_time_and_are_not_made_again(programs, tmp_path):
+    options, work = programs(fails=-1), tmp_path / "work"
+    jobs.run_side_by_side(options, work)
+    first, second, third = (read(work, seed) for seed in (4, 5, 6))
+    assert second["begin"] < first["end"]
+    assert third["begin"] > min(first["end"], second["end"])
+    jobs.run_side_by_side(options, work)
+    assert [read(work, seed) for seed in (4, 5, 6)] == [first, second, third]
+
+
+def test_a_storm_that_is_lost_is_named_and_the_others_stay(programs, tmp_path):
+    work = tmp_path / "work"
+    with pytest.raises(ValueError, match="storm 5 did not end: the storm was lost"):
+        jobs.run_side_by_side(programs(fails=5), work)
+    assert not Path(work / "storm-5" / "row.json").exists()
