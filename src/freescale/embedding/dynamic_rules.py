@@ -12,6 +12,7 @@ ENTRY_BYTES = 24  # of memory for an id that has a row, or is counted; at most
 DEFAULT_ID = -5322254210574113211
 PINNED = 3  # consecutive batches, from its last use on, for which a row stays
 
+AUTO = "auto"
 MAPS = ("host", "device")
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -111,9 +112,10 @@ class Dynamic:
             ids occur is summed up over the batches, and `Retrieval` subtracts the log of the
             probability that follows (log-q). None: nothing is counted for it.
         map: where it is kept which ids have a row, of tables whose rows are in the memory of a GPU:
-            "host", or "device", which decides without moving ids to the host and back. The
-            decisions are the same. All other tables have it in host memory, and ids that are
-            counted before they are admitted are always there.
+            "device", which decides without moving ids to the host and back, "host", or "auto": on
+            the device, if it can do what is asked for. The decisions are the same. All other tables
+            have it in host memory, and ids that are counted before they are admitted are always
+            there.
 
     Raises:
         ValueError: something of it has no such value.
@@ -125,7 +127,7 @@ class Dynamic:
     negatives: tuple[str, ...] = ("negatives",)
     draws: str | None = None
     default: str = "zeros"
-    map: str = "host"
+    map: str = AUTO
 
     def __post_init__(self) -> None:
         if parse_count(self.capacity) < 1:
@@ -141,12 +143,21 @@ class Dynamic:
                 f"evict is {self.evict!r}: give 'lru', 'lfu', freescale.LFU(halved_every) or "
                 "freescale.After(steps)"
             )
-        if self.map not in MAPS:
-            raise ValueError(f"map is {self.map!r}: give 'host' or 'device'")
-        if self.map == "device" and (isinstance(self.evict, LFU) or self.default == LEARNED):
+        if self.map not in (AUTO, *MAPS):
+            raise ValueError(f"map is {self.map!r}: give 'auto', 'host' or 'device'")
+        if self.map == "device" and not self._suits_device:
             raise ValueError(
                 "map='device' does not halve counts and has no learned default row; take map='host'"
             )
+
+    @property
+    def _suits_device(self) -> bool:
+        return not isinstance(self.evict, LFU) and self.default != LEARNED
+
+    @property
+    def maps_on_device(self) -> bool:
+        """Whether the map is in the memory of a GPU, if the rows are."""
+        return self.map == "device" or (self.map == AUTO and self._suits_device)
 
     @property
     def shard_rows(self) -> int:
@@ -182,7 +193,7 @@ class Dynamic:
     def __str__(self) -> str:
         evict = _EVICTIONS[self.evict] if isinstance(self.evict, str) else str(self.evict)
         default = ", others read a learned row" if self.default == LEARNED else ""
-        where = ", map on the device" if self.map == "device" else ""
+        where = f", map on the {self.map}" if self.map != AUTO else ""
         return f"dynamic, {self.admit}, {evict}{default}{where}"
 
 
@@ -196,7 +207,7 @@ def parse_count(count: int | str) -> int:
 
 def parse_dynamic(text: str) -> Dynamic | None:
     """`dynamic:50M`, with `:seen=3`, `:lru`, `:lfu`, `:lfu=10000`, `:after=1000`,
-    `:default=learned` or `:map=device` behind it; None for what does not begin so. ValueError for
+    `:default=learned` or `:map=host` behind it; None for what does not begin so. ValueError for
     what cannot be read."""
     kind, _, rest = text.partition(":")
     if kind != "dynamic":
@@ -204,7 +215,7 @@ def parse_dynamic(text: str) -> Dynamic | None:
     capacity, *options = rest.split(":")
     if not capacity:
         raise ValueError("'dynamic' needs the number of its rows: dynamic:50M")
-    admit, default, where = Seen(1), _DEFAULTS[0], MAPS[0]
+    admit, default, where = Seen(1), _DEFAULTS[0], AUTO
     chosen: str | LFU | After = "lru"
     for option in options:
         name, _, value = option.partition("=")
@@ -218,7 +229,7 @@ def parse_dynamic(text: str) -> Dynamic | None:
             chosen = LFU(int(value))
         elif name == "after" and value.isdecimal():
             chosen = After(int(value))
-        elif name == "map" and value in MAPS:
+        elif name == "map" and value in (AUTO, *MAPS):
             where = value
         else:
             raise ValueError(

@@ -47,6 +47,6 @@ def open_directory(
     rules: Dynamic, shards: tuple[int, int], home: torch.device
 ) -> Directory | DeviceDirectory:
     """Of the shards [first, last), whose rows are at home on a device."""
-    if rules.map == "device" and home.type != "cpu":
+    if rules.maps_on_device and home.type != "cpu":
         return DeviceDirectory(rules, *shards, home)
     return Directory(rules, *shards)

@@ -249,7 +249,7 @@ class Tables:
             parts = self.transport.world if self.placements[name].kind == "sharded" else 1
             each = spec.bytes_per_row + count_state_bytes(self.optimizers[name], spec)
             sizes[name] = ShardLayout((spec,), parts).size * each
-            if spec.dynamic is not None and spec.dynamic.map == "device":
+            if spec.dynamic is not None and spec.dynamic.maps_on_device:
                 sizes[name] += spec.dynamic.map_bytes // parts
         if self.transport.device.type == "cuda":
             caches = {n: min(sizes[n], p.tier.cache_bytes) for n, p in self._list_tiers()}
@@ -260,7 +260,7 @@ class Tables:
         for name, spec in self.specs.items():
             if spec.dynamic is not None:
                 homes += spec.dynamic.counter_bytes // self.transport.world
-                if spec.dynamic.map == "host" or self.placements[name].tier is not None:
+                if not spec.dynamic.maps_on_device or self.placements[name].tier is not None:
                     homes += spec.dynamic.map_bytes // self.transport.world
         for name, placed in self._list_tiers():
             sizes[name] = min(sizes[name], placed.tier.cache_bytes)

@@ -74,7 +74,7 @@ def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None
     """Calls all that launches kernels in a run, at least once each way."""
     call_tables(config, device)
     for rules in parse_tables(config).values():
-        if rules.map == "device":
+        if rules.maps_on_device:
             call_id_map(rules, config, device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # the run's own draws stay as they are

@@ -66,7 +66,7 @@ WARMUP, WINDOW = 20, 10  # steps
 LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
 _TRIAL = Shape("trial", 8, 32, 1, 2, cap=60, median=40, negatives=2)
 
-DEFAULT = f"{Dynamic(1).map} map"
+DEFAULT = f"{'device' if Dynamic(1).maps_on_device else 'host'} map"
 ASKED = [
     Asked(DEFAULT, "step with a full dynamic table, 10 % new ids, over a static table", 1.10,
           "x", at_least=False),
@@ -252,6 +252,8 @@ def join_ranks(arm: str, ranks: list[dict[str, Any]]) -> Row:
         "exposed_ms": spread(exposed), "lanes_ms": spread(lanes), "straggler_ms": spread(late),
         "exposed_and_lanes_ms": spread(list(map(sum, zip(exposed, lanes, strict=True)))),
         "waited_for_lanes_ms": spread(waited),
+        "spans_ms": {name: statistics.mean(step["spans_ms"].get(name, 0.0) for step in steps)
+                     for name in sorted({name for step in steps for name in step["spans_ms"]})},
     }  # fmt: skip
     for name in ranks[0]:
         if name.startswith("dynamic_"):

@@ -44,6 +44,7 @@ from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
 _SPARE = 4  # by a fourth more rows than with the last batch may come unawaited
+_ALIGNED = 32  # what is left begins at an address for which kernels are compiled
 _KEPT = 2  # decisions: of the batch that computes, and of the one after it
 
 
@@ -153,6 +154,7 @@ class DynamicStorage(RowStorage):
         """Inserts rows before it is known how many there are, `total` [1]: as many as came with the
         batch before, and some more. The device has work while the host waits for the number."""
         room = min(slots.numel(), self._inserted + self._inserted // _SPARE)
+        room -= room % _ALIGNED
         self._early = self._insert_in_place(slots[:room], ids[:room], total) if room else {}
 
     def _end_insert(self, slots: Tensor, ids: Tensor) -> dict[str, Tensor]:
