@@ -272,12 +272,24 @@ def exchanged(device="cpu"):
         seed = derive(7, hash_name("item")).view(1).to(device)
         first = torch.arange(101.0 * width, device=device).view(101, width)
         table = first.clone()
-        kept = row_exchange.insert_drawn(table, slots, ids, seed, 0.3)
+        state = torch.arange(101.0, device=device)
+        kept, zeroed = row_exchange.insert_drawn(table, slots, ids, seed, 0.3, state=state)
         drawn = table[slots]
         error = (drawn - draw_initial_rows(spec, ids, 7, 0.3)).abs().max()
-        same = torch.equal(kept, first[slots])
+        same = torch.equal(kept, first[slots]) and torch.equal(zeroed, slots.float())
+        same &= not state[slots].any() and bool(state.sum() == 5050 - slots.sum())
         row_exchange.swap_rows(table, slots, kept)
         same &= torch.equal(table, first) and torch.equal(kept, drawn)
+        # of the first 9, whatever there is room for; of the first 5, whatever comes
+        for room, total in ((9, slots[:1] * 0 + 60), (60, slots[:1] * 0 + 9), (5, None)):
+            table = first.clone()
+            kept, _ = row_exchange.insert_drawn(
+                table, slots, ids, seed, 0.3, room=room, total=total
+            )
+            count = min(room, 9)
+            expected = first.clone().index_copy_(0, slots[:count], drawn[:count])
+            same &= torch.equal(table, expected) and kept.shape[0] == room
+            same &= torch.equal(kept[:count], first[slots[:count]])
         held[f"width {width}"] = float(error) < 2e-6 and same
     for shape in ((), (2,)):
         first = torch.rand(101, *shape, device=device) + 1

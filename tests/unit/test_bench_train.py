@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from freescale.bench.train.flops import count_flops, count_flops_as_nvidia
+from freescale.bench.train.measure import read_waits
 from freescale.bench.train.shapes import SHAPES
 from freescale.ledger.device_profile import measure_union
 
@@ -33,6 +36,16 @@ def test_union_counts_time_once() -> None:
     intervals = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4), (6.0, 7.0)]
     assert measure_union(intervals) == pytest.approx(5.0)
     assert measure_union([]) == 0
+
+
+def test_waits_are_those_of_the_steps_that_are_timed(tmp_path: Path) -> None:
+    waits = [9.0, 0.0, 0.5, 7.0]
+    lines = [
+        {"step": step, "step_ms": 10.0, "spans_ms": {"await batch": wait} if wait else {}}
+        for step, wait in enumerate(waits)
+    ]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_waits(tmp_path, range(1, 3)) == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))

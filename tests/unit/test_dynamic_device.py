@@ -19,6 +19,7 @@ from freescale.config import DataConfig, RunConfig
 from freescale.embedding import open_storage
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.layout import compute_keys
+from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
 from freescale.embedding.dynamic_rules import (
     ENTRY_BYTES,
     SHARDS,
@@ -27,6 +28,8 @@ from freescale.embedding.dynamic_rules import (
     Seen,
     parse_dynamic,
 )
+from freescale.embedding.layout import TableSpec
+from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels.reference import id_map
 from freescale.kernels.triton import row_exchange
 from freescale.kernels.triton.compile import find_versions
@@ -130,13 +133,14 @@ def test_kernels_are_compiled_before_the_first_step(evict):
         directory.rebuild()
         weight = torch.zeros(5, config.model.width)
         directory.read(KEYS[1:4], weight, torch.float32, absent=3)
-        for total in (None, KEYS[:1]):
-            kept = row_exchange.insert_drawn(weight, KEYS[:3], KEYS[:3], KEYS[:1], 0.3, total)
-            row_exchange.swap_rows(weight, KEYS[:3], kept)
-        for shape in build_row_optimizer(config).state_shapes(config.model.width).values():
-            state = torch.zeros(5, *shape)
-            row_exchange.insert_zeros(state, KEYS[:3], KEYS[:1])
-            row_exchange.swap_rows(state, KEYS[:3], row_exchange.insert_zeros(state, KEYS[:3]))
+        part = TableRange(TableSpec("item", 5, config.model.width, torch.float32, ()), 0, 0, 5)
+        inner = DeviceStorage([part], 5 + EXTRA_ROWS, build_row_optimizer(config), weight.device)
+        storage = DynamicStorage(inner, directory)
+        for room in (0, 2):
+            storage._insert_in_place(KEYS[:3], KEYS[:3], 3 - room)
+            storage._insert_in_place(KEYS[:3], KEYS[:3], 3, KEYS[:1])
+        for value in (weight, *storage.state.values()):
+            row_exchange.swap_rows(value, KEYS[:3], torch.zeros_like(value[:3]))
     with record_launches() as ready:
         call_id_map(rules, config, torch.device("cpu"))
     known = {repr(version) for version in find_versions(ready, H200)}

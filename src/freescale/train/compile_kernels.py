@@ -179,14 +179,19 @@ def call_row_exchange(held: IdMap, keys: Tensor, config: RunConfig) -> None:
     weight = torch.zeros(ITEMS, config.model.width, device=keys.device)
     for wire in list_wires(config):
         triton_id_map.read_rows(held, keys, weight, 0, wire)
+    shapes = build_row_optimizer(config).state_shapes(config.model.width).values()
+    states = [torch.zeros(ITEMS, *shape, device=keys.device) for shape in shapes]
+    narrow = next((state for state in states if state.dim() == 1), None)
     for total in (keys, None):
-        kept = row_exchange.insert_drawn(weight, keys, keys, keys[:1], 0.5, total)
+        kept, _ = row_exchange.insert_drawn(
+            weight, keys, keys, keys[:1], 0.5, state=narrow, total=total
+        )
+        for state in states:
+            if state is not narrow:
+                row_exchange.insert_zeros(state, keys, total=total)
     row_exchange.swap_rows(weight, keys, kept)
-    for shape in build_row_optimizer(config).state_shapes(config.model.width).values():
-        state = torch.zeros(ITEMS, *shape, device=keys.device)
-        for total in (keys, None):
-            kept = row_exchange.insert_zeros(state, keys, total)
-        row_exchange.swap_rows(state, keys, kept)
+    for state in states:
+        row_exchange.swap_rows(state, keys, torch.zeros_like(state[: keys.numel()]))
 
 
 def call_local_tables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -138,7 +139,7 @@ def measure_shape(
         "first_step_s": watch.first_step,
         "compilations_by_step_1": watch.compiled_first,
         "compilations_after_step_1": watch.compiled_timed - watch.compiled_first,
-        "await_batch_percent": 100 * spans.get("await batch", 0.0) / step["median"],
+        "await_batch_percent": read_waits(run, numbers),
         "loss": results["loss"],
     }
     details: dict[str, Any] = {"shape": shape.name, "windows_ms": windows, "spans_ms": spans}
@@ -149,3 +150,11 @@ def measure_shape(
         row["device_ms_of_step_percent"] = 100 * watch.profile.busy / step["median"]
         details["slowest_kernels"] = watch.profile.slowest
     return row, details
+
+
+def read_waits(run: Path, steps: range) -> float:
+    """Percent of these steps of a run in which the main thread waited for a batch."""
+    with open(run / "ledger.jsonl", encoding="utf-8") as file:
+        timed = [figures for line in file if (figures := json.loads(line))["step"] in steps]
+    waited = sum(figures["spans_ms"].get("await batch", 0.0) for figures in timed)
+    return float(100 * waited / sum(figures["step_ms"] for figures in timed))

@@ -155,7 +155,7 @@ class DynamicStorage(RowStorage):
         batch before, and some more. The device has work while the host waits for the number."""
         room = min(slots.numel(), self._inserted + self._inserted // _SPARE)
         room -= room % _ALIGNED
-        self._early = self._insert_in_place(slots[:room], ids[:room], total) if room else {}
+        self._early = self._insert_in_place(slots, ids, room, total) if room else {}
 
     def _end_insert(self, slots: Tensor, ids: Tensor) -> dict[str, Tensor]:
         """Inserts those that are left. Returns what was in all of the slots [m], by part."""
@@ -164,19 +164,28 @@ class DynamicStorage(RowStorage):
         room = early["rows"].shape[0] if early else 0
         if early and room >= count:
             return {name: value[:count] for name, value in early.items()}
-        late = self._insert_in_place(slots[room:], ids[room:])
+        late = self._insert_in_place(slots[room:], ids[room:], count - room)
         if not early:
             return late
         return {name: torch.cat([early[name], value]) for name, value in late.items()}
 
     def _insert_in_place(
-        self, slots: Tensor, ids: Tensor, total: Tensor | None = None
+        self, slots: Tensor, ids: Tensor, room: int, total: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Drawn rows and zeros of state; what was there."""
-        seed = self._get_table_seed()
-        rows = insert_drawn(self.weight, slots, ids, seed, self._std, total)
-        state = {name: insert_zeros(value, slots, total) for name, value in self.state.items()}
-        return {"rows": rows} | state
+        """Draws the first rows, as many as there is room for, and puts zeros into their state.
+        Returns what was there."""
+        kept, state, seed = {}, dict(self.state), self._get_table_seed()
+        # A number of each row goes with it: a launch less for the host.
+        narrow = next((name for name, value in state.items() if value.dim() == 1), "")
+        kept["rows"], zeroed = insert_drawn(
+            self.weight, slots, ids, seed, self._std,
+            state=state.pop(narrow, None), room=room, total=total,
+        )  # fmt: skip
+        if zeroed is not None:
+            kept[narrow] = zeroed
+        for name, value in state.items():
+            kept[name] = insert_zeros(value, slots, room, total)
+        return kept
 
     def find_missing(self, slots: Tensor) -> Tensor:
         """[n] uint8: which slots [n] are of keys that have no row."""

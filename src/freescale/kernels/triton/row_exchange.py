@@ -28,20 +28,35 @@ def insert_drawn(
     ids: Tensor,
     seed: Tensor,
     std: float,
+    *,
+    state: Tensor | None = None,
+    room: int | None = None,
     total: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Writes the initial rows of ids [m] to different slots [m] of table [n, width] float32, and
+    zeros to those of its state [n].
+
+    Args:
+        seed: [1], of the table, on the same device.
+        room: of the first so many alone; by default of all.
+        total: and of the first of so many, [1] or more int64: the host need not know it.
+
+    Returns:
+        what was there: rows [room, width], state [room].
+    """
+    room = slots.numel() if room is None else room
+    before = table.new_empty(room, *table.shape[1:])
+    zeroed = state.new_empty(room) if state is not None else None
+    _exchange(table, slots, before, ids, seed, std, (state, zeroed), total, draws=True)
+    return before, zeroed
+
+
+def insert_zeros(
+    table: Tensor, slots: Tensor, room: int | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Writes the initial rows of ids [m] to different slots [m] of table [n, width] float32; seed
-    [1]: of the table, on the same device. Returns the rows [m, width] that were there. `total`: the
-    first of so many [1] int64 alone, a number that the host need not know."""
-    before = table.new_empty(slots.numel(), *table.shape[1:])
-    _exchange(table, slots, before, ids, seed, std, total, draws=True)
-    return before
-
-
-def insert_zeros(table: Tensor, slots: Tensor, total: Tensor | None = None) -> Tensor:
-    """Writes zeros to different slots [m] of table [n, ...]; of `total`, as above. Returns what was
-    there, [m, ...]."""
-    before = table.new_empty(slots.numel(), *table.shape[1:])
+    """Writes zeros to different slots [m] of table [n, ...]; of `room` and `total`, as above.
+    Returns what was there, [room, ...]."""
+    before = table.new_empty(slots.numel() if room is None else room, *table.shape[1:])
     _exchange(table, slots, before, total=total)
     return before
 
@@ -53,18 +68,20 @@ def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
 
 def _exchange(
     table: Tensor, slots: Tensor, kept: Tensor, ids: Tensor | None = None,
-    seed: Tensor | None = None, std: float = 0.0, total: Tensor | None = None,
+    seed: Tensor | None = None, std: float = 0.0,
+    state: tuple[Tensor | None, Tensor | None] = (None, None), total: Tensor | None = None,
     draws: bool = False, swaps: bool = False,
 ) -> None:  # fmt: skip
     require_gpu(table.device, "kernels.reference.row_exchange")
     assert table.is_contiguous() and kept.is_contiguous() and slots.dtype == torch.int64
+    count = kept.shape[0]
     if not kept.numel():
         return
     from freescale.kernels.triton.row_exchange_kernels import exchange_kernel
 
-    shape = EXCHANGE.shape(kept.numel() // slots.numel())
+    shape = EXCHANGE.shape(kept.numel() // count)
     with use_device(table.device):
         launch_kernel(
-            exchange_kernel, (count_blocks(slots.numel(), shape["R"]),), table, slots, kept, ids,
-            seed, total, slots.numel(), std, DRAWS=draws, SWAPS=swaps, **shape,
+            exchange_kernel, (count_blocks(count, shape["R"]),), table, slots, kept, ids, seed,
+            *state, total, count, std, DRAWS=draws, SWAPS=swaps, **shape,
         )  # fmt: skip

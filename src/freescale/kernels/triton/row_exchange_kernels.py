@@ -32,13 +32,14 @@ def _draw(id, seed, column):
 
 @triton.jit(do_not_specialize=["count", "std"])
 def exchange_kernel(
-    table, slots, kept, ids, seeds, total, count, std,
+    table, slots, kept, ids, seeds, state, kept_state, total, count, std,
     DRAWS: tl.constexpr, SWAPS: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """kept[i]: what was in slot slots[i]; there is now the initial row of ids[i] (DRAWS, seeds
     [1]), what kept[i] was (SWAPS), or zeros. Of `count` rows, and no more than total [1] if that is
-    not None. A program exchanges R rows of up to W columns."""
+    not None. state, kept_state: a number of each row, if there is one, for which zeros come. A
+    program exchanges R rows of up to W columns."""
     if total is not None:
         count = tl.minimum(count, tl.load(total).to(tl.int32))
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -57,3 +58,7 @@ def exchange_kernel(
         after = tl.load(target, mask=there, other=0.0)
     tl.store(place, after, mask=there)
     tl.store(target, before, mask=there)
+    if state is not None:
+        was = tl.load(state + slot, mask=number < count, other=0.0)
+        tl.store(kept_state + number, was, mask=number < count)
+        tl.store(state + slot, tl.zeros([R], state.dtype.element_ty), mask=number < count)
