@@ -51,7 +51,8 @@ class Pair:
 
     def agree(self, host: Decided, device: Decided) -> bool:
         entries = host.entries[host.inverse], device.entries.cpu()
-        new = [dict(zip(d.new.tolist(), d.new_ids.tolist(), strict=True)) for d in (host, device)]
+        # behind the ids that come there may be anything
+        new = [dict(zip(d.new.tolist(), d.new_ids.tolist(), strict=False)) for d in (host, device)]
         gone = [
             set() if d.removed is None else set(d.removed.tolist()) - {-1} for d in (host, device)
         ]

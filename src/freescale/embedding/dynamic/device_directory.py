@@ -32,6 +32,8 @@ from freescale.kernels.dispatch import choose_id_map
 from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
 from freescale.streams import InTurn, current_stream, record_event_on
 
+_SUMS = 3  # over shards, that kernels make
+
 
 @dataclass(frozen=True)
 class DeviceChanges:
@@ -140,7 +142,7 @@ class DeviceDirectory:
             inverse=None,
             new=new.entries,
             inserted=None,
-            new_ids=came[:inserted],
+            new_ids=came,
             removed=swept.entries if swept is not None and gone else None,
             figures=figures,
             changes=DeviceChanges(looked.uses, swept if gone else None, new, rows, admitted),
@@ -148,7 +150,7 @@ class DeviceDirectory:
 
     def _sweep(self, batch: int) -> tuple[Contents | None, Tensor | None]:
         """(what was there before, how many went [1]) of the shard whose turn it is."""
-        evict, (first, last), rows = self._rules.evict, self._shards, self._rules.shard_rows
+        evict, (first, last), rows = self._rules.evict, self._shards, self.map.rows
         turn = batch % SHARDS
         if not isinstance(evict, After) or not first <= turn < last:
             return None, None
@@ -231,23 +233,28 @@ class _Numbers:
     """A few integers on their way from the device, which goes on meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = None
+        self._kept: list[int] = []
+        self._copied = record_event_on(device)  # None on a CPU
+        self._pinned: dict[int, Tensor] = {}  # by how many there are
         if device.type == "cuda":
-            self._pinned = torch.empty(4, dtype=torch.int64, pin_memory=True)
-        self._kept, self._copied = torch.empty(0), record_event_on(device)  # None on a CPU
+            room = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=True)
+            self._pinned = {count: room[:count] for count in (_SUMS, _SUMS + 1)}
+            self._host, self._count = room.numpy(), 0
 
     def send(self, values: Tensor, more: Tensor | None) -> None:
         """After the current stream's work so far. Before the next ones, `read` them."""
         values = values if more is None else torch.cat([values, more])
-        self._kept = values
-        if self._pinned is not None and values.is_cuda:
-            self._kept = self._pinned[: values.numel()].copy_(values, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(current_stream(values.device))
+        if self._copied is None or not values.is_cuda:
+            self._kept = values.tolist()
+            return
+        self._count = values.numel()
+        self._pinned[self._count].copy_(values, non_blocking=True)
+        self._copied.record(current_stream(values.device))
 
     def read(self) -> list[int]:
         """Waits for them."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        found: list[int] = self._kept.tolist()
+        if self._copied is None:
+            return self._kept
+        self._copied.synchronize()
+        found: list[int] = self._host[: self._count].tolist()
         return found

@@ -67,7 +67,7 @@ class Decided:
     entries: Tensor  # [u] of keys
     inverse: Tensor | None  # [n]: key i has entries[inverse[i]]; None: entry i
     new: Tensor  # [m] entries of ids that got one
-    new_ids: Tensor  # [m]
+    new_ids: Tensor  # [m or more]: behind them there is anything
     inserted: Tensor | None  # [m] places of these ids among `entries`; None: not known
     removed: Tensor | None  # entries that were swept; -1 is none
     figures: BatchFigures

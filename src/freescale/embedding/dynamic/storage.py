@@ -55,7 +55,7 @@ class _Decision:
     changes: Any  # of the directory
     removed: Tensor | None  # entries that were swept
     slots: Tensor  # [m] of the rows that came
-    rows: dict[str, Tensor]  # [m, ...] in their place in the other state
+    rows: dict[str, Tensor]  # [m or more, ...] in their place in the other state
     draws: BatchDraws | None = None
 
 
@@ -145,7 +145,7 @@ class DynamicStorage(RowStorage):
                 for name, value in self.state.items()
             }
             decision.rows["rows"] = draw_initial_rows(
-                self.spec, decided.new_ids, self._seed, self._std
+                self.spec, decided.new_ids[: slots.numel()], self._seed, self._std
             )
             self._exchange_rows(decision)
         self._decisions.append(decision)
@@ -158,12 +158,13 @@ class DynamicStorage(RowStorage):
         self._early = self._insert_in_place(slots, ids, room, total) if room else {}
 
     def _end_insert(self, slots: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Inserts those that are left. Returns what was in all of the slots [m], by part."""
+        """Inserts those that are left. Returns what was in all of the slots [m], by part, and maybe
+        anything behind it."""
         early, self._early = self._early, {}
         self._inserted = count = slots.numel()
         room = early["rows"].shape[0] if early else 0
         if early and room >= count:
-            return {name: value[:count] for name, value in early.items()}
+            return early
         late = self._insert_in_place(slots[room:], ids[room:], count - room)
         if not early:
             return late

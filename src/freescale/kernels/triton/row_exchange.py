@@ -47,7 +47,7 @@ def insert_drawn(
     room = slots.numel() if room is None else room
     before = table.new_empty(room, *table.shape[1:])
     zeroed = state.new_empty(room) if state is not None else None
-    _exchange(table, slots, before, ids, seed, std, (state, zeroed), total, draws=True)
+    _exchange(table, slots, before, room, ids, seed, std, (state, zeroed), total, draws=True)
     return before, zeroed
 
 
@@ -56,30 +56,30 @@ def insert_zeros(
 ) -> Tensor:
     """Writes zeros to different slots [m] of table [n, ...]; of `room` and `total`, as above.
     Returns what was there, [room, ...]."""
-    before = table.new_empty(slots.numel() if room is None else room, *table.shape[1:])
-    _exchange(table, slots, before, total=total)
+    room = slots.numel() if room is None else room
+    before = table.new_empty(room, *table.shape[1:])
+    _exchange(table, slots, before, room, total=total)
     return before
 
 
 def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
-    """Exchanges different slots [m] of table [n, ...] with what was kept, [m, ...]."""
-    _exchange(table, slots, kept, swaps=True)
+    """Exchanges different slots [m] of table [n, ...] with what was kept, [m or more, ...]."""
+    _exchange(table, slots, kept, slots.numel(), swaps=True)
 
 
 def _exchange(
-    table: Tensor, slots: Tensor, kept: Tensor, ids: Tensor | None = None,
+    table: Tensor, slots: Tensor, kept: Tensor, count: int, ids: Tensor | None = None,
     seed: Tensor | None = None, std: float = 0.0,
     state: tuple[Tensor | None, Tensor | None] = (None, None), total: Tensor | None = None,
     draws: bool = False, swaps: bool = False,
 ) -> None:  # fmt: skip
     require_gpu(table.device, "kernels.reference.row_exchange")
     assert table.is_contiguous() and kept.is_contiguous() and slots.dtype == torch.int64
-    count = kept.shape[0]
-    if not kept.numel():
+    if not count or not kept.numel():
         return
     from freescale.kernels.triton.row_exchange_kernels import exchange_kernel
 
-    shape = EXCHANGE.shape(kept.numel() // count)
+    shape = EXCHANGE.shape(kept.numel() // kept.shape[0])
     with use_device(table.device):
         launch_kernel(
             exchange_kernel, (count_blocks(count, shape["R"]),), table, slots, kept, ids, seed,
