@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ def way(request, monkeypatch):
         monkeypatch.setattr(row_copies, "fits", lambda *tensors: False)
     else:
         assert row_copies.fits(torch.zeros(1))
+    return request.param
 
 
 # rows of a few bytes, of no multiple of 16, so many that several threads copy, and so many that
@@ -43,3 +48,41 @@ def test_nothing_is_copied():
     to, none = torch.ones(3, 2), torch.zeros(0, dtype=torch.int64)
     copies.copy_rows(to, none, torch.zeros(3, 2), none)
     assert torch.equal(to, torch.ones(3, 2))
+
+
+ROWS = torch.arange(20_000).flip(0)
+
+
+def make_numbers(number):
+    """A table, and room for another one."""
+    source = torch.arange(20_000.0)[:, None].repeat(1, 64) + number
+    return source, torch.empty_like(source)
+
+
+def copy_backwards(source, found):
+    """Whether the copy of the rows in the other order is that."""
+    copies.copy_rows(found, None, source, ROWS)
+    return found.numpy().tobytes() == source.numpy()[::-1].tobytes()
+
+
+def test_several_at_a_time_share_the_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(lambda number: copy_backwards(*make_numbers(number)), range(60)))
+
+
+def test_a_forked_process_has_threads_of_its_own(way, monkeypatch):
+    if way == "torch":  # which does not promise it
+        return
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    tables = [make_numbers(number) for number in range(5)]
+    assert copy_backwards(*make_numbers(9))  # there are threads before
+    child = os.fork()
+    if not child:
+        same = [copy_backwards(*each) for each in tables]
+        others = len(os.listdir("/proc/self/task")) - 1
+        os._exit(0 if all(same) and others == 3 else 1)
+    until = time.monotonic() + 60
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+        time.sleep(0.05)
+    assert ended == (child, 0), "the child hangs, has no threads, or its copy is another one"

@@ -2,15 +2,16 @@
    the memory busy. */
 
 #pragma once
-#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
+#include "work_pool.h"
 
 #define COPIES_AHEAD 4      /* rows that memory is asked for before they are copied */
 #define LEAST_COPY (1 << 18) /* bytes that are worth a thread */
+#define PIECE (1 << 17)      /* bytes */
 #define LEAST_STREAM (8 << 20) /* bytes that nobody reads before they have left the caches */
 
 typedef struct {
@@ -19,8 +20,8 @@ typedef struct {
     const int64_t *to_rows;
     const char *from;
     const int64_t *from_rows;
-    int streams;     /* past the caches */
-    int64_t threads; /* that share it */
+    int streams;   /* past the caches */
+    int64_t piece; /* rows that a thread takes at a time */
 } RowCopy;
 
 static inline int64_t copied_row(const int64_t *rows, int64_t i) { return rows ? rows[i] : i; }
@@ -68,29 +69,11 @@ static void copy_some_rows(const RowCopy *copy) {
     }
 }
 
-/* A thread that has others to share with starts one of them, which starts its own part of the rest:
-   to wake a core that sleeps takes a while, above all in a virtual machine, and one thread would
-   wake them one after another. */
-static void *copy_with_others(void *work) {
-    RowCopy mine = *(const RowCopy *)work, others = mine;
-    if (mine.threads < 2) {
-        copy_some_rows(&mine);
-        return 0;
-    }
-    others.threads = mine.threads / 2;
-    mine.threads -= others.threads;
-    mine.end -= (mine.end - mine.begin) * others.threads / (mine.threads + others.threads);
-    others.begin = mine.end;
-    pthread_t thread;
-    int begun = !pthread_create(&thread, 0, copy_with_others, &others);
-    copy_with_others(&mine);
-    if (begun)
-        pthread_join(thread, 0);
-    else { /* no thread could be had */
-        others.threads = 1;
-        copy_some_rows(&others);
-    }
-    return 0;
+static void copy_piece(void *whole, int64_t piece) {
+    RowCopy part = *(const RowCopy *)whole;
+    int64_t begin = piece * part.piece, left = part.end - begin;
+    part.begin = begin, part.end = begin + (left < part.piece ? left : part.piece);
+    copy_some_rows(&part);
 }
 
 /* to[to_rows[i]] = from[from_rows[i]] for i in [0, count), rows of `bytes`; numbers that are not
@@ -98,8 +81,8 @@ static void *copy_with_others(void *work) {
 void copy_rows(int64_t count, int64_t bytes, char *to, const int64_t *to_rows, const char *from,
                const int64_t *from_rows, int64_t threads) {
     int64_t worth = count * bytes / LEAST_COPY + 1;
-    if (threads > worth) threads = worth;
     int streams = count * bytes >= LEAST_STREAM && can_stream(to, bytes);
-    RowCopy whole = {0, count, bytes, to, to_rows, from, from_rows, streams, threads};
-    copy_with_others(&whole);
+    int64_t piece = PIECE / (bytes ? bytes : 1) + 1;
+    RowCopy whole = {0, count, bytes, to, to_rows, from, from_rows, streams, piece};
+    share_work(copy_piece, &whole, (count + piece - 1) / piece, threads < worth ? threads : worth);
 }
