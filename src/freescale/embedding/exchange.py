@@ -57,9 +57,12 @@ from freescale.kernels.dispatch import (
     put_rows,
     select_marked_rows,
 )
+from freescale.kernels.reference.unique import Unique
 from freescale.transport.api import Handle, Transport
 
 Piece = TypeVar("Piece")
+_MARK_BITS = 2  # `mark_counted` marks by 0, 1 and 2
+_MARK = (1 << _MARK_BITS) - 1
 
 
 def run_pipelined(
@@ -118,22 +121,17 @@ class Sharded:
         send, receive, totals = _exchange_counts(own, transport)
         unique = found.keys[: sum(send)]
         local = self.layout.find_local(unique).to(self._ids)
-        owned = transport.all_to_all(local, send, receive, "ids").wait().long()
+        about = self._describe_ids(batches, found)
+        if about is None:
+            owned = transport.all_to_all(local, send, receive, "ids").wait().long()
+            counted = drawn = None
+        else:  # one message for all
+            both = torch.stack([local, about[: sum(send)]], 1)
+            owned, told = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
+            owned = owned.contiguous()
+            counted = (told & _MARK).to(torch.uint8) if self._has_marks else None
+            drawn = told >> _MARK_BITS if self._counts_draws else None
         size = sum(totals) * self.layout.specs[0].bytes_per_row // transport.world
-        counted = None
-        if self._has_marks:
-            marks = mark_counted(batches, self.layout.specs[0])
-            if marks is None:
-                marks = torch.zeros(0, dtype=torch.uint8, device=transport.device)
-            marks = mark_any(marks, found.inverse, found.keys.numel())[: sum(send)]
-            counted = transport.all_to_all(marks, send, receive, "ids").wait()
-        drawn = None
-        if self._counts_draws:
-            worth = mark_draws(batches, self.layout.specs[0])
-            sums = torch.zeros_like(found.keys)
-            if worth is not None:
-                sums.index_add_(0, found.inverse, worth)
-            drawn = transport.all_to_all(sums[: sum(send)], send, receive, "ids").wait()
         return Request(
             Index(unique, given, found.inverse),
             RequestPart(None, None, send, receive),
@@ -143,6 +141,23 @@ class Sharded:
             counted,
             drawn,
         )
+
+    def _describe_ids(self, batches: Sequence[SequenceBatch], found: Unique) -> Tensor | None:
+        """[u] int64, for the different ids of a dynamic table: the lowest bits are the mark of an
+        id that counts, the others what it is worth as a draw. None if the owner need know
+        neither."""
+        if not self._has_marks and not self._counts_draws:
+            return None
+        about = torch.zeros_like(found.keys)
+        if self._counts_draws:
+            worth = mark_draws(batches, self.layout.specs[0])
+            if worth is not None:
+                about.index_add_(0, found.inverse, worth << _MARK_BITS)
+        if self._has_marks:
+            marks = mark_counted(batches, self.layout.specs[0])
+            if marks is not None:
+                about |= mark_any(marks, found.inverse, found.keys.numel())
+        return about
 
     def _compute_keys(self, given: GroupIds, device: torch.device) -> Tensor:
         """[n]: the keys of all ids."""

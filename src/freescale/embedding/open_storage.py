@@ -38,7 +38,8 @@ def open_storage(
         home = transport.device if tier is None else torch.device("cpu")
         draws = None
         if layout.rules.draws is not None:
-            draws = DrawCounts(first, last - first, layout.rules.shard_rows)
+            where = home if layout.rules.maps_on_device else torch.device("cpu")
+            draws = DrawCounts(first, last - first, layout.rules.shard_rows, where)
         rows = DynamicStorage(rows, open_directory(layout.rules, shards, home), draws)
     return rows
 

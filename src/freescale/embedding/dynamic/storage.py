@@ -38,7 +38,6 @@ from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
 from freescale.kernels.dispatch import choose_row_exchange, fits_exchange
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton.row_exchange import insert_drawn, insert_zeros
-from freescale.kernels.upload import upload
 from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
@@ -204,11 +203,10 @@ class DynamicStorage(RowStorage):
         assert self.draws is not None
         with self._lock:
             self._redo_all()
-            keys, inverse = torch.unique(rows, return_inverse=True)
-            worth = drawn.new_zeros(keys.numel()).index_add_(0, inverse, drawn)
-            host = keys.cpu().numpy()
-            self._decisions[-1].draws = self.draws.add(host, worth.cpu().numpy())
-            return upload(self.draws.estimate(host), rows.device).index_select(0, inverse)
+            where = self.draws.sums.device
+            keys = rows.to(where)
+            self._decisions[-1].draws = self.draws.add(keys, drawn.to(where))
+            return self.draws.estimate(keys).to(rows.device)
 
     @property
     def _draws_in_place(self) -> bool:
@@ -321,6 +319,8 @@ class DynamicStorage(RowStorage):
                 yield
             finally:
                 self.directory.end_reading()
+                if self.draws is not None:
+                    self.draws.end_reading()
                 while self.directory.batches < last:
                     self._redo()
 
@@ -359,7 +359,7 @@ class DynamicStorage(RowStorage):
         that have no row, and those of draws."""
         found = self.directory.get_shard_tensors()
         if self.draws is not None:
-            found["draws"] = torch.from_numpy(self.draws.sums)
+            found["draws"] = self.draws.sums
         return found
 
     def reload(self) -> None:

@@ -134,7 +134,7 @@ class SnapshotContents:
             for key, value in found.items():
                 self._put(key, value, rows)
             for part, value in storage.get_shard_tensors().items():
-                self.tensors[f"shards/{name}/{part}"] = value.clone()
+                self.tensors[f"shards/{name}/{part}"] = _copy(value)
         for number, group in enumerate(tables.groups):
             if any(tables.get_group(name) is group for name in names):
                 self._take_marks(number, group.rows.changed)
@@ -165,6 +165,10 @@ class SnapshotContents:
 
 def _is_on_host(value: Tensor) -> bool:
     return value.device.type == "cpu"
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.clone() if _is_on_host(value) else copy_to_host(value)
 
 
 def _keep(value: Tensor) -> Tensor:
