@@ -14,6 +14,7 @@ from helpers.gpu_training import CudaClicks
 
 import freescale
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
 from freescale.pipeline.staged import Staged
@@ -74,11 +75,12 @@ def assert_same(actual, expected):
     assert [n for n, value in expected[1].items() if not torch.equal(actual[1][n], value)] == []
 
 
+ON_HOST = [replace(rules, map="host") for rules in RULES]
 ON_DEVICE = [replace(rules, map="device", default="zeros") for rules in RULES]
 
 
 @pytest.mark.parametrize("model", [CudaClicks32, CudaClicks])
-@pytest.mark.parametrize("rules", [*RULES, *ON_DEVICE], ids=str)
+@pytest.mark.parametrize("rules", [*ON_HOST, *ON_DEVICE], ids=str)
 def test_staged_is_serial_to_the_bit(rules, model, tmp_path):
     expected = train("serial", rules, model)
     for schedule in (Staged, "staged"):  # the last one: single.py, rows made in a lane
@@ -88,12 +90,12 @@ def test_staged_is_serial_to_the_bit(rules, model, tmp_path):
 
 @pytest.mark.parametrize("model", [CudaClicks32, CudaClicks])
 def test_checkpoints_beside_training_are_those_of_serial(model, tmp_path):
-    train("serial", RULES[2], model, tmp_path / "serial")
-    train(Staged, RULES[2], model, tmp_path / "staged")
+    train("serial", ON_HOST[2], model, tmp_path / "serial")
+    train(Staged, ON_HOST[2], model, tmp_path / "staged")
     for step in range(1, len(CHURN) + 1):
         found = []
         for name in ("serial", "staged"):
-            parallel, _ = build(LocalTransport("cuda"), "serial", RULES[2], model=model)
+            parallel, _ = build(LocalTransport("cuda"), "serial", ON_HOST[2], model=model)
             checkpoints = Checkpoints(tmp_path / name, parallel.transport)
             checkpoints.load(checkpoints.path(step), parallel)
             found.append(([], read_rows(parallel)))
@@ -185,9 +187,29 @@ def test_a_large_shard_decides_as_the_host(evict):
     assert pair.same_answers(keys)
 
 
+def test_draws_are_counted_as_by_a_cpu():
+    """Sums to the bit, logarithms up to the last one; taken back, too."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [DrawCounts(7, 20, 100, torch.device(device)) for device in ("cpu", "cuda")]
+    keys = compute_keys(torch.arange(400_000))
+    keys = keys[((keys >> 52) + SHARDS // 2 >= 7) & ((keys >> 52) + SHARDS // 2 < 27)]
+    for number in range(4):
+        chosen = keys[torch.randint(keys.numel(), (1000,), generator=generator)]
+        worth = torch.randint(0, 1 << 20, (1000,), generator=generator)
+        draws = [
+            each.add(chosen.to(each.sums.device), worth.to(each.sums.device)) for each in counts
+        ]
+        if number == 2:
+            for each, of in zip(counts, draws, strict=True):
+                each.take_back(of)
+        assert torch.equal(counts[0].sums, counts[1].sums.cpu())
+    expected, found = (each.estimate(keys.to(each.sums.device)).cpu() for each in counts)
+    torch.testing.assert_close(found, expected, rtol=2e-7, atol=0)
+
+
 def test_a_host_table_behind_a_cache():
-    expected = train("serial", RULES[1], CudaClicks32, optimizer="adam")
+    expected = train("serial", ON_HOST[1], CudaClicks32, optimizer="adam")
     placement = {"item": freescale.Host(4 * 8 * 3 * 200), "action": "sharded"}
     for schedule in ("serial", Staged, "staged"):
-        found = train(schedule, RULES[1], CudaClicks32, optimizer="adam", placement=placement)
+        found = train(schedule, ON_HOST[1], CudaClicks32, optimizer="adam", placement=placement)
         assert_same(found, expected)
