@@ -30,6 +30,7 @@ part balance 60 balance --device cuda --seeds 3 --repetitions 20
 part ladder-train-4 300 ladder --workload train --device cuda --nproc 4
 part ladder-train-8 300 ladder --workload train --device cuda --nproc 8
 part train 400 train --device cuda ${PEER:+--peer "$PEER"}
+part kernels 300 kernels
 part torchrec-4 300 torchrec --device cuda --nproc 4
 part dynamic 60 dynamic --device cuda
 part dynamic-4 150 dynamic step --device cuda --nproc 4
