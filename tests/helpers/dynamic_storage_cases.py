@@ -26,6 +26,12 @@ from helpers.id_map_cases import by_kernels, draw_stream
 WIDTH, WORLD, RANK = 12, 2048, 3  # two shards, whose turn to be swept comes soon
 
 
+class PlainStorage(DynamicStorage):
+    """Draws its rows in plain torch, also where there are kernels for it."""
+
+    _draws_in_place = False
+
+
 class Storages:
     """One decided on by the host, and one by the device, that see the same batches."""
 
@@ -42,7 +48,7 @@ class Storages:
         directory = Directory(rules, *shards)
         if on_device:
             directory = DeviceDirectory(rules, *shards, device)
-        storage = DynamicStorage(inner, directory)
+        storage = (DynamicStorage if on_device else PlainStorage)(inner, directory)
         storage.initialise("item", seed=3, std=0.5)
         return storage
 

@@ -37,7 +37,7 @@ from freescale.kernels.triton.launch import record_launches
 from freescale.pipeline.staged import Staged
 from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.compile_kernels import call_id_map
+from freescale.train.compile_kernels import call_id_map, call_row_exchange
 from freescale.transport.local import LocalTransport
 
 FIGURES = ("inserted", "evicted", "swept", "turned_away")
@@ -143,6 +143,7 @@ def test_kernels_are_compiled_before_the_first_step(evict):
             row_exchange.swap_rows(value, KEYS[:3], torch.zeros_like(value[:3]))
     with record_launches() as ready:
         call_id_map(rules, config, torch.device("cpu"))
+        call_row_exchange(config, torch.device("cpu"))
     known = {repr(version) for version in find_versions(ready, H200)}
     assert {repr(version) for version in find_versions(launches, H200)} <= known
 

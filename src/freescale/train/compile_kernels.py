@@ -23,7 +23,6 @@ from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels import dispatch
-from freescale.kernels.reference.id_map import IdMap
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import row_copies, row_exchange
@@ -76,6 +75,8 @@ def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None
     for rules in parse_tables(config).values():
         if rules.maps_on_device:
             call_id_map(rules, config, device)
+        if dispatch.has_triton():
+            call_row_exchange(config, device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # the run's own draws stay as they are
         # the first layer differs from the others; these are alike
@@ -171,16 +172,17 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
         kernels.find_again(held, keys, looked)
     kernels.find(held, keys)
     if dispatch.has_triton():
-        call_row_exchange(held, keys, config)
+        weight = torch.zeros(ITEMS, config.model.width, device=device)
+        for wire in list_wires(config):
+            triton_id_map.read_rows(held, keys, weight, 0, wire)
 
 
-def call_row_exchange(held: IdMap, keys: Tensor, config: RunConfig) -> None:
-    """What a dynamic table does with its rows, and their state."""
-    weight = torch.zeros(ITEMS, config.model.width, device=keys.device)
-    for wire in list_wires(config):
-        triton_id_map.read_rows(held, keys, weight, 0, wire)
+def call_row_exchange(config: RunConfig, device: torch.device) -> None:
+    """What a dynamic table does with rows that come and go, and their state."""
+    weight = torch.zeros(ITEMS, config.model.width, device=device)
+    keys = torch.arange(ITEMS, device=device)
     shapes = build_row_optimizer(config).state_shapes(config.model.width).values()
-    states = [torch.zeros(ITEMS, *shape, device=keys.device) for shape in shapes]
+    states = [torch.zeros(ITEMS, *shape, device=device) for shape in shapes]
     narrow = next((state for state in states if state.dim() == 1), None)
     for total in (keys, None):
         kept, _ = row_exchange.insert_drawn(

@@ -210,9 +210,9 @@ class DynamicStorage(RowStorage):
 
     @property
     def _draws_in_place(self) -> bool:
-        """Whether the kernels of a GPU draw the rows of this table."""
-        on_device = isinstance(self.directory, DeviceDirectory) and self.spec.padding is None
-        return on_device and fits_exchange(self.weight)
+        """Whether the kernels of a GPU draw the rows of this table: wherever they are at home and
+        whoever decides, so that they have the same bits."""
+        return self.spec.padding is None and fits_exchange(self.weight)
 
     def _get_table_seed(self) -> Tensor:
         """[1] on the device."""
