@@ -70,15 +70,21 @@ def run_pipelined(
     start: Callable[[Piece], Handle],
     finish: Callable[[Piece, Tensor], None],
     lines: int,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Starts and finishes all pieces. One per line and one more are under way before the first is
-    finished, so the network does not wait for the host."""
+    finished, so the network does not wait for the host, which does something `meanwhile`."""
     under_way: deque[tuple[Piece, Handle]] = deque()
     for piece in pieces:
         under_way.append((piece, start(piece)))
         if len(under_way) > lines:
+            if meanwhile is not None:
+                meanwhile()
+                meanwhile = None
             first, handle = under_way.popleft()
             finish(first, handle.wait())
+    if meanwhile is not None:
+        meanwhile()
     for first, handle in under_way:
         finish(first, handle.wait())
 
@@ -190,7 +196,7 @@ class Sharded:
     def make_resident(self, request: Request, transport: Transport) -> None:
         """Makes sure that the rows which are requested from this rank can be gathered and updated,
         and sets their slots. A collective, where that can fail; and where the table counts draws,
-        whose log-q it sets."""
+        whose log-q is on its way from then on (`Request.await_log_q`)."""
         error = None
         try:
             request.slots = self.rows.make_resident(
@@ -208,7 +214,7 @@ class Sharded:
         if request.drawn is not None:
             assert isinstance(self.rows, DynamicStorage)
             log_q, part = self.rows.count_draws(request.owned, request.drawn), request.whole
-            request.log_q = transport.all_to_all(log_q, part.receive, part.send, "ids").wait()
+            request.log_q_handle = transport.all_to_all(log_q, part.receive, part.send, "ids")
 
     def _redirect(self, request: Request, missing: Tensor, transport: Transport) -> None:
         """Tells requesters which of their ids have no row, and has the default row read for them.
@@ -251,15 +257,18 @@ class Sharded:
         gradient: Tensor,
         parts: Sequence[RequestPart],
         transport: Transport,
+        meanwhile: Callable[[], None] | None = None,
         **options: Unpack[UpdateOptions],
     ) -> None:
-        """Sends the parts of the gradient [u, width] to the owners, who update the rows. A
+        """Sends the parts of the gradient [u, width] to the owners, who update the rows; calls
+        `meanwhile`, before a row is updated, while the first ones are on their way. A
         collective."""
         run_pipelined(
             parts,
             lambda part: self._send(gradient, part, transport),
             lambda part, received: self._update(request, part, received, transport, **options),
             transport.lines,
+            meanwhile,
         )
 
     def _look_up(self, request: Request, part: RequestPart, transport: Transport) -> Handle:
@@ -300,6 +309,7 @@ class Sharded:
         A collective."""
         if train and request.slots is None:
             self.make_resident(request, transport)
+            request.await_log_q()
         elif self._has_default and not train:
             assert isinstance(self.rows, DynamicStorage)
             self._redirect(request, self.rows.find_missing_keys(request.owned), transport)

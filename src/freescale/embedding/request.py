@@ -14,6 +14,7 @@ from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import TableSpec, find_feature_ids
 from freescale.kernels.dispatch import keeps_gradients, read_rows, sum_by_row
 from freescale.kernels.row_gradients import RowGradients
+from freescale.transport.api import Handle
 
 # A batch's ids of one group: (table index within the group, the batch's own tensor of ids).
 GroupIds = Sequence[tuple[int, Tensor]]
@@ -191,6 +192,7 @@ class Request:
     counted: Tensor | None = None  # [sum(receive)] uint8: 0 for `owned` that are negatives there
     drawn: Tensor | None = None  # [sum(receive)] int64: what `owned` are worth as draws
     log_q: Tensor | None = None  # [u] float32, of the index's keys, where the table counts draws
+    log_q_handle: Handle | None = None  # the same on its way
     slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
     gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
@@ -209,6 +211,11 @@ class Request:
         self.rows = rows.detach().requires_grad_(train)
         if train and keeps_gradients(rows):
             self.gradients = RowGradients(self.index.parts, self.rows.detach())
+
+    def await_log_q(self) -> None:
+        """Where the table counts draws: it is here on return."""
+        if self.log_q_handle is not None:
+            self.log_q, self.log_q_handle = self.log_q_handle.wait(), None
 
     @property
     def bytes_of_rows(self) -> int:

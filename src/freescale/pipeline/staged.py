@@ -29,9 +29,10 @@ of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send ap
 little would take more of the processor than it hides.
 
 Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
-resident between stages 2 and 3. Those of i-1, whose gradients stage 3 applies, of i and of i+1 stay
-in the cache meanwhile. Of a dynamic table (embedding/dynamic), the owner decides there which ids of
-i+1 get a row; until the step of i+1 begins, that can be taken back.
+resident while the first gradients of stage 3 are on their way. Those of i-1, whose gradients it
+applies, of i and of i+1 stay in the cache meanwhile. Of a dynamic table (embedding/dynamic), the
+owner decides there which ids of i+1 get a row; until the step of i+1 begins, that can be taken
+back.
 
 The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
@@ -182,9 +183,8 @@ class Staged(Schedule):
                     self._request_ids(following)
                 self._compare(current, following)
             current.compared.reach()
-            if following is not None:
-                self._make_resident(following)
-            spent = self._push_deferred_gradients(previous, self.ahead.transport)
+            meanwhile = None if following is None else partial(self._make_resident, following)
+            spent = self._push_deferred_gradients(previous, self.ahead.transport, meanwhile)
             if current.captured is not None:  # all of i-1 is applied, nothing of i
                 for capture in captures:
                     capture.make()
@@ -214,23 +214,33 @@ class Staged(Schedule):
             group.compare(now, then, self.ahead.transport, self._masks)
 
     def _make_resident(self, following: StagedBatch) -> None:
-        """Behind stage 2, lane `ahead`: the owners bring the rows to where the device reaches them.
-        Those of `current` and of the batch before stay there: their gradients are on the way."""
+        """At the beginning of stage 3, lane `ahead`: the owners bring the rows to where the device
+        reaches them. Those of `current` and of the batch before stay there: their gradients are on
+        the way."""
         for group, request in self._sharded(following):
             group.make_resident(request, self.ahead.transport)
 
     def _push_deferred_gradients(
-        self, previous: StagedBatch | None, transport: Transport
+        self,
+        previous: StagedBatch | None,
+        transport: Transport,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Tensor]:
         """Stage 3, lane `ahead` (or, at a flush, the main thread): the deferred gradients go to the
-        owners, who update their rows. Returns the gradients of all groups: their memory is free."""
-        if previous is None:
-            return []
-        gradients, previous.gradients = previous.gradients, []
-        for (group, request), gradient in zip(self._sharded(previous), gradients, strict=True):
-            deferred = [request.whole] if request.deferred is None else request.deferred
-            group.push_gradients(request, gradient, deferred, transport, **previous.update)
-        previous.requests = []  # done: several numbers for each row
+        owners, who update their rows. Calls `meanwhile` while the first are on their way. Returns
+        the gradients of all groups: their memory is free."""
+        gradients: list[Tensor] = []
+        if previous is not None:
+            gradients, previous.gradients = previous.gradients, []
+            for (group, request), gradient in zip(self._sharded(previous), gradients, strict=True):
+                deferred = [request.whole] if request.deferred is None else request.deferred
+                group.push_gradients(
+                    request, gradient, deferred, transport, meanwhile, **previous.update
+                )
+                meanwhile = None
+            previous.requests = []  # done: several numbers for each row
+        if meanwhile is not None:
+            meanwhile()
         return gradients
 
     def _allocate_rows(self, following: StagedBatch, spent: list[Tensor]) -> None:
@@ -243,6 +253,7 @@ class Staged(Schedule):
         """Stage 4, lane `ahead`: the rows that do not collide."""
         for group, request in self._sharded(following):
             group.pull_rows(request, request.early, self.ahead.transport)
+            request.await_log_q()
 
     def _sharded(self, batch: StagedBatch) -> list[tuple[Sharded, Request]]:
         return self.tables.pair_sharded(batch.requests)
