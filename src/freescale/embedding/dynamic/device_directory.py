@@ -12,8 +12,8 @@ The decisions are those of directory.py, to the id; the map is in the memory of 
 All of it is work of the current stream. The host reads a few numbers: what the ledger reports, and
 how many rows have to be drawn; with `Seen(n)` also the ids without a row. They are on their way
 before the map changes, and the caller may give the device more to do before the host waits for
-them, so that the device has work left while the host goes on. Work on the map is
-in the order of the calls, whichever threads and streams they come from.
+them, so that the device has work left while the host goes on. Work on the map is in the order of
+the calls, whichever threads and streams they come from.
 """
 
 from __future__ import annotations
