@@ -40,6 +40,14 @@ def is_alive(process: int) -> bool:
         return False
 
 
+@pytest.fixture(scope="module", autouse=True)
+def interruptible():
+    """Programs that a shell starts in the background ignore SIGINT, and so do those they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = start_server(tmp_path_factory.mktemp("first") / "said")
