@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from freescale.bench.common.jobs import Job, run_jobs
 from freescale.bench.common.results import Destination
 from freescale.bench.quality import bench, peer
 from freescale.bench.quality.bench import Plan, bench_quality, compare
 from freescale.bench.quality.intervals import bootstrap_relative, find_student, summarize
-from freescale.bench.quality.jobs import Job, run_jobs
 from freescale.bench.quality.peer import PeerRun, read_figures, read_run, write_interactions
 from freescale.bench.quality.seed import Seed, train_seed
 from freescale.bench.quality.table import format_recipes

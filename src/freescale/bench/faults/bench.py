@@ -22,7 +22,7 @@ from freescale.bench.common.results import Destination, write
 from freescale.bench.faults.claims import is_exact, make_claims
 from freescale.bench.faults.command_testbed import CommandTestbed
 from freescale.bench.faults.hosts_testbed import HostsTestbed, can_lose_packets
-from freescale.bench.faults.jobs import run_side_by_side
+from freescale.bench.faults.jobs import find_row, run_side_by_side
 from freescale.bench.faults.plan import KINDS, Fault, count_steps, order_worlds, plan_faults
 from freescale.bench.faults.proof import compare_logs, compare_states, read_final_state, read_log
 from freescale.bench.faults.setting import (
@@ -163,8 +163,9 @@ def run_storm(
     """A storm, and the undisturbed run beside it. Returns the row of the result, which stays in
     the work folder: the storm is not made again."""
     folder, disk = work / f"storm-{seed}", work / "disk" / f"storm-{seed}"
-    if (folder / "row.json").exists():
-        found: dict[str, Any] = json.loads((folder / "row.json").read_text(encoding="utf-8"))
+    made = find_row(work, seed)
+    if made.exists():
+        found: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
         return found
     for path in (folder, disk):
         path.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,7 @@ def run_storm(
     calm = _run(folder, disk, "calm", [], steps, setting, worlds[:1], network)
     storm = _run(folder, disk, "storm", faults, steps, setting, worlds, network)
     row = _describe(folder, disk, seed, setting, storm, calm)
-    (folder / "row.json").write_text(json.dumps(row), encoding="utf-8")
+    made.write_text(json.dumps(row), encoding="utf-8")
     shutil.rmtree(disk)
     return row
 

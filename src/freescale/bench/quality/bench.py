@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.bench.common.jobs import Job, run_jobs
 from freescale.bench.common.results import Claim, Destination, Row, claim, write
 from freescale.bench.quality.intervals import (
     METRICS,
@@ -20,7 +21,6 @@ from freescale.bench.quality.intervals import (
     measure_users,
     summarize,
 )
-from freescale.bench.quality.jobs import Job, run_jobs
 from freescale.bench.quality.peer import (
     PeerRun,
     find_config,

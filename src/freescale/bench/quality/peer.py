@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.bench.quality.jobs import Job
+from freescale.bench.common.jobs import Job
 
 CONFIGS = {"hstu-small": "hstu", "hstu-large": "hstu-large", "sasrec": "sasrec"}  # by recipe
 _KINDS = {"": "unfiltered", "/unseen": "filtered"}  # what it calls both kinds of catalogue

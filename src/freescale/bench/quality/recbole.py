@@ -71,7 +71,10 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
     runner = str(root / "benchmarks" / "recbole" / "run.py")
     folder = atomic.parents[1].absolute()
     words = [str(Path(program).absolute()), runner, str(folder), atomic.stem, str(EPOCHS), "0"]
-    print(f"RecBole's {EPOCHS} epochs begin; it writes of each to {folder / 'log'}", flush=True)
+    print(
+        f"RecBole's {EPOCHS} epochs begin; TensorBoard shows each: {folder / 'log_tensorboard'}",
+        flush=True,
+    )
     theirs = _train(words, folder)  # RecBole writes logs where it runs
     said = json.loads(theirs.pop("printed").splitlines()[-1])
     own.pop("printed")
