@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--peer-config", help="of run_gr.py (default: the one that the recipe is named after)"
     )
     parser.add_argument(
-        "--peer-figures", type=Path, help="JSON file: what run_gr.py printed, of each seed"
+        "--peer-figures",
+        type=Path,
+        help="JSON file: what run_gr.py printed, of each seed; with --recbole, an earlier result "
+        "whose row of RecBole's SASRec is taken instead of training it again",
     )
     parser.add_argument(
         "--epochs-alone",

@@ -93,6 +93,12 @@ class Plan:
         words += ["--peer-figures FILE"] if self.peer_figures else []
         return " ".join(words)
 
+    def describe_data(self) -> dict[str, str]:
+        path, digest = Path(self.data), {}
+        if path.is_file():
+            digest = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        return {"name": self.name, "file": path.name, **digest}
+
 
 def bench_quality(plan: Plan, to: Destination) -> None:
     from freescale.train.build import prepare_data
@@ -123,7 +129,7 @@ def bench_quality(plan: Plan, to: Destination) -> None:
         rows,
         make_claims(plan, rows, comparison),
         to=to,
-        dataset=_describe_data(plan),
+        dataset=plan.describe_data(),
         training={"settings": plan.arm, **results[0]["config"]},
         comparison=comparison,
         method=(
@@ -242,9 +248,3 @@ def make_claims(plan: Plan, rows: Sequence[Row], comparison: Mapping[str, Any]) 
     ratio = rows[0][name]["mean"] / rows[1][name]["mean"]
     text = f"{about}: {name} over the full catalogue, times that of the popularity baseline"
     return [claim(text, 1.5, ratio, "x", at_least=True)]
-
-
-def _describe_data(plan: Plan) -> dict[str, str]:
-    path = Path(plan.data)
-    digest = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
-    return {"name": plan.name, "file": path.name, **digest}

@@ -3,7 +3,8 @@ after the other, on the same events.
 
 Both train on all but the last two events of a user and rank all items for the last; RecBole keeps
 the weights that are best for the last but one. It ranks the items of a history like any other, and
-so it is done here.
+so it is done here. RecBole's row may be that of an earlier result (`from` in it), of the same data
+on a machine with the same cores.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freescale.bench.common.repository import require_repository
-from freescale.bench.common.results import Destination, Row, claim, write
+from freescale.bench.common.results import Destination, Result, Row, claim, read_result, write
 from freescale.bench.quality.peer import write_interactions
+from freescale.ledger.machine import describe_machine
 
 if TYPE_CHECKING:
     from freescale.bench.quality.bench import Plan
 
+PEER = "RecBole's SASRec"
 EPOCHS = 20  # of RecBole's run
 _SHARE = 1 / 3  # of its time
 _SECONDS = 4 * 3600.0  # that a run may take
 _SEED = "freescale.bench.quality.seed"
 _METRICS = {"hr@10": "hit@10", "ndcg@10": "ndcg@10"}  # here, and by RecBole's names
+_SPEED = ("cpu", "architecture", "cores")  # of a machine: what its seconds depend on
 
 
 def set_up_recbole(root: Path) -> str:
@@ -43,31 +48,74 @@ def set_up_recbole(root: Path) -> str:
 
 
 def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
-    """Trains the recipe's first seed, then RecBole's SASRec.
+    """Trains the recipe's first seed, then RecBole's SASRec, unless `plan.peer_figures` is an
+    earlier result that has it.
 
     Args:
         interpreter: of an environment with RecBole; empty sets one up.
 
     Raises:
-        ValueError: a run fails.
+        ValueError: a run fails, or the earlier result is of another machine or of other data.
     """
     from freescale.train.build import prepare_data
 
+    earlier = None
+    if plan.peer_figures is not None:
+        earlier = read_earlier(plan.peer_figures, describe_machine(), plan.describe_data())
     root = require_repository()
-    program = interpreter or set_up_recbole(root)
+    program = "" if earlier else interpreter or set_up_recbole(root)
+    histories = prepare_data(plan.list_seeds()[0].config)
+    own = _train_recipe(plan)
+    peer = earlier or _train_peer(plan, histories, root, program)
+    _write(plan, [own, peer], to)
+
+
+def read_earlier(path: Path, machine: Mapping[str, Any], dataset: Mapping[str, str]) -> Row:
+    """RecBole's row of an earlier result, with where it is from.
+
+    Args:
+        path: of the result.
+        machine: that trains the recipe, whose seconds stand beside the row's.
+        dataset: that it trains on. Results that do not say theirs are believed.
+
+    Raises:
+        ValueError: the file has no such row, or is of another machine or of other data.
+    """
+    result: Result = read_result(path)
+    found = [row for row in result.get("rows", []) if row.get("arm") == PEER]
+    if not found:
+        raise ValueError(f"{path} is no result of `bench quality --recbole`: no row of {PEER}")
+    for name in _SPEED:
+        if result["machine"][name] != machine[name]:
+            raise ValueError(
+                f"{path} was measured on another machine, {name} {result['machine'][name]} where "
+                f"this has {machine[name]}: leave --peer-figures out to train RecBole here"
+            )
+    if result.get("dataset", dataset) != dataset:
+        raise ValueError(f"{path} is of other data, {result['dataset']}, not {dataset}")
+    source = {"file": path.name, "commit": result["commit"], "date": result["date"]}
+    return {"from": source, **found[0]}  # where that one was from goes before
+
+
+def _train_recipe(plan: Plan) -> Row:
     seed = plan.list_seeds()[0]
-    histories = prepare_data(seed.config)
-    atomic = plan.folder / "recbole" / "events" / "events.inter"
-    if not atomic.exists():
-        write_atomic(histories, atomic)
     task = Path(seed.folder) / "task.json"
     task.parent.mkdir(parents=True, exist_ok=True)
     seed.write(task)
     own: Row = {"arm": plan.arm, **_train([sys.executable, "-m", _SEED, str(task)])}
+    own.pop("printed")
     found = seed.find_result()
     assert found is not None
+    if found["seconds"] is None:
+        raise ValueError(f"{seed.folder} was continued, so its time says nothing: remove it")
     own |= {"seconds": found["seconds"], "epochs": seed.config.train.epochs}
-    own |= {name: found["quality"]["model"][name] for name in _METRICS}
+    return own | {name: found["quality"]["model"][name] for name in _METRICS}
+
+
+def _train_peer(plan: Plan, histories: Path, root: Path, program: str) -> Row:
+    atomic = plan.folder / "recbole" / "events" / "events.inter"
+    if not atomic.exists():
+        write_atomic(histories, atomic)
     runner = str(root / "benchmarks" / "recbole" / "run.py")
     folder = atomic.parents[1].absolute()
     words = [str(Path(program).absolute()), runner, str(folder), atomic.stem, str(EPOCHS), "0"]
@@ -77,12 +125,8 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
     )
     theirs = _train(words, folder)  # RecBole writes logs where it runs
     said = json.loads(theirs.pop("printed").splitlines()[-1])
-    own.pop("printed")
-    peer: Row = {"arm": "RecBole's SASRec", **theirs, **said}
-    peer |= {name: said["test"][other] for name, other in _METRICS.items()}
-    if own["seconds"] is None:
-        raise ValueError(f"{seed.folder} was continued, so its time says nothing: remove it")
-    _write(plan, [own, peer], to)
+    peer: Row = {"arm": PEER, **theirs, **said}
+    return peer | {name: said["test"][other] for name, other in _METRICS.items()}
 
 
 def write_atomic(histories: Path, path: Path) -> None:
@@ -128,7 +172,7 @@ def _write(plan: Plan, rows: list[Row], to: Destination) -> None:
     about = f"{plan.arm} on {plan.name}"
     claims = [
         claim(
-            f"{about}: {name} over that of RecBole's SASRec after {EPOCHS} epochs",
+            f"{about}: {name} over that of {PEER} after {peer['epochs']} epochs",
             1.0,
             own[name] / peer[name],
             "x",
@@ -137,8 +181,17 @@ def _write(plan: Plan, rows: list[Row], to: Destination) -> None:
         for name in _METRICS
     ]
     share = own["seconds"] / peer["seconds"]
-    text = f"{about}: seconds of training over those of RecBole's SASRec"
+    text = f"{about}: seconds of training over those of {PEER}"
     claims.append(claim(text, _SHARE, share, "x", at_least=False))
     command = f"{plan.describe_command()} --recbole"
     name = f"{plan.arm}-{plan.name}-recbole-cpu"
-    write("quality", name, command, rows, claims, to=to, method=(__doc__ or "").strip())
+    write(
+        "quality",
+        name,
+        command,
+        rows,
+        claims,
+        to=to,
+        dataset=plan.describe_data(),
+        method=(__doc__ or "").strip(),
+    )
