@@ -10,6 +10,7 @@ import pytest
 from freescale.bench.common.results import Destination
 from freescale.bench.quality.bench import Plan
 from freescale.bench.quality.recbole import PEER, bench_recbole, read_earlier
+from freescale.bench.quality.table import format_recbole
 from freescale.ledger.machine import describe_machine
 
 TINY = ["width=8", "layers=1", "heads=1", "epochs=1", "max_length=6", "negatives=3"]
@@ -44,7 +45,7 @@ def write_earlier(tmp_path):
 
 def test_a_recipe_beside_an_earlier_row(data, write_earlier, tmp_path):
     plan = Plan(
-        data=str(data), name="events", recipe="sasrec", changes=TINY, device="cpu",
+        data=str(data), name="events", recipe="sasrec", changes=TINY, device="cpu", seeds=2,
         run_folder=tmp_path / "runs", peer_figures=write_earlier(),
     )  # fmt: skip
     # an interpreter that would fail if it were called
@@ -55,12 +56,23 @@ def test_a_recipe_beside_an_earlier_row(data, write_earlier, tmp_path):
     source = {"file": "quality-earlier.json", "commit": "abc", "date": "2026-11-17T17:59:27Z"}
     assert peer == {"from": source, **ROW}
     assert result["commit"] == "def" and result["command"].endswith("--peer-figures FILE --recbole")
-    ranks = np.loadtxt(tmp_path / "runs" / "seed-0" / "ranks.csv", delimiter=",", skiprows=1)
-    assert own["hr@10"] == pytest.approx((ranks[:, 2] <= 10).mean())  # among all items
+    gains = []
+    for seed, one in enumerate(own["seeds"]):
+        table = np.loadtxt(tmp_path / f"runs/seed-{seed}/ranks.csv", delimiter=",", skiprows=1)
+        ranks = table[:, 2]  # among all items
+        gains.append(np.where(ranks <= 10, 1 / np.log2(1 + ranks), 0).mean())
+        assert one["hr@10"] == pytest.approx((ranks <= 10).mean())
+    assert len(gains) == 2 and gains[0] != gains[1]
+    assert [one["ndcg@10"] for one in own["seeds"]] == pytest.approx(gains)
+    assert own["ndcg@10"] == pytest.approx(np.mean(gains))
+    assert own["seconds"] == pytest.approx(np.mean([one["seconds"] for one in own["seeds"]]))
     hits, gain, seconds = (claim["measured"] for claim in result["claims"])
     assert hits == pytest.approx(own["hr@10"] / 0.5, abs=1e-4)
     assert gain == pytest.approx(own["ndcg@10"] / 0.25, abs=1e-4)
     assert seconds == pytest.approx(own["seconds"] / 3e4, abs=1e-4)
+    lines = format_recbole({path.stem: result}, "results").splitlines()
+    assert lines[3] == "| events | RecBole's SASRec | 20 | 30,000 | 0.5000 | 0.2500 |"
+    assert "RecBole's SASRec on events was measured on 2026-11-17, at abc." in lines[-1]
     # what was an earlier row here keeps saying where it was measured
     again = read_earlier(path, describe_machine(), plan.describe_data())
     assert again == peer

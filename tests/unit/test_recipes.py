@@ -37,6 +37,14 @@ def test_published_settings():
         assert (train.global_batch, train.epochs, train.lr, train.warmup) == (128, 101, 1e-3, 0)
 
 
+def test_full_softmax():
+    config = RunConfig.from_settings({"data": "x", "recipe": "hstu-softmax"})
+    model, data, train = config.model, config.data, config.train
+    assert (data.negatives_from, data.negatives, data.max_length) == ("all", None, 200)
+    assert (model.encoder, model.width, model.heads, model.dropout) == ("hstu", 64, 2, 0.5)
+    assert (model.temperature, train.global_batch, train.decay) == (0.2, 16, "linear")
+
+
 def test_given_options_win_and_the_run_remembers():
     given = {"data": "x", "recipe": "hstu-small", "layers": 3, "epochs": None}
     config = RunConfig.from_settings(given)
@@ -87,7 +95,7 @@ def test_there_is_none_of_that_name():
 def test_list():
     done = CliRunner().invoke(main, ["train", "--recipe", "list"])
     lines = done.output.splitlines()
-    assert done.exit_code == 0 and len(lines) == len(list_recipes()) == 3
+    assert done.exit_code == 0 and len(lines) == len(list_recipes()) == 4
     for line, recipe in zip(lines, list_recipes(), strict=True):
         assert line.split()[0] == recipe.name and line.endswith(recipe.description)
         assert len(line) <= 100 and recipe.description

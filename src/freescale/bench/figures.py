@@ -39,7 +39,7 @@ from freescale.bench.learning.table import format_learning
 from freescale.bench.negatives.table import format_negatives
 from freescale.bench.overlap import figure as overlap_figure
 from freescale.bench.packing.table import format_packing
-from freescale.bench.quality.table import format_quality, format_recipes
+from freescale.bench.quality.table import format_quality, format_recbole, format_recipes
 from freescale.bench.segments.table import format_segments
 from freescale.bench.serial.table import format_serial
 from freescale.bench.short.table import format_short
@@ -159,6 +159,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "serial": (("serial-cpu",), format_serial),
     "quality": (("quality-cpu",), format_quality),
     "recipes": (("quality-*-*",), format_recipes),
+    "recbole": (("quality-*-recbole-cpu",), format_recbole),
     "short": (("short-cpu",), format_short),
     "learning": (("learning-cpu",), format_learning),
     "negatives": (("negatives-cpu",), format_negatives),

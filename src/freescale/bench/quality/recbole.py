@@ -3,8 +3,8 @@ after the other, on the same events.
 
 Both train on all but the last two events of a user and rank all items for the last; RecBole keeps
 the weights that are best for the last but one. It ranks the items of a history like any other, and
-so it is done here. RecBole's row may be that of an earlier result (`from` in it), of the same data
-on a machine with the same cores.
+so it is done here. Figures of the recipe are means over seeds, RecBole's are of one. Its row may be
+from an earlier result (`from` in it) of the same data on a machine with the same cores.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from freescale.ledger.machine import describe_machine
 
 if TYPE_CHECKING:
     from freescale.bench.quality.bench import Plan
+    from freescale.bench.quality.seed import Seed
 
 PEER = "RecBole's SASRec"
 EPOCHS = 20  # of RecBole's run
@@ -48,7 +49,7 @@ def set_up_recbole(root: Path) -> str:
 
 
 def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
-    """Trains the recipe's first seed, then RecBole's SASRec, unless `plan.peer_figures` is an
+    """Trains the recipe's seeds, then RecBole's SASRec, unless `plan.peer_figures` is an
     earlier result that has it.
 
     Args:
@@ -98,18 +99,24 @@ def read_earlier(path: Path, machine: Mapping[str, Any], dataset: Mapping[str, s
 
 
 def _train_recipe(plan: Plan) -> Row:
-    seed = plan.list_seeds()[0]
+    """Means over the seeds, which are trained one after the other."""
+    seeds = [_train_seed(seed) for seed in plan.list_seeds()]
+    means = {name: sum(one[name] for one in seeds) / len(seeds) for name in seeds[0]}
+    epochs = plan.list_seeds()[0].config.train.epochs
+    return {"arm": plan.arm, **means, "epochs": epochs, "seeds": seeds}
+
+
+def _train_seed(seed: Seed) -> dict[str, float]:
     task = Path(seed.folder) / "task.json"
     task.parent.mkdir(parents=True, exist_ok=True)
     seed.write(task)
-    own: Row = {"arm": plan.arm, **_train([sys.executable, "-m", _SEED, str(task)])}
-    own.pop("printed")
+    used = _train([sys.executable, "-m", _SEED, str(task)])["processor_seconds"]
     found = seed.find_result()
     assert found is not None
     if found["seconds"] is None:
         raise ValueError(f"{seed.folder} was continued, so its time says nothing: remove it")
-    own |= {"seconds": found["seconds"], "epochs": seed.config.train.epochs}
-    return own | {name: found["quality"]["model"][name] for name in _METRICS}
+    quality = {name: found["quality"]["model"][name] for name in _METRICS}
+    return {"seconds": found["seconds"], "processor_seconds": used, **quality}
 
 
 def _train_peer(plan: Plan, histories: Path, root: Path, program: str) -> Row:

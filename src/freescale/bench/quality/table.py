@@ -31,6 +31,22 @@ def format_recipes(used: Results, folder: str) -> str:
     return format_table(used, folder, head, rows)
 
 
+def format_recbole(used: Results, folder: str) -> str:
+    """A recipe beside RecBole's SASRec: epochs, seconds, quality."""
+    rows, notes = [], []
+    for result in used.values():
+        name = result["dataset"]["name"]
+        for row in result["rows"]:
+            figures = (f"{row[metric]:.4f}" for metric in ("hr@10", "ndcg@10"))
+            rows.append((name, row["arm"], str(row["epochs"]), f"{row['seconds']:,.0f}", *figures))
+            if "from" in row:
+                source = row["from"]
+                day, commit = source["date"][:10], source["commit"]
+                notes.append(f"{row['arm']} on {name} was measured on {day}, at {commit}.")
+    head = ("data", "model", "epochs", "seconds", "hr@10", "ndcg@10")
+    return format_table(used, folder, head, rows, conditions=" ".join(notes))
+
+
 def _format_figure(value: float | Mapping[str, Any]) -> str:
     """Or the mean of several seeds, with its interval."""
     if not isinstance(value, Mapping):
