@@ -21,8 +21,10 @@ schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but
 channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
 next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
-Between CPUs of several machines lane `input` also does stage 1, a step earlier. A message takes
-as long as many rows there, and the link would be idle while a step begins with two of them.
+On GPUs, and between CPUs of several machines, lane `input` also does stage 1, a step earlier. A
+message between machines takes as long as many rows, and the link would be idle while a step begins
+with two of them; on a GPU the host waits for the device to know how many ids go to whom, and the
+lane that the next forward waits for would stand still meanwhile.
 
 On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
 of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send apart what is so
@@ -75,7 +77,7 @@ class Staged(Schedule):
         collective: opens three channels."""
         super().__init__(*arguments, **options)
         self._on_host = self.transport.device.type == "cpu"
-        self._requests_early = self._on_host and not self.transport.nearby
+        self._requests_early = not (self._on_host and self.transport.nearby)
         if self._on_host:
             share_heap()  # before the lanes' threads have heaps of their own
         self.ahead = Lane("ahead", self.transport)
@@ -179,8 +181,7 @@ class Staged(Schedule):
         """Runs beside the forward and backward of `current`."""
         try:
             if following is not None:
-                if not following.requests:
-                    self._request_ids(following)
+                self._request_ids(following)
                 self._compare(current, following)
             current.compared.reach()
             meanwhile = None if following is None else partial(self._make_resident, following)
@@ -204,8 +205,12 @@ class Staged(Schedule):
             trim_heap(sum(request.bytes_of_rows for _, request in self._sharded(following)))
 
     def _request_ids(self, following: StagedBatch) -> None:
-        """Stage 1, lane `ahead`: deduplicates the ids and sends them to the owners of the rows."""
-        following.requests = self.tables.request(following.micro, self.ahead.transport)
+        """Stage 1, lane `ahead`, unless lane `input` has done it: deduplicates the ids and sends
+        them to the owners of the rows."""
+        if not following.requests:
+            following.requests = self.tables.request(following.micro, self.ahead.transport)
+        for _, request in self._sharded(following):
+            self.ahead.borrow(*request.list_tensors())
 
     def _compare(self, current: StagedBatch, following: StagedBatch) -> None:
         """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share."""
