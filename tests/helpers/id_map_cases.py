@@ -17,7 +17,8 @@ from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import draw_initial_rows
-from freescale.kernels.reference import id_map
+from freescale.kernels.reference import draws, id_map
+from freescale.kernels.triton import draws as triton_draws
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import row_exchange
 from freescale.random import derive, hash_name, mix
@@ -316,6 +317,30 @@ def read(device="cpu"):
     return held
 
 
+def drawn(device="cpu"):
+    """Sums of draws, added, taken back and read, beside the plain twin's."""
+    generator = torch.Generator().manual_seed(2)
+    shards = torch.randint(5, 8, (700,), generator=generator)
+    bits = torch.randint(0, 1 << 52, (700,), generator=generator)
+    keys = ((shards - SHARDS // 2) << 52) | bits
+    held = {"sums": True, "logarithms": True}
+    for buckets in (1, 3, 64):
+        sums = torch.randint(0, 5, (3, 2 * buckets), generator=generator)
+        there = sums.to(device)
+        for number, back in enumerate((False, False, True)):
+            mine = keys[number * 100 : 500 + number * 100]
+            worth = torch.randint(0, 3, mine.shape, generator=generator) << 18
+            draws.add_draws(sums, mine, worth, 5 - SHARDS // 2, take_back=back)
+            triton_draws.add_draws(
+                there, mine.to(device), worth.to(device), 5 - SHARDS // 2, take_back=back
+            )
+            held["sums"] &= torch.equal(there.cpu(), sums)
+        expected = draws.estimate_log(sums, keys, 5 - SHARDS // 2)
+        found = triton_draws.estimate_log(there, keys.to(device), 5 - SHARDS // 2).cpu()
+        held["logarithms"] &= torch.allclose(found, expected, rtol=2e-7, atol=0)
+    return held
+
+
 STREAMS = {
     "lru": (Dynamic(40 * SHARDS), (8, 10), (60, 8, 60)),
     "lfu": (Dynamic(20 * SHARDS, evict="lfu"), (8, 10), (40, 8, 30)),
@@ -337,6 +362,7 @@ CASES = {
     "exchanged": exchanged,
     "placed": placed,
     "read": read,
+    "drawn": drawn,
 }
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from freescale.config import DataConfig, RunConfig
 from freescale.embedding import open_storage
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
 from freescale.embedding.dynamic_rules import (
@@ -37,7 +38,7 @@ from freescale.kernels.triton.launch import record_launches
 from freescale.pipeline.staged import Staged
 from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.compile_kernels import call_id_map, call_row_exchange
+from freescale.train.compile_kernels import call_draws, call_id_map, call_row_exchange
 from freescale.transport.local import LocalTransport
 
 FIGURES = ("inserted", "evicted", "swept", "turned_away")
@@ -141,8 +142,12 @@ def test_kernels_are_compiled_before_the_first_step(evict):
             storage._insert_in_place(KEYS[:3], KEYS[:3], 3, KEYS[:1])
         for value in (weight, *storage.state.values()):
             row_exchange.swap_rows(value, KEYS[:3], torch.zeros_like(value[:3]))
+        draws = DrawCounts(3, 3, rules.shard_rows)
+        draws.take_back(draws.add(KEYS[:3], KEYS[1:4]))
+        draws.estimate(KEYS)
     with record_launches() as ready:
         call_id_map(rules, config, torch.device("cpu"))
+        call_draws(rules, torch.device("cpu"))
         call_row_exchange(config, torch.device("cpu"))
     known = {repr(version) for version in find_versions(ready, H200)}
     assert {repr(version) for version in find_versions(launches, H200)} <= known

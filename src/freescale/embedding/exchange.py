@@ -227,7 +227,8 @@ class Sharded:
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`
         gradients if it is large enough. Fresh memory would cost another batch, and the time to map
-        it."""
+        it. From then on any lane may pull them."""
+        self.rows.settle()
         count, width = request.index.keys.numel(), self.rows.weight.shape[1]
         if spent is not None and spent.numel() >= count * width:
             request.rows = spent.detach().view(-1)[: count * width].view(count, width)

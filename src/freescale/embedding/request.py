@@ -223,9 +223,10 @@ class Request:
         return self.rows.numel() * self.rows.element_size() if self.rows is not None else 0
 
     def list_tensors(self) -> list[Tensor]:
-        """What `LocalGroup.prepare` has made: whoever reads on another stream says so."""
+        """What a request was made of: whoever reads on another stream says so."""
+        more = (self.slots, self.log_q, self.counted, self.drawn)
         found = [self.owned, self.index.keys, *self.index.parts]
-        return found + [each for each in (self.slots, self.log_q) if each is not None]
+        return found + [each for each in more if each is not None]
 
     def drop_pulled(self) -> None:
         """All rows are here: forgets how they travelled."""

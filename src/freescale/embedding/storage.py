@@ -109,6 +109,10 @@ class RowStorage(ABC):
         batches are made resident, in the order of training. `counted` [n] uint8, of tables whose
         rows come and go: 0 for negatives. On the caller's thread and stream."""
 
+    def settle(self) -> None:  # noqa: B027 - where rows do not come and go, nothing is to do
+        """The rows that were made resident last are there, and what was decided about them is
+        known: before others than `gather` read them, or on other streams."""
+
     @abstractmethod
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Local rows [n] -> [n, width] on the device that computes, for reading alone: nothing

@@ -27,6 +27,7 @@ from freescale.kernels.reference import (
     attention,
     attention_plan,
     checksums,
+    draws,
     id_map,
     layer,
     marks,
@@ -45,6 +46,7 @@ from freescale.kernels.reference.sampled_softmax import Negatives
 from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import draws as triton_draws
 from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import layer as triton_layer
@@ -297,6 +299,12 @@ def choose_id_map(device: torch.device) -> Any:
     """Chooses the module whose functions keep the ids of a dynamic table on this device."""
     on_gpu = device.type == "cuda" or is_recording()
     return triton_id_map if on_gpu and has_triton() else id_map
+
+
+def choose_draws(device: torch.device) -> Any:
+    """The version of kernels/reference/draws.py for sums on a device."""
+    on_gpu = device.type == "cuda" or is_recording()
+    return triton_draws if on_gpu and has_triton() else draws
 
 
 def choose_marks(device: torch.device) -> Any:

@@ -17,19 +17,23 @@ urgent for these rows and deferred for all others, until stage 3 of the next ste
 Every row is updated once per step, with the step number and learning rate of the step that made its
 gradient; once `flush` has applied the deferred gradients, the tables equal those of the serial
 schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but not i. Stages 1 and
-2 touch no row and go first because 5 depends on what they find. Each lane is a thread with its own
-channel, so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
+2 touch no row. On CPUs they go first because 5 depends on what they find, and their messages would
+wait behind the bulk of 3 on a slow link; on GPUs, where they take longer than their messages, they
+happen while the first gradients of 3 are on their way. Each lane is a thread with its own channel,
+so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
 next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
-Between CPUs of several machines lane `input` also does stage 1, a step earlier. A message takes
-as long as many rows there, and the link would be idle while a step begins with two of them.
+On GPUs, and between CPUs of several machines, lane `input` also does stage 1, a step earlier. A
+message between machines takes as long as many rows, and the link would be idle while a step begins
+with two of them; on a GPU the host waits for the device to know how many ids go to whom, and the
+lane that the next forward waits for would stand still meanwhile.
 
 On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
 of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send apart what is so
 little would take more of the processor than it hides.
 
 Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
-resident while the first gradients of stage 3 are on their way. Those of i-1, whose gradients it
+resident while these gradients are on their way. Those of i-1, whose gradients it
 applies, of i and of i+1 stay in the cache meanwhile. Of a dynamic table (embedding/dynamic), the
 owner decides there which ids of i+1 get a row; until the step of i+1 begins, that can be taken
 back.
@@ -75,7 +79,7 @@ class Staged(Schedule):
         collective: opens three channels."""
         super().__init__(*arguments, **options)
         self._on_host = self.transport.device.type == "cpu"
-        self._requests_early = self._on_host and not self.transport.nearby
+        self._requests_early = not (self._on_host and self.transport.nearby)
         if self._on_host:
             share_heap()  # before the lanes' threads have heaps of their own
         self.ahead = Lane("ahead", self.transport)
@@ -178,12 +182,11 @@ class Staged(Schedule):
     ) -> None:
         """Runs beside the forward and backward of `current`."""
         try:
-            if following is not None:
-                if not following.requests:
-                    self._request_ids(following)
-                self._compare(current, following)
-            current.compared.reach()
-            meanwhile = None if following is None else partial(self._make_resident, following)
+            if self._on_host:
+                self._find_shared(current, following)
+                meanwhile = partial(self._make_resident, following)
+            else:
+                meanwhile = partial(self._prepare_rows, current, following)
             spent = self._push_deferred_gradients(previous, self.ahead.transport, meanwhile)
             if current.captured is not None:  # all of i-1 is applied, nothing of i
                 for capture in captures:
@@ -203,9 +206,25 @@ class Staged(Schedule):
         if self._on_host:
             trim_heap(sum(request.bytes_of_rows for _, request in self._sharded(following)))
 
+    def _prepare_rows(self, current: StagedBatch, following: StagedBatch | None) -> None:
+        """Stages 1 and 2, lane `ahead`; then rows are made resident."""
+        self._find_shared(current, following)
+        self._make_resident(following)
+
+    def _find_shared(self, current: StagedBatch, following: StagedBatch | None) -> None:
+        """Stages 1 and 2, lane `ahead`."""
+        if following is not None:
+            self._request_ids(following)
+            self._compare(current, following)
+        current.compared.reach()
+
     def _request_ids(self, following: StagedBatch) -> None:
-        """Stage 1, lane `ahead`: deduplicates the ids and sends them to the owners of the rows."""
-        following.requests = self.tables.request(following.micro, self.ahead.transport)
+        """Stage 1, lane `ahead`, unless lane `input` has done it: deduplicates the ids and sends
+        them to the owners of the rows."""
+        if not following.requests:
+            following.requests = self.tables.request(following.micro, self.ahead.transport)
+        for _, request in self._sharded(following):
+            self.ahead.borrow(*request.list_tensors())
 
     def _compare(self, current: StagedBatch, following: StagedBatch) -> None:
         """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share."""
@@ -213,11 +232,11 @@ class Staged(Schedule):
         for (group, now), (_, then) in pairs:
             group.compare(now, then, self.ahead.transport, self._masks)
 
-    def _make_resident(self, following: StagedBatch) -> None:
+    def _make_resident(self, following: StagedBatch | None) -> None:
         """At the beginning of stage 3, lane `ahead`: the owners bring the rows to where the device
         reaches them. Those of `current` and of the batch before stay there: their gradients are on
         the way."""
-        for group, request in self._sharded(following):
+        for group, request in self._sharded(following) if following is not None else ():
             group.make_resident(request, self.ahead.transport)
 
     def _push_deferred_gradients(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.negatives import choose_log_q, choose_negatives
-from freescale.embedding.dynamic_rules import After, Dynamic
+from freescale.embedding.dynamic.draws import DrawCounts
+from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels import dispatch
@@ -75,6 +76,7 @@ def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None
     for rules in parse_tables(config).values():
         if rules.maps_on_device:
             call_id_map(rules, config, device)
+            call_draws(rules, device)
         if dispatch.has_triton():
             call_row_exchange(config, device)
     devices = [device] if device.type == "cuda" else []
@@ -175,6 +177,15 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
         weight = torch.zeros(ITEMS, config.model.width, device=device)
         for wire in list_wires(config):
             triton_id_map.read_rows(held, keys, weight, 0, wire)
+
+
+def call_draws(rules: Dynamic, device: torch.device) -> None:
+    """What a dynamic table does for log-q."""
+    kernels, keys = dispatch.choose_draws(device), torch.zeros(1, dtype=torch.int64, device=device)
+    sums = DrawCounts(SHARDS // 2, 1, rules.shard_rows, device).sums
+    for back in (False, True):
+        kernels.add_draws(sums, keys, keys, 0, take_back=back)
+    kernels.estimate_log(sums, keys, 0)
 
 
 def call_row_exchange(config: RunConfig, device: torch.device) -> None:

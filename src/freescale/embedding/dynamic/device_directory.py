@@ -11,14 +11,13 @@ The decisions are those of directory.py, to the id; the map is in the memory of 
 
 All of it is work of the current stream. The host reads a few numbers: what the ledger reports, and
 how many rows have to be drawn; with `Seen(n)` also the ids without a row. They are on their way
-before the map changes, and the caller may give the device more to do before the host waits for
-them, so that the device has work left while the host goes on. Work on the map is in the order of
-the calls, whichever threads and streams they come from.
+before the map changes, and the host waits for them in `finish` alone: between `begin` and that it
+may do something else, or give the device more to do. Work on the map is in the order of the calls,
+whichever threads and streams they come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,6 +48,19 @@ class DeviceChanges:
     def tensors(self) -> list[Tensor]:
         parts = [self.uses, self.new, *([self.swept] if self.swept is not None else [])]
         return [tensor for part in parts for tensor in part.tensors]
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """What the device decides about a batch, before the host knows how much it is."""
+
+    entries: Tensor  # [n] of the keys
+    uses: Uses
+    swept: Contents | None
+    placed: Contents  # entries that ids get, and behind them anything
+    new_ids: Tensor  # these ids
+    total: Tensor  # [1] or more: how many they are
+    admitted: Admitted | None
 
 
 class DeviceDirectory:
@@ -82,22 +94,18 @@ class DeviceDirectory:
     def nbytes(self) -> int:
         return int(self.map.nbytes)
 
-    def decide(
-        self,
-        keys: Tensor,
-        counted: Tensor | None = None,
-        absent: int = -1,
-        meanwhile: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-    ) -> Decided:
-        """Decides for the next batch.
+    def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
+        """Decides for the next batch: `begin` and `finish`."""
+        return self.finish(self.begin(keys, counted, absent))
+
+    def begin(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Deciding:
+        """The device decides for the next batch. `finish` has to follow before the next call.
 
         Args:
             keys: [n] of its ids on this rank (layout.py), in any order and as often as they occur.
             counted: [n] uint8, 0 for negatives: they use a row that is there, and change nothing
                 else. None: all count.
             absent: the entry of ids that have none.
-            meanwhile: is called before the host waits, with the entries and ids that come, behind
-                which there is anything, and how many these are, [1] or more on the device.
         """
         evict, batch, kernels = self._rules.evict, self.batches, self._kernels
         keys, counted = keys.contiguous(), None if counted is None else counted.contiguous()
@@ -122,11 +130,14 @@ class DeviceDirectory:
             kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)
         self.batches += 1
-        if meanwhile is not None:
-            meanwhile(placed.entries, came, sums)
+        return Deciding(looked.found, looked.uses, swept, placed, came, sums, admitted)
+
+    def finish(self, deciding: Deciding) -> Decided:
+        """Waits for the numbers of what was begun."""
+        swept, admitted = deciding.swept, deciding.admitted
         inserted, evicted, wanted, *swept_rows = self._numbers.read()
         gone = sum(swept_rows)
-        new = kernels.shorten(placed, inserted)
+        new = self._kernels.shorten(deciding.placed, inserted)
         rows = inserted - evicted - gone
         self.used += rows
         figures = BatchFigures(inserted, evicted, gone, wanted - inserted, 0, 0)
@@ -138,14 +149,14 @@ class DeviceDirectory:
                 forgotten=admitted.forgotten,
             )
         return Decided(
-            entries=looked.found,
+            entries=deciding.entries,
             inverse=None,
             new=new.entries,
             inserted=None,
-            new_ids=came,
+            new_ids=deciding.new_ids,
             removed=swept.entries if swept is not None and gone else None,
             figures=figures,
-            changes=DeviceChanges(looked.uses, swept if gone else None, new, rows, admitted),
+            changes=DeviceChanges(deciding.uses, swept if gone else None, new, rows, admitted),
         )
 
     def _sweep(self, batch: int) -> tuple[Contents | None, Tensor | None]:

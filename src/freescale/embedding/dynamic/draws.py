@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.dynamic_rules import SHARDS
+from freescale.kernels.dispatch import choose_draws
+from freescale.kernels.reference.draws import ROWS
 from freescale.streams import InTurn
 
 SAMPLE = 1 << 20  # what the ids of a sample are worth together
-ROWS = 2  # of buckets; an id is in one bucket of each
 MOST_BUCKETS = 1024  # of a row of a shard: 64 MiB over all ranks
-_SHARD = 52  # bits of a key below its shard
-_HALF = 26  # bits that choose a bucket
 _CPU = torch.device("cpu")
 
 
@@ -31,8 +30,8 @@ _CPU = torch.device("cpu")
 class BatchDraws:
     """What a batch has added."""
 
-    places: Tensor  # [2 * n] among all sums
-    worth: Tensor  # [2 * n]
+    keys: Tensor  # [n]
+    worth: Tensor  # [n]
 
 
 class DrawCounts:
@@ -46,41 +45,36 @@ class DrawCounts:
         device: torch.device = _CPU,
     ) -> None:
         """`shard_rows`: rows of the table in each shard; a shard has no more buckets in a row."""
-        self._first, self._buckets = first_shard, min(shard_rows, MOST_BUCKETS)
-        self.sums = torch.zeros(shards, ROWS * self._buckets, dtype=torch.int64, device=device)
-        self._rows = torch.arange(ROWS, device=device)[:, None]
+        size = ROWS * min(shard_rows, MOST_BUCKETS)
+        self.sums = torch.zeros(shards, size, dtype=torch.int64, device=device)
+        self._lowest = first_shard - SHARDS // 2  # as keys begin
+        self._kernels = choose_draws(device)
         self._in_turn = InTurn(device)  # lanes count, and the main thread may take back
 
     def add(self, keys: Tensor, worth: Tensor) -> BatchDraws:
         """Adds what keys [n] (layout.py), as often as they come, are worth in a batch, [n]."""
-        with self._in_turn():
-            draws = BatchDraws(self._find_places(keys).view(-1), worth.repeat(ROWS))
+        draws = BatchDraws(keys.contiguous(), worth.contiguous())
         self.apply(draws)
         return draws
 
     def apply(self, draws: BatchDraws) -> None:
-        with self._in_turn(draws.places, draws.worth):
-            self.sums.view(-1).index_add_(0, draws.places, draws.worth)
+        with self._in_turn(draws.keys, draws.worth):
+            self._kernels.add_draws(self.sums, draws.keys, draws.worth, self._lowest)
 
     def take_back(self, draws: BatchDraws) -> None:
-        with self._in_turn(draws.places, draws.worth):
-            self.sums.view(-1).index_add_(0, draws.places, draws.worth, alpha=-1)
+        with self._in_turn(draws.keys, draws.worth):
+            self._kernels.add_draws(
+                self.sums, draws.keys, draws.worth, self._lowest, take_back=True
+            )
 
     def estimate(self, keys: Tensor) -> Tensor:
         """[n] float32: the log of the probability that a draw is each of keys [n], but for a number
         that is the same for all: a softmax does not see it."""
         with self._in_turn():
-            sums = self.sums.view(-1)[self._find_places(keys)].amin(0)
-        return sums.clamp(min=1).double().log().float()
+            found: Tensor = self._kernels.estimate_log(self.sums, keys.contiguous(), self._lowest)
+        return found
 
     def end_reading(self) -> None:
         """What was read of `sums` on the current stream is before the next work."""
         with self._in_turn():
             pass
-
-    def _find_places(self, keys: Tensor) -> Tensor:
-        """[2, n] of keys [n]: where their sums are."""
-        shards = (keys >> _SHARD) + (SHARDS // 2 - self._first)
-        low = (1 << _HALF) - 1
-        parts = torch.stack([(keys >> _HALF) & low, keys & low])
-        return (shards * ROWS + self._rows) * self._buckets + ((parts * self._buckets) >> _HALF)

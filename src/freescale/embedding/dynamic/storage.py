@@ -3,6 +3,7 @@ device or behind a cache, and a directory that says which id each of them has.
 
     make_resident   decide (directory.py, device_directory.py), keep the rows that go, draw those
                     that come
+    settle          where the device decides: the host waits until it knows how many came
     begin           the step of a batch begins: what was decided for it is no longer provisional
     roll_back       out with what is provisional; the next `begin` has it again
     looking_back    the state after an earlier batch, for copies of it
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.device_directory import Deciding, DeviceDirectory
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
 from freescale.embedding.dynamic.draws import BatchDraws, DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
@@ -51,7 +52,7 @@ _KEPT = 2  # decisions: of the batch that computes, and of the one after it
 class _Decision:
     """Of one batch."""
 
-    changes: Any  # of the directory
+    changes: Any  # of the directory; None before `settle`, like the rest
     removed: Tensor | None  # entries that were swept
     slots: Tensor  # [m] of the rows that came
     rows: dict[str, Tensor]  # [m or more, ...] in their place in the other state
@@ -83,6 +84,7 @@ class DynamicStorage(RowStorage):
         self._seed, self._std = 0, 1.0
         self._table_seed: Tensor | None = None  # [1] on the device, once rows are drawn there
         self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
+        self._deciding: Deciding | None = None  # what the device decides about the last one
         self._undone = 0  # the last ones of them
         self._inserted = 0  # rows, by the last batch
         self._early: dict[str, Tensor] = {}  # what was in the slots of rows that are in already
@@ -96,12 +98,17 @@ class DynamicStorage(RowStorage):
     def make_resident(
         self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
     ) -> Tensor:
-        """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. Waits for
-        the device: a host directory for the keys, a device directory for a few numbers."""
+        """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. A host
+        directory waits for the keys; where the device decides, `settle` waits, once somebody needs
+        the rows."""
         with self._lock:
+            self.settle()
             self._redo_all()
+            if isinstance(self.directory, DeviceDirectory) and self._draws_in_place:
+                with ledger.span("decide rows"):
+                    return self._begin_deciding(self.directory, rows, counted)
             with ledger.span("decide rows"):
-                decided = self._decide(rows, counted)
+                decided = self.directory.decide(rows, counted, self._zero)
             slots, new = decided.entries, decided.new
             if decided.inserted is not None:
                 extra = torch.arange(self._zero, self._spent + 1, device=rows.device)
@@ -114,26 +121,53 @@ class DynamicStorage(RowStorage):
                 self._slots = [self._zero, self._spent]
             with ledger.span("make rows"):
                 self._insert(decided, new)
-            self.last_figures = decided.figures
-            self._uncounted.append(self._describe(decided.figures))
+            self._note(decided.figures)
         return slots if decided.inverse is None else slots.index_select(0, decided.inverse)
 
-    def _decide(self, rows: Tensor, counted: Tensor | None) -> Decided:
-        if isinstance(self.directory, DeviceDirectory) and self._draws_in_place:
-            return self.directory.decide(rows, counted, self._zero, meanwhile=self._begin_insert)
-        return self.directory.decide(rows, counted, self._zero)
+    def _begin_deciding(
+        self, directory: DeviceDirectory, rows: Tensor, counted: Tensor | None
+    ) -> Tensor:
+        """The device decides, and begins to draw rows, while the host goes on."""
+        deciding = directory.begin(rows, counted, self._zero)
+        self._slots = [self._zero, self._spent]
+        self._begin_insert(deciding.placed.entries, deciding.new_ids, deciding.total)
+        self._decisions.append(_Decision(None, None, deciding.placed.entries, {}))
+        self._deciding = deciding
+        return deciding.entries
 
-    def _describe(self, figures: BatchFigures) -> dict[str, int]:
+    def settle(self) -> None:
+        if self._deciding is None:
+            return
+        with self._lock:
+            deciding, self._deciding = self._deciding, None
+            if deciding is None:  # another thread was here
+                return
+            assert isinstance(self.directory, DeviceDirectory)
+            decided, decision = self.directory.finish(deciding), self._decisions[-1]
+            decision.changes, decision.removed = decided.changes, decided.removed
+            decision.slots = decided.new
+            decision.rows = self._end_insert(decided.new, decided.new_ids)
+            self._mark_exchanged(decision)
+            self._note(decided.figures)
+
+    def gather(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        self.settle()
+        return super().gather(slots, dtype)
+
+    def _note(self, figures: BatchFigures) -> None:
         """For the ledger: the decisions about a batch, and the table after them."""
-        own = self._ranges[self.spec.name]
-        return {
-            **{f"dynamic_{name}": value for name, value in vars(figures).items()},
-            "dynamic_rows": self.directory.used,
-            "dynamic_capacity": own.last - own.first,
-        }
+        own, self.last_figures = self._ranges[self.spec.name], figures
+        self._uncounted.append(
+            {
+                **{f"dynamic_{name}": value for name, value in vars(figures).items()},
+                "dynamic_rows": self.directory.used,
+                "dynamic_capacity": own.last - own.first,
+            }
+        )
 
     def _insert(self, decided: Decided, slots: Tensor) -> None:
-        """On a GPU in one pass for each part: rows are drawn where the ones that go were read."""
+        """On a GPU in one pass for each part: rows are drawn where the ones that go were read. The
+        host has decided."""
         decision = _Decision(decided.changes, decided.removed, slots, {})
         if self._draws_in_place:
             decision.rows = self._end_insert(slots, decided.new_ids)
@@ -244,6 +278,7 @@ class DynamicStorage(RowStorage):
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [n, width] of keys [n]; zeros for those that have none."""
         with self._lock:
+            self.settle()
             if isinstance(self.directory, DeviceDirectory) and fits_exchange(self.weight):
                 return self.directory.read(rows, self.weight, dtype, absent=self._zero)
             return self.inner.read(self.directory.find(rows, absent=self._zero), dtype)
@@ -272,6 +307,8 @@ class DynamicStorage(RowStorage):
         about another batch only if something was rolled back."""
         # Counted here, not where it is decided: a lane may be late, and the ledger's step would
         # have the rows of two batches, and the one before it none.
+        if not self._uncounted:
+            self.settle()
         figures = self._uncounted.popleft()
         if ledger is not None:
             for name, value in figures.items():
@@ -286,17 +323,20 @@ class DynamicStorage(RowStorage):
         """Takes back what was decided for steps that have not begun. `begin`, or the decision about
         another batch, makes it again."""
         with self._lock:
+            self.settle()
             while self.directory.batches > self._begun:
                 self._undo()
 
     def restore_ahead(self) -> None:
         """What was rolled back is made again, by the caller's thread and stream."""
         with self._lock:
+            self.settle()
             self._redo_all()
 
     def drop_ahead(self) -> None:
         """Takes back what was decided for steps that have not begun: they will not come."""
         with self._lock:
+            self.settle()
             self.roll_back()
             self._uncounted.clear()
             while self._undone:
@@ -312,6 +352,7 @@ class DynamicStorage(RowStorage):
     def looking_back(self, batches: int) -> Iterator[None]:
         """The state after a number of batches, of the last two that were decided."""
         with self._lock:
+            self.settle()
             last = self.directory.batches
             while self.directory.batches > batches:
                 self._undo()
@@ -352,6 +393,7 @@ class DynamicStorage(RowStorage):
 
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         """By position: rows that hold an id, and others, whose last use is -1."""
+        self.settle()
         return self.inner.get_tensors(name) | self.directory.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:

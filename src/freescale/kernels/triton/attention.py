@@ -416,7 +416,7 @@ class _Call:
                 for x in (self.q, self.k, self.v, grad)
             ),
             _describe_table(self.pairs if changes is None else None, size, size),
-            changes,
+            _describe_table(changes, size, size),
             walks,
             by_distance,
             by_key,

@@ -553,15 +553,15 @@ def backward_stored_kernel(
 
 @triton.jit(do_not_specialize=["farthest", "buckets"])
 def backward_bias_kernel(
-    q_desc, k_desc, v_desc, grad_desc, pairs_desc, changes, walks, by_distance, by_key, by_self,
-    by_bucket,
+    q_desc, k_desc, v_desc, grad_desc, pairs_desc, changes_desc, walks, by_distance, by_key,
+    by_self, by_bucket,
     position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
     B: tl.constexpr, BUCKETS: tl.constexpr, FAST: tl.constexpr, INLINE: tl.constexpr,
     PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of the biases' gradients, without atomics; all heads share the biases. Reads the
-    gradients of the scores from the table `changes`, or computes them once more without it.
+    gradients of the scores from the table of `changes_desc`, or computes them once more without it.
 
     Distances repeat along diagonals, so a program walks the tiles whose queries stand `row` behind
     their keys [key, stop) and adds them up element by element, for the queries of the history.
@@ -597,19 +597,21 @@ def backward_bias_kernel(
     current = -2  # the lower one of the two buckets
     lower = tl.zeros([B], tl.float32)
     upper = tl.zeros([B], tl.float32)
-    for number in tl.range(0, tl.cdiv(tl.maximum(end - query, 0), B), num_stages=1):
+    # stored scores are loaded ahead; products are by the loop over heads
+    for number in tl.range(
+        0, tl.cdiv(tl.maximum(end - query, 0), B), num_stages=1 if changes_desc is None else STAGES
+    ):
         i = query + number * B + lanes
         j = key + number * step + lanes
         seen = _allowed(i[:, None], j[None, :], length, history, CANDIDATES)
         if CANDIDATES:
             seen = seen & ((i >= history)[:, None] == candidates)
         change = tl.zeros([B, B], tl.float32)
-        if changes is not None:
+        if changes_desc is not None:
             at, column = _find_stored(pairs, query + number * B, key + number * step, 0, HEADS)
-            places = lanes[:, None] * ROWS_OF_PAIRS + column + lanes[None, :]
             for head in tl.static_range(HEADS):
-                first = (at + head * ROWS_OF_PAIRS).to(tl.int64) * ROWS_OF_PAIRS
-                change += tl.load(changes + first + places).to(tl.float32)
+                stored = changes_desc.load([at + head * ROWS_OF_PAIRS, column])
+                change += stored.to(tl.float32)
             change = tl.where(seen, change, 0.0)
         else:
             bias = _half_scores(

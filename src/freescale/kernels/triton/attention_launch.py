@@ -55,7 +55,7 @@ BACKWARD_KV: dict[int, tuple[KeyLaunch, ...]] = {
     32: (KeyLaunch(64, 64, 4, 3, registers=128),),
     64: (KeyLaunch(64, 64, 4, 3, registers=168),),
     128: (KeyLaunch(64, 64, 4, 2, 2),),
-    256: (KeyLaunch(128, 32, 8, 2, 2, values=False), KeyLaunch(128, 64, 8, 2, 2, keys=False)),
+    256: (KeyLaunch(128, 32, 8, 2, values=False), KeyLaunch(128, 64, 8, 2, 2, keys=False)),
 }
 BACKWARD_Q = {
     32: AttentionLaunch(64, 64, 4, 3, registers=128),
@@ -74,21 +74,21 @@ BIASED_FORWARD = {
 }
 BIASED_KV: dict[int, tuple[KeyLaunch, ...]] = {
     32: (KeyLaunch(64, 64, 4, 2, registers=168),),
-    64: (KeyLaunch(64, 64, 4, 2, registers=168),),
-    128: (KeyLaunch(64, 64, 4, 2),),
+    64: (KeyLaunch(64, 64, 4, 2, 2, registers=168),),
+    128: (KeyLaunch(64, 64, 4, 2, 2),),
     256: (KeyLaunch(64, 64, 4, 1, values=False), KeyLaunch(64, 64, 4, 1, keys=False)),
 }
 BIASED_Q = {
     32: AttentionLaunch(64, 64, 4, 2, registers=168),
     64: AttentionLaunch(64, 64, 4, 3, registers=168),
-    128: AttentionLaunch(128, 64, 8, 3),
+    128: AttentionLaunch(128, 64, 8, 3, 2),
     # Stores nothing: `BIASED_STORED` does, in tiles of 32 keys. With 64 a kernel that Triton 3.6
     # compiles writes a wrong table.
     256: AttentionLaunch(64, 64, 4, 1),
 }
 BIASED_STORED = {256: StoredLaunch(AttentionLaunch(64, 32, 4, 1), AttentionLaunch(128, 64, 8, 3))}
 # The sums of the biases' gradients, from the stored gradients of the scores; and without them.
-STORED_SUMS = AttentionLaunch(32, 32, 4, 1)
+STORED_SUMS = AttentionLaunch(32, 32, 2, 3)
 BIAS_SUMS = {
     32: AttentionLaunch(64, 64, 4, 2),
     64: AttentionLaunch(64, 64, 4, 2),
@@ -111,4 +111,4 @@ FLOAT32_PRECISION = "bf16x6"
 # Pairs of tokens, in whole blocks, of which a table may stand in memory during a call, 2 bytes
 # each: 4 GiB. Stored scores have a pair for every head.
 PAIR_BUDGET = 1 << 31
-PAIR_BIAS = PairLaunch(32, 2, 4)
+PAIR_BIAS = PairLaunch(32, 2, 2)
