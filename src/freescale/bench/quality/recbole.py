@@ -3,8 +3,9 @@ after the other, on the same events.
 
 Both train on all but the last two events of a user and rank all items for the last; RecBole keeps
 the weights that are best for the last but one. It ranks the items of a history like any other, and
-so it is done here. Figures of the recipe are means over seeds, RecBole's are of one. Its row may be
-from an earlier result (`from` in it) of the same data on a machine with the same cores.
+so it is done here. It reads items alone; the recipe reads ratings, where there are any, and HSTU
+the times. Figures of the recipe are means over seeds, RecBole's are of one. Its row may be from an
+earlier result (`from` in it) of the same data on a machine with the same cores.
 """
 
 from __future__ import annotations

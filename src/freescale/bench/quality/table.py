@@ -40,9 +40,8 @@ def format_recbole(used: Results, folder: str) -> str:
             figures = (f"{row[metric]:.4f}" for metric in ("hr@10", "ndcg@10"))
             rows.append((name, row["arm"], str(row["epochs"]), f"{row['seconds']:,.0f}", *figures))
             if "from" in row:
-                source = row["from"]
-                day, commit = source["date"][:10], source["commit"]
-                notes.append(f"{row['arm']} on {name} was measured on {day}, at {commit}.")
+                day = row["from"]["date"][:10]
+                notes.append(f"{row['arm']} on {name}: of an earlier run, {day}.")
     head = ("data", "model", "epochs", "seconds", "hr@10", "ndcg@10")
     return format_table(used, folder, head, rows, conditions=" ".join(notes))
 
