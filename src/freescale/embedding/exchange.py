@@ -364,9 +364,10 @@ def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list
         each requests in all.
     """
     ones, send = [1] * transport.world, own.tolist()
-    # From host to host: a few numbers, which nobody wants on a device.
+    # From host to host, of a GPU too: a few numbers, which nobody wants on a device.
     told = torch.tensor([[count, sum(send)] for count in send])
-    receive, totals = transport.all_to_all(told, ones, ones, "ids").wait().T.tolist()
+    kind = "ids" if own.is_cpu else "counts"
+    receive, totals = transport.all_to_all(told, ones, ones, kind).wait().T.tolist()
     return send, receive, totals
 
 
