@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: of every tensor in a buffer, as kernels that load whole vectors want it
@@ -42,7 +44,10 @@ class Layout:
     def write(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
         """Copies tensors of this layout into a buffer (uint8) on their device."""
         for place, tensor in dict(zip(self.view(buffer), tensors, strict=True)).items():
-            place.copy_(tensor)
+            if place.is_cpu and tensor.is_cpu:  # torch would wake its threads for it
+                np.copyto(_as_bytes(place), _as_bytes(tensor))
+            else:
+                place.copy_(tensor)
 
     def view(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer (uint8, aligned), without a copy."""
@@ -57,6 +62,12 @@ class Layout:
             first = (base + offset) // dtype.itemsize
             distinct.append(wholes[dtype].as_strided(shape, strides, first))
         return [distinct[i] for i in self.order]
+
+
+def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """[bytes] of a tensor on the host; where its numbers are not side by side, of a copy."""
+    found: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return found
 
 
 Bounds = tuple[tuple[int, int] | None, ...]

@@ -363,15 +363,11 @@ def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list
         Rows that this rank requests from each, rows that each requests from this one, rows that
         each requests in all.
     """
-    ones = [1] * transport.world
-    if own.is_cpu:
-        send = own.tolist()
-        told = torch.tensor([[count, sum(send)] for count in send])
-        receive, totals = transport.all_to_all(told, ones, ones, "ids").wait().T.tolist()
-        return send, receive, totals
-    counts = torch.stack([own, own.sum().expand(transport.world)], dim=1)
-    asked = transport.all_to_all(counts, ones, ones, "ids").wait()
-    (send, _), (receive, totals) = torch.stack([counts, asked]).transpose(1, 2).tolist()
+    ones, send = [1] * transport.world, own.tolist()
+    # From host to host, of a GPU too: a few numbers, which nobody wants on a device.
+    told = torch.tensor([[count, sum(send)] for count in send])
+    kind = "ids" if own.is_cpu else "counts"
+    receive, totals = transport.all_to_all(told, ones, ones, kind).wait().T.tolist()
     return send, receive, totals
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,14 +47,20 @@ class IncomingBatch:
         split: Callable[[SequenceBatch], list[SequenceBatch]],
         request: Callable[[list[SequenceBatch]], list[Request]] | None = None,
     ) -> None:
-        """Submits the preparation to `lane`; `split` cuts the batch into micro-batches, and
-        `request`, if this lane is to do that, asks the owners for their rows."""
+        """Submits the preparation to `lane`, which takes the batch from the data and waits for
+        `proceed`; `split` cuts the batch into micro-batches, and `request`, if this lane is to do
+        that, asks the owners for their rows."""
+        self._proceeds = threading.Event()
         self.agreed = Moment(torch.device("cpu"))  # the ranks have agreed: none has left
         self._preparation, self._lane, self._split = preparation, lane, split
         self._request = request
         self._collectives: list[Collective] = []  # collectives of the agreement
         self._batch: StagedBatch | None = None  # once the job is done; None: the data has ended
         self.job: Job = lane.submit(self._prepare)
+
+    def proceed(self) -> None:
+        """From now on the lane may plan and pack."""
+        self._proceeds.set()
 
     def wait_for_agreement(self, ledger: Ledger) -> None:
         """The main thread waits until the ranks have agreed on the batch."""
@@ -78,6 +85,8 @@ class IncomingBatch:
     def _prepare(self) -> None:
         """On the thread and stream of the lane, over its channel."""
         try:
+            self._preparation.take()
+            self._proceeds.wait()
             self._preparation.agree()
         except BaseException as error:
             self.agreed.fail(error)
@@ -134,6 +143,7 @@ class InFlight:
     def finish_input(self) -> None:
         """Waits until the lane `input` has ended: the caller may close the data, which it reads."""
         if self.incoming is not None:
+            self.incoming.proceed()
             with suppress(Exception):
                 self.incoming.job.wait(host=True)
         self.incoming = None

@@ -38,7 +38,7 @@ class Juncture(IntEnum):
     DIFFERENTIATED = 3  # its backward is over
 
 
-_AGREED, _COMPLETE = 2, 3  # stages
+_TAKEN, _AGREED, _COMPLETE = 1, 2, 3  # stages
 
 
 def take_batch(
@@ -153,6 +153,11 @@ class BatchPreparation:
         """Runs the stage of this juncture of the step before. Nothing without balancing."""
         if self._balancer:
             self._run_stages(juncture)
+
+    def take(self) -> None:
+        """Takes the batch from the data and starts the agreement on it: little work, and then the
+        other ranks' turn."""
+        self._run_stages(_TAKEN)
 
     def agree(self) -> Agreement:
         """Waits until the ranks have agreed on the batch."""

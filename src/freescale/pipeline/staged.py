@@ -100,7 +100,7 @@ class Staged(Schedule):
         self._begin_input(source)
         current = self._await_input()
         if current is not None:
-            self._begin_input(source)
+            self._begin_input(source).proceed()
             self._fetch_first(current)
             following = self._await_input()
         while current is not None:
@@ -161,15 +161,13 @@ class Staged(Schedule):
     def _compute_and_prepare(self, current: StagedBatch, source: BatchSource) -> None:
         """Forward and backward, with lane `input` beside them.
 
-        The lane plans and packs in Python. On a GPU it begins after the forward, whose launches
+        The lane plans and packs in Python. On a GPU it does so after the forward, whose launches
         need the interpreter more than the backward's; on a CPU it has the whole step.
         """
-        begin = partial(self._begin_input, source)
-        if self.transport.device.type == "cuda":
-            self._compute(current.micro, current.agreement, begin)
-        else:
-            begin()
-            self._compute(current.micro, current.agreement)
+        incoming = self._begin_input(source)
+        if self._on_host:
+            incoming.proceed()
+        self._compute(current.micro, current.agreement, incoming.proceed)
 
     # ---- lane `ahead`: stages 1 to 4, on its thread and stream, over its channel
 
@@ -310,14 +308,15 @@ class Staged(Schedule):
         newest, transport = self._in_flight.newest, self.input.transport
         return self._prepare_batch(source, newest, transport, lambda: computed, ahead)
 
-    def _begin_input(self, source: BatchSource) -> None:
+    def _begin_input(self, source: BatchSource) -> IncomingBatch:
         """Lane `input` begins to prepare the next batch."""
         preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
         # the job must not wait for the compute
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
-            self._in_flight.incoming = IncomingBatch(
+            incoming = self._in_flight.incoming = IncomingBatch(
                 preparation, self.input, self._split_batch, self._choose_request()
             )
+        return incoming
 
     def _choose_request(self) -> Callable[[list[SequenceBatch]], list[Request]] | None:
         """Stage 1 as lane `input` does it; None where lane `ahead` does. The first batches wait
@@ -331,6 +330,7 @@ class Staged(Schedule):
         raised after the steps before it."""
         incoming = self._in_flight.incoming
         assert incoming is not None
+        incoming.proceed()
         batch, agreement = incoming.wait(self.ledger)
         self._in_flight.incoming = None
         self._check_agreed(agreement)
