@@ -303,8 +303,9 @@ class Staged(Schedule):
     # ---- lane `input`, as the main thread uses it
 
     def _prepare_next(self, source: BatchSource, *, ahead: bool) -> BatchPreparation:
-        # Read here and not in the lane: the same step on every rank.
-        computed = self.stopwatch.last()
+        # Read here and not in the lane: the same step on every rank. While a step begins, a GPU may
+        # still be at the one that the host has just finished.
+        computed = self.stopwatch.last(before=not self._on_host)
         newest, transport = self._in_flight.newest, self.input.transport
         return self._prepare_batch(source, newest, transport, lambda: computed, ahead)
 

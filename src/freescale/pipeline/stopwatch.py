@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,7 +36,7 @@ class Stopwatch:
         self._wanted, self._every, self._measures = wanted, every, wanted
         self._clock: Clock | _ThreadClock = _ThreadClock() if device.type == "cpu" else clock
         self._running: list[tuple[Any, Any]] = []
-        self._last: tuple[int, list[tuple[Any, Any]]] = (0, [])
+        self._finished: deque[tuple[int, list[tuple[Any, Any]]]] = deque([(0, [])], maxlen=2)
 
     def computing(self) -> AbstractContextManager[None]:
         """Around a part of a step's compute."""
@@ -49,13 +50,14 @@ class Stopwatch:
 
     def finish(self, step: int) -> None:
         """Ends the measurement of a step whose compute is issued."""
-        self._last, self._running = (step, self._running), []
+        self._finished.append((step, self._running))
+        self._running = []
         self._measures = self._wanted and step % self._every == 0
 
-    def last(self) -> tuple[int, int]:
-        """The last step that was finished and its nanoseconds of compute: 0 if it was not measured,
-        if the device has not reached its end yet, or had nothing to do."""
-        step, stamps = self._last
+    def last(self, before: bool = False) -> tuple[int, int]:
+        """The last step that was finished, or the one `before`, and its nanoseconds of compute: 0
+        if it was not measured, if the device has not reached its end yet, or had nothing to do."""
+        step, stamps = self._finished[0 if before else -1]
         read = [(self._clock.read(begin), self._clock.read(end)) for begin, end in stamps]
         if any(end is None for _, end in read):
             return step, 0
