@@ -10,6 +10,7 @@ from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint.contents import copy_to_host
 from freescale.train.checkpoint.finite_check import find_not_finite
 from freescale.transport.local import LocalTransport
 
@@ -122,3 +123,19 @@ def collect_state(parallel):
         local = parallel.tables.get_local_state(table)
         state |= {f"{table}/{name}": value.clone() for name, value in local.items()}
     return state
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (3, 5), (5_000_001,), (2, 2_100_000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_a_copy_in_pieces_is_the_whole(shape, dtype):
+    """Some of more than one piece; what the stream does later does not change them."""
+    value = torch.randint(0, 2, shape, device="cuda").to(dtype)
+    expected = value.cpu()
+    copied = copy_to_host(value)
+    value.zero_()
+    torch.cuda.synchronize()
+    assert torch.equal(copied, expected)
+    turned = torch.rand(300, 200, device="cuda").t()
+    copied = copy_to_host(turned)
+    torch.cuda.synchronize()
+    assert torch.equal(copied, turned.cpu())
