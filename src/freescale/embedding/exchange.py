@@ -264,11 +264,14 @@ class Sharded:
         """Sends the parts of the gradient [u, width] to the owners, who update the rows; calls
         `meanwhile`, before a row is updated, while the first ones are on their way. A
         collective."""
+        lines = transport.lines
+        if meanwhile is not None and gradient.is_cuda:
+            lines += 1  # it takes the host as long as some pieces travel
         run_pipelined(
             parts,
             lambda part: self._send(gradient, part, transport),
             lambda part, received: self._update(request, part, received, transport, **options),
-            transport.lines,
+            lines,
             meanwhile,
         )
 
