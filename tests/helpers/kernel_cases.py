@@ -14,8 +14,9 @@ import torch
 
 from freescale.bench.kernels import jagged, triton_jagged
 from freescale.embedding.layout import choose_stride, spread_ids
-from freescale.kernels.reference import row_sums, row_updates, rows, unique
+from freescale.kernels.reference import division, row_sums, row_updates, rows, unique
 from freescale.kernels.row_gradients import RowGradients
+from freescale.kernels.triton import division as triton_division
 from freescale.kernels.triton import row_copies
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
@@ -419,6 +420,23 @@ def masks(name, device="cpu"):
     }
 
 
+def tags(device="cpu"):
+    """Rows of several lists, of one and of many ranks, some without any."""
+    random, found = np.random.default_rng(5), {}
+    for ranks in (1, 2, 5, 300):
+        lists = []
+        for pieces in (1, 8, 64, 2):
+            sizes = random.integers(0, 9, ranks) * random.integers(0, 2, ranks)
+            count = int(sizes.sum()) if pieces != 64 else 0
+            rows = torch.from_numpy(random.integers(-(1 << 62), 1 << 62, count)).to(device)
+            marked = torch.from_numpy(random.random(count) < 0.3).to(device)
+            of_ranks = sizes.tolist() if count else [0] * ranks
+            lists.append(division.MarkedRows(marked, rows, of_ranks, pieces))
+        plain, ours = division.tag_rows(lists), triton_division.tag_rows(lists)
+        found[f"{ranks} ranks"] = torch.equal(plain, ours) and plain.dtype == ours.dtype
+    return found
+
+
 def copies(width, device):
     """Rows copied between a table on the device and one on the host, both ways: more than the
     programs copy at a time, one, and none. Bits that are no number keep their payload."""
@@ -469,6 +487,7 @@ ROWS = {
     **{f"unique, {name}": lambda device, n=name: deduplicated(n, device) for name in KEYS},
     "unique, signed": lambda device: deduplicated("far apart", device, -(1 << 60)),
     **{f"masks, {name}": lambda device, n=name: masks(n, device) for name in KEYS},
+    "tags": tags,
 }
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.embedding.collision import MarkedRows, collision_masks, count_pieces, divide_rows
+from freescale.kernels.reference.division import find_first_tags, tag_rows
 
 rows = st.lists(st.integers(0, 12), max_size=20)
 
@@ -44,6 +45,22 @@ def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
         assert [positions.tolist() for positions in order.split(count.tolist())] == expected(
             ranks, pieces
         )
+
+
+@settings(deadline=None)
+@given(several)
+def test_tags_divide_in_the_same_way(several):
+    """What a GPU sorts by."""
+    asked = []
+    for ranks, pieces in several:
+        rows, marks = ([one[side] for rank in ranks for one in rank] for side in (0, 1))
+        marked, rows = torch.tensor(marks, dtype=torch.bool), torch.tensor(rows, dtype=torch.int64)
+        asked.append(MarkedRows(marked, rows, [len(rank) for rank in ranks], pieces))
+    tags = tag_rows(asked).split([one.rows.numel() for one in asked])
+    for (ranks, pieces), one, first, own in zip(several, asked, find_first_tags(asked), tags):
+        bins = range(first, first + one.bins)
+        found = [(own == bin).nonzero().view(-1).tolist() for bin in bins]
+        assert found == expected(ranks, pieces)
 
 
 def expected(ranks, pieces):

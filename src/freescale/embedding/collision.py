@@ -9,7 +9,6 @@ the same for every rank that requests it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.kernels.dispatch import collision_masks
+from freescale.kernels.dispatch import collision_masks, tag_rows
 from freescale.kernels.native.requests import divide, fits_division
+from freescale.kernels.reference.division import MarkedRows
 from freescale.kernels.reference.unique import group_by_tag
-from freescale.kernels.upload import upload
 
 # (rows that the current batch requests, that the following one requests) -> (which of the current
 # ones are shared, which of the following ones collide)
@@ -52,20 +51,6 @@ def is_few(bytes_per_rank: int, device: torch.device, nearby: bool) -> bool:
     return nearby and device.type == "cpu" and bytes_per_rank < _LEAST_BYTES["cpu"]
 
 
-@dataclass(frozen=True)
-class MarkedRows:
-    """Requested rows of owners, in the order of the ranks that they go to or come from."""
-
-    marked: Tensor  # [n] bool
-    rows: Tensor  # [n]
-    sizes: Sequence[int]  # of each rank
-    pieces: int
-
-    @property
-    def bins(self) -> int:
-        return (1 + self.pieces) * len(self.sizes)
-
-
 def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     """Divides each list into the marked rows and pieces of the others.
 
@@ -81,22 +66,10 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     if device.type == "cpu":
         return _divide_on_host(lists)
     sizes = [one.rows.numel() for one in lists]
-    edges = np.cumsum([0] + [one.bins for one in lists])
-    # A row's tag begins with its rank and the bins of the lists before.
-    first = np.concatenate(
-        [edge + np.arange(len(one.sizes)) for edge, one in zip(edges, lists, strict=False)]
-    )
-    counts = np.concatenate([np.asarray(one.sizes, np.int64) for one in lists])
-    tags, times = upload(np.stack([first, counts]), device)
-    tags = torch.repeat_interleave(tags, times, output_size=sum(sizes))
-    pieces = [
-        torch.where(one.marked, 0, ((one.rows & (one.pieces - 1)) + 1) * len(one.sizes))
-        for one in lists
-    ]
-    order, found = group_by_tag(tags.add_(torch.cat(pieces)), int(edges[-1]))
+    order, found = group_by_tag(tag_rows(lists), sum(one.bins for one in lists))
     starts = np.cumsum([0] + sizes[:-1])
     parts = zip(torch.split(order, sizes), starts, strict=True)
-    return [part - int(start) for part, start in parts], found
+    return [part - int(start) if start else part for part, start in parts], found
 
 
 def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:

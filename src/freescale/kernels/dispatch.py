@@ -27,6 +27,7 @@ from freescale.kernels.reference import (
     attention,
     attention_plan,
     checksums,
+    division,
     draws,
     id_map,
     layer,
@@ -41,11 +42,13 @@ from freescale.kernels.reference import (
 )
 from freescale.kernels.reference import sampled_softmax as softmax
 from freescale.kernels.reference.attention_plan import AttentionPlan
+from freescale.kernels.reference.division import MarkedRows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.reference.sampled_softmax import Negatives
 from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import attention as triton_attention
 from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.triton import division as triton_division
 from freescale.kernels.triton import draws as triton_draws
 from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import id_map as triton_id_map
@@ -269,6 +272,13 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
     if native_requests.is_there(current):
         return native_requests.collision_masks(current, following)
     return unique.collision_masks(current, following)
+
+
+def tag_rows(lists: Sequence[MarkedRows]) -> Tensor:
+    """`reference.division.tag_rows`, in Triton on a GPU."""
+    if _is_on_gpu(lists[0].rows) and has_triton():
+        return triton_division.tag_rows(lists)
+    return division.tag_rows(lists)
 
 
 def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:

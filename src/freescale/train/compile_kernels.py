@@ -24,6 +24,7 @@ from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels import dispatch
+from freescale.kernels.reference.division import MarkedRows
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import row_copies, row_exchange
@@ -128,6 +129,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     wires = list_wires(config)
     dispatch.deduplicate(numbers, edges)
     dispatch.collision_masks(numbers, numbers)
+    dispatch.tag_rows([MarkedRows(numbers > 0, numbers, [numbers.numel()], 1)])
     for wire in wires:
         for index in (numbers, numbers.to(torch.int32)):
             dispatch.gather_rows(weight, index, wire)
