@@ -24,6 +24,9 @@ def tag_rows(lists: Sequence[MarkedRows]) -> Tensor:
 
     device, sizes = lists[0].rows.device, [one.rows.numel() for one in lists]
     require_gpu(device, "kernels.reference.division")
+    for one in lists:
+        assert one.rows.dtype == torch.int64 and one.marked.dtype == torch.bool
+        assert one.rows.is_contiguous() and one.marked.is_contiguous()
     first = find_first_tags(lists)
     if max(sum(sizes), first[-1]) > _LIMIT:
         raise ValueError(f"up to {_LIMIT} rows and parts of them can be told apart")
