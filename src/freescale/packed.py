@@ -45,7 +45,7 @@ class Layout:
         """Copies tensors of this layout into a buffer (uint8) on their device."""
         for place, tensor in dict(zip(self.view(buffer), tensors, strict=True)).items():
             if place.is_cpu and tensor.is_cpu:  # torch would wake its threads for it
-                np.copyto(_as_bytes(place), _as_bytes(tensor))
+                np.copyto(_as_bytes(place), _as_bytes(tensor.contiguous()))
             else:
                 place.copy_(tensor)
 
@@ -65,8 +65,8 @@ class Layout:
 
 
 def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """[bytes] of a tensor on the host; where its numbers are not side by side, of a copy."""
-    found: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    """[bytes] of a contiguous tensor on the host, without a copy."""
+    found: NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
     return found
 
 

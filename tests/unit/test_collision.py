@@ -30,15 +30,20 @@ requests = st.lists(
 several = st.lists(st.tuples(requests, st.sampled_from([1, 2, 8])), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
-@given(several)
-def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
+def ask(several):
     asked = []
     for ranks, pieces in several:
         flat = [one for rank in ranks for one in rank]
         rows = torch.tensor([row for row, _ in flat], dtype=torch.int64)
         marked = torch.tensor([mark for _, mark in flat], dtype=torch.bool)
         asked.append(MarkedRows(marked, rows, [len(rank) for rank in ranks], pieces))
+    return asked
+
+
+@settings(deadline=None)
+@given(several)
+def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
+    asked = ask(several)
     orders, counts = divide_rows(asked)
     counts = counts.split([each.bins for each in asked])
     for (ranks, pieces), order, count in zip(several, orders, counts, strict=True):
@@ -51,11 +56,7 @@ def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
 @given(several)
 def test_tags_divide_in_the_same_way(several):
     """What a GPU sorts by."""
-    asked = []
-    for ranks, pieces in several:
-        rows, marks = ([one[side] for rank in ranks for one in rank] for side in (0, 1))
-        marked, rows = torch.tensor(marks, dtype=torch.bool), torch.tensor(rows, dtype=torch.int64)
-        asked.append(MarkedRows(marked, rows, [len(rank) for rank in ranks], pieces))
+    asked = ask(several)
     tags = tag_rows(asked).split([one.rows.numel() for one in asked])
     for (ranks, pieces), one, first, own in zip(several, asked, find_first_tags(asked), tags):
         bins = range(first, first + one.bins)

@@ -20,8 +20,8 @@ schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but
 2 touch no row. On CPUs they go first because 5 depends on what they find, and their messages would
 wait behind the bulk of 3 on a slow link; on GPUs, where they take longer than their messages, they
 happen while the first gradients of 3 are on their way. Each lane is a thread with its own channel,
-so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the
-next forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
+so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the next
+forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
 On GPUs, and between CPUs of several machines, lane `input` also does stage 1, a step earlier. A
 message between machines takes as long as many rows, and the link would be idle while a step begins
@@ -33,10 +33,9 @@ of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send ap
 little would take more of the processor than it hides.
 
 Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
-resident while these gradients are on their way. Those of i-1, whose gradients it
-applies, of i and of i+1 stay in the cache meanwhile. Of a dynamic table (embedding/dynamic), the
-owner decides there which ids of i+1 get a row; until the step of i+1 begins, that can be taken
-back.
+resident while the first gradients of 3 are on their way. Those of i-1, whose gradients it applies,
+of i and of i+1 stay in the cache meanwhile. Of a dynamic table (embedding/dynamic), the owner
+decides there which ids of i+1 get a row; until the step of i+1 begins, that can be taken back.
 
 The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
@@ -234,7 +233,9 @@ class Staged(Schedule):
         """At the beginning of stage 3, lane `ahead`: the owners bring the rows to where the device
         reaches them. Those of `current` and of the batch before stay there: their gradients are on
         the way."""
-        for group, request in self._sharded(following) if following is not None else ():
+        if following is None:
+            return
+        for group, request in self._sharded(following):
             group.make_resident(request, self.ahead.transport)
 
     def _push_deferred_gradients(

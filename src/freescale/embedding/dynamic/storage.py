@@ -139,7 +139,7 @@ class DynamicStorage(RowStorage):
         if self._deciding is None:
             return
         with self._lock:
-            deciding, self._deciding = self._deciding, None
+            deciding = self._deciding
             if deciding is None:  # another thread was here
                 return
             assert isinstance(self.directory, DeviceDirectory)
@@ -149,6 +149,7 @@ class DynamicStorage(RowStorage):
             decision.rows = self._end_insert(decided.new, decided.new_ids)
             self._mark_exchanged(decision)
             self._note(decided.figures)
+            self._deciding = None  # last: who finds it so does not ask for the lock
 
     def gather(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
         self.settle()
