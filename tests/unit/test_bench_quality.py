@@ -19,6 +19,7 @@ from freescale.bench.quality.intervals import bootstrap_relative, find_student, 
 from freescale.bench.quality.peer import PeerRun, read_figures, read_run, write_interactions
 from freescale.bench.quality.seed import Seed, train_seed
 from freescale.bench.quality.table import format_recipes
+from freescale.bench.quality.together import bench_together
 
 USERS, ITEMS, LONGEST = 9, 30, 6
 TINY = ["width=8", "layers=1", "heads=1", "epochs=1", "negatives=3", f"max_length={LONGEST}"]
@@ -216,3 +217,46 @@ def test_a_failed_run_is_named_with_the_end_of_its_log(tmp_path, capsys):
     with pytest.raises(ValueError, match=r"bad \(.*b.txt\): why"):
         run_jobs(jobs, 2)
     assert "bad: failed with status 3" in capsys.readouterr().out
+
+
+def write_compared(folder, name, users, percents, gpu="NVIDIA H200"):
+    """A result of a recipe beside the peer, as far as `--together` reads it."""
+    path = folder / f"quality-hstu-small-{name}-h200.json"
+    path.write_text(
+        json.dumps(
+            {
+                "name": "quality",
+                "machine": {"gpu": gpu},
+                "versions": {"torch": "2.11.0"},
+                "commit": "abc",
+                "date": "2026-11-17T22:00:00Z",
+                "dataset": {"name": name},
+                "comparison": {metric: {"percent": value} for metric, value in percents.items()},
+                "rows": [{"arm": "hstu-small", "users": users}],
+            }
+        )
+    )
+    return path
+
+
+def test_results_together_have_the_mean_of_all_and_the_lowest_of_many_users(tmp_path, capsys):
+    few = write_compared(tmp_path, "few", 943, {"hr@10/unseen": -5.0, "ndcg@10/unseen": -4.0})
+    many = write_compared(tmp_path, "many", 6040, {"hr@10/unseen": 7.0, "ndcg@10/unseen": -2.5})
+    bench_together([few, many], Destination(tmp_path / "results", "def"))
+    result = json.loads((tmp_path / "results" / "quality-together-h200.json").read_text())
+    mean, lowest = result["claims"]
+    assert (mean["measured"], mean["asked"], mean["holds"]) == (-1.125, 0.0, False)
+    assert (lowest["measured"], lowest["asked"], lowest["holds"]) == (-2.5, -3.0, True)
+    assert [row["data"] for row in result["rows"]] == ["few", "few", "many", "many"]
+    assert result["machine"] == {"gpu": "NVIDIA H200"}
+    assert "FAILS  4 differences" in capsys.readouterr().out
+
+
+def test_results_that_cannot_stand_together_are_refused_by_name(tmp_path):
+    one = write_compared(tmp_path, "one", 6040, {"hr@10": 1.0})
+    alone = write_compared(tmp_path, "alone", 6040, {})
+    elsewhere = write_compared(tmp_path, "elsewhere", 6040, {"hr@10": 1.0}, gpu="another")
+    with pytest.raises(ValueError, match="alone-h200.json compares nothing"):
+        bench_together([one, alone], Destination(tmp_path, "def"))
+    with pytest.raises(ValueError, match="elsewhere-h200.json is of another machine"):
+        bench_together([one, elsewhere], Destination(tmp_path, "def"))

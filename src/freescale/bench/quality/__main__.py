@@ -18,7 +18,7 @@ from freescale.bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("quality", __doc__)
-    parser.add_argument("--data", required=True, help="as of `freescale train`")
+    parser.add_argument("--data", help="as of `freescale train`; needed but for --together")
     parser.add_argument("--name", help="of the data, in the result (default: the file's)")
     parser.add_argument("--recipe", help="as of `freescale train` (default: its defaults)")
     parser.add_argument(
@@ -69,7 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compare quality and seconds with RecBole's SASRec on CPUs instead; PYTHON has it "
         "(default: that of .venv-recbole, which is set up)",
     )
+    parser.add_argument(
+        "--together",
+        type=Path,
+        nargs="+",
+        metavar="RESULT",
+        help="train nothing; say what several results beside the peer come to in the mean",
+    )
     options = parser.parse_args(arguments)
+    if options.together:
+        from freescale.bench.quality.together import bench_together
+
+        bench_together(options.together, read_destination(options))
+        return 0
+    if options.data is None:
+        parser.error("the following arguments are required: --data")
     from freescale.bench.quality.bench import Plan, bench_quality
     from freescale.bench.quality.epochs import bench_epochs
 

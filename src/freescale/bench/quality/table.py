@@ -21,6 +21,8 @@ def format_quality(used: Results, folder: str) -> str:
 def format_recipes(used: Results, folder: str) -> str:
     """A row for each model on each data set, those of one result beside each other."""
     rows, names = [], ("hr@10", "ndcg@10", "hr@10/unseen", "ndcg@10/unseen")
+    together = [result for result in used.values() if result["name"] == "quality-together"]
+    note = " ".join(_format_together(result) for result in together)
     used = {name: result for name, result in used.items() if "comparison" in result}
     for result in used.values():
         for row in result["rows"]:
@@ -28,7 +30,7 @@ def format_recipes(used: Results, folder: str) -> str:
             figures = (_format_figure(row[name]) for name in names)
             rows.append((result["dataset"]["name"], row["arm"], *figures, against))
     head = ("data", "model", *names, "against the peer (users drawn anew, 95 %)")
-    return format_table(used, folder, head, rows)
+    return format_table(used, folder, head, rows, note=note)
 
 
 def format_recbole(used: Results, folder: str) -> str:
@@ -52,6 +54,12 @@ def _format_figure(value: float | Mapping[str, Any]) -> str:
         return f"{value:.3f}"
     spread = f" ± {value['high'] - value['mean']:.4f}" if "high" in value else ""
     return f"{value['mean']:.4f}{spread}"
+
+
+def _format_together(result: Mapping[str, Any]) -> str:
+    mean, *lowest = result["claims"]
+    said = f"{mean['claim']} {mean['measured']:+.2f} %"
+    return "; ".join([said, *(f"{one['claim']} {one['measured']:+.2f} %" for one in lowest)]) + "."
 
 
 def _format_difference(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:
