@@ -26,8 +26,9 @@ from freescale.train.checkpoint.on_all_ranks import (
     run_on_rank_0,
 )
 from freescale.transport.api import Transport
+from freescale.transport.event_waits import wait_for_event
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale.transport.threads import start_thread, wait_for_event
+from freescale.transport.threads import start_thread
 
 
 def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Transport) -> int:

@@ -28,8 +28,9 @@ from freescale.train.snapshot.restoring import Restoring, clear_snapshots
 from freescale.train.snapshot.segment import Segment, write_segment
 from freescale.train.snapshot.state_file import StateFile
 from freescale.transport.api import Transport
+from freescale.transport.event_waits import wait_for_event
 from freescale.transport.machine import identify_machine
-from freescale.transport.threads import start_thread, wait_for_event
+from freescale.transport.threads import start_thread
 
 if TYPE_CHECKING:
     from freescale.train.run_state import RunState
