@@ -166,23 +166,29 @@ def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
     ]
 
 
-def find_keys(names):
-    """Triton's cache keys of attention kernels, as a process finds them that meets them in this
-    order."""
-    from freescale.kernels.triton import attention_kernels
-
+def find_keys(kernels):
+    """Triton's cache keys of attention kernels (module, name), as a process finds them that meets
+    them in this order."""
     settle_keys.cache_clear()
-    for kernel in vars(attention_kernels).values():
-        if hasattr(kernel, "used_global_vals"):
-            kernel.hash, kernel.used_global_vals = None, {}
-    versions = [Version(attention_kernels.__name__, name, {}, {}, {}, {}, ()) for name in names]
+    for module in {module for module, _ in kernels}:
+        for kernel in vars(module).values():
+            if hasattr(kernel, "used_global_vals"):
+                kernel.hash, kernel.used_global_vals = None, {}
+    versions = [Version(module.__name__, name, {}, {}, {}, {}, ()) for module, name in kernels]
     return {version.name: version.build_source().fn.cache_key for version in versions}
 
 
 def test_a_kernel_has_the_same_key_whatever_was_compiled_before_it():
-    """Of kernels that call one another: Triton alone gives other keys in another order."""
+    """Of kernels that call one another, in their own module and in another: Triton alone gives
+    other keys in another order."""
+    from freescale.kernels.triton import attention_bias_kernels, attention_kernels
+
     names = ["forward_kernel", "_add_values", "_half_scores", "_load_tile", "backward_q_kernel"]
-    assert find_keys(names) == find_keys(names[::-1])
+    kernels = [(attention_kernels, name) for name in names]
+    kernels += [
+        (attention_bias_kernels, name) for name in ("pair_bias_kernel", "backward_bias_kernel")
+    ]
+    assert find_keys(kernels) == find_keys(kernels[::-1])
 
 
 @dataclass

@@ -219,7 +219,7 @@ class _Call:
     def _compute_pair_biases(self) -> Tensor:
         """Half the bias of every pair of tokens [blocks * PAIR_QUERIES, PAIR_KEYS] float16: heads
         and kernels read it instead of computing it each for themselves."""
-        from freescale.kernels.triton.attention_kernels import pair_bias_kernel
+        from freescale.kernels.triton.attention_bias_kernels import pair_bias_kernel
 
         rows = self.plan.pair_blocks * PAIR_QUERIES
         pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
@@ -388,7 +388,7 @@ class _Call:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of both biases in float32: partial sums in memory, added up in a fixed
         order."""
-        from freescale.kernels.triton.attention_kernels import (
+        from freescale.kernels.triton.attention_bias_kernels import (
             backward_bias_kernel,
             sum_distances_kernel,
         )
