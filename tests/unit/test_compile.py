@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.kernels.triton import launch
+from freescale.kernels.triton import compile_worker, launch
 from freescale.kernels.triton.compile import compile_versions, find_versions
 from freescale.kernels.triton.compile_worker import Version, settle_keys
 from freescale.kernels.triton.launch import launch_kernel, record_launches
@@ -314,3 +316,17 @@ def test_keys_differ_wherever_triton_compiles_differently(module, name):
             assert found.setdefault(key, version) == version, (number, other)
         told_apart += len(found)
     assert told_apart < len(first) * len(list_variants())  # it does not all differ
+
+
+def test_processes_that_compile_import_no_torch():
+    """It would take each of them longer than a kernel does."""
+    folder = Path(compile_worker.__file__).parent
+    names = [f"freescale.kernels.triton.{path.stem}" for path in folder.glob("*_kernels.py")]
+    assert len(names) > 10
+    program = (
+        f"import sys, {', '.join(names)}, {compile_worker.__name__}; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

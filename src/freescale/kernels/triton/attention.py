@@ -46,12 +46,7 @@ from freescale.kernels.triton.attention_launch import (
     KeyLaunch,
     StoredLaunch,
 )
-from freescale.kernels.triton.attention_plan import (
-    PAIR_KEYS,
-    PAIR_QUERIES,
-    TilePlan,
-    plan_attention,
-)
+from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
 from freescale.kernels.triton.launch import (
     is_interpreted,
     is_recording,
@@ -60,6 +55,7 @@ from freescale.kernels.triton.launch import (
     use_device,
 )
 from freescale.kernels.triton.launch_plan import Block
+from freescale.kernels.triton.plan_columns import PAIR_KEYS, PAIR_QUERIES
 
 WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -32,7 +32,7 @@ from freescale.kernels.triton.attention_kernels import (
     _look_up,
     _tanh,
 )
-from freescale.kernels.triton.attention_plan import PieceColumn, WalkColumn
+from freescale.kernels.triton.plan_columns import PieceColumn, WalkColumn
 
 # Columns of the plan's tables: kernels read only globals that are constexpr.
 WALK_START = tl.constexpr(WalkColumn.START.value)

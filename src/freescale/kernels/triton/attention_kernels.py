@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.triton.attention_plan import PAIR_KEYS, PAIR_QUERIES, TileColumn
+from freescale.kernels.triton.plan_columns import PAIR_KEYS, PAIR_QUERIES, TileColumn
 
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / 0.301)
 ROWS_OF_PAIRS = tl.constexpr(PAIR_QUERIES)
