@@ -67,7 +67,6 @@ def _compare_recipes(result: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _compare_quality(result: Mapping[str, Any]) -> tuple[str, str, str]:
-    found = {row["arm"]: row["hr@10"] for row in result["rows"]}
-    ours, popularity = found["model"], found["popularity"]
+    ours, popularity = (row["hr@10"]["mean"] for row in result["rows"])
     times = f"{ours / popularity:.1f} times as many hits"
     return f"{ours:.3f}", f"popularity baseline: {popularity:.3f}", times
