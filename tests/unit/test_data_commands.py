@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -62,6 +63,16 @@ def test_a_csv_of_strings_is_inspected_trained_on_and_exported(csv, tmp_path, mo
     done = CliRunner().invoke(main, ["eval", str(run)])
     assert done.exit_code == 1 and f"{csv}: no such file" in done.output
     assert "pass --data with its path" in done.output
+
+
+def test_the_command_of_short_histories_trains_on_them(tmp_path):
+    path = tmp_path / "short.csv"
+    path.write_text("user,item,time\n" + "".join(f"{n // 3},{n % 7},{n}\n" for n in range(12)))
+    shown = invoke("inspect", path, "--cache", tmp_path / "cache").splitlines()
+    assert "collisions: none to count, since a batch of 64 holds all users" in "\n".join(shown)
+    command = shown[-1].removeprefix("train on it: freescale ")
+    trained = invoke(*shlex.split(command), "--folder", tmp_path / "run", *SMALL.split())
+    assert "last loss" in trained and "--split none" in command
 
 
 def test_lengths_are_drawn_by_powers_of_two():

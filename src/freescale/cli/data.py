@@ -63,5 +63,6 @@ def inspect(data: str, **given: Any) -> None:
     )
     for line in describe_inspection(found):
         click.echo(line)
-    arguments = format_arguments({"data": data, **ranking, **select_given(given)})
+    split = {} if found.leaves_one_out else {"split": "none"}
+    arguments = format_arguments({"data": data, **ranking, **split, **select_given(given)})
     click.echo(f"train on it: freescale train {shlex.join(arguments)}")

@@ -73,10 +73,12 @@ def _make_source(path: Path, shown: str) -> SourceFile:
     if path.suffix.lower() != ".zip":
         return SourceFile(path, shown)
     members = _list_members(path, shown)
+    if not members:
+        raise ValueError(f"{shown}: the archive has no files; give one with events")
     if len(members) != 1:
         raise ValueError(
             f"{shown}: the archive holds {len(members)} files ({', '.join(members)[:200]}); name "
-            f"one: {shown}/{members[0] if members else 'FILE'}"
+            f"one: {shown}/{members[0]}"
         )
     return _make_member(path, shown, members[0])
 
