@@ -46,6 +46,7 @@ def spell(separator: str, header: str = "") -> str:
         ("y.csv", "\ufeff" + spell(",", "userId,movieId,ts\n").replace("\n", "\r\n"), ""),
         ("y.csv", spell(";", '"Customer ID";StockCode;InvoiceDate\n'), ""),
         ("y.csv", "\n\n" + spell("|", "uid|sku|date\n"), ""),
+        ("y.csv", spell(", ", "user, item, time\n"), ""),
         ("y.tsv", spell("\t", "reviewerID\tasin\tunixReviewTime\n"), ""),
         ("y.csv", spell(",", "who,what,when\n"), "user=who,item=what,time=when"),
         ("y.csv", spell(",", "item,user,when\n"), "user=item,item=user,time=when"),

@@ -49,6 +49,7 @@ class Layout:
     separator: bytes = b","
     header: bool = True
     quoted: bool = True  # values may stand in quotation marks
+    padded: bool = False  # blanks follow the separators, and belong to no value
     unit: str | None = None  # of the timestamps, where the release says it
     feedback: Sequence[str] = ()
     types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, by the first lines
@@ -104,7 +105,8 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
     if all(typed):
         names = [match[1] for match in typed if match]
         return _lay_out(file, "csv", names, given, separator, quoted=False)
-    return _lay_out(file, "csv", names, given, separator)
+    padded = lines[0].count(separator + b" ") == lines[0].count(separator) > 0
+    return replace(_lay_out(file, "csv", names, given, separator), padded=padded)
 
 
 def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str, str]) -> str:

@@ -28,7 +28,7 @@ def parse_csv(
         data, separator = data.replace(b"::", b"\t"), b"\t"
     quoted = layout.quoted and b'"' in data
     try:
-        return pa.csv.read_csv(
+        table = pa.csv.read_csv(
             pa.BufferReader(data),
             # one thread counts rows, for its errors
             read_options=pa.csv.ReadOptions(column_names=list(layout.names), use_threads=False),
@@ -53,6 +53,15 @@ def parse_csv(
         about = f"column {layout.names[int(column[1])]!r}: " if column else ""
         mend = "save the file as UTF-8" if "UTF8" in message else "mend or drop such rows"
         raise ValueError(f"{file}{where}: {about}{reason}; {mend}") from error
+    if not layout.padded:
+        return table
+    return pa.table({name: _strip(table.column(name)) for name in columns})
+
+
+def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Without blanks around each; null where nothing is left."""
+    texts = pc.ascii_trim_whitespace(values)
+    return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 
 
 def parse_json(
