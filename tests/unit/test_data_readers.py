@@ -9,6 +9,7 @@ import json
 import tempfile
 import zipfile
 from collections import defaultdict
+from io import BytesIO
 from pathlib import Path
 
 import pyarrow as pa
@@ -375,6 +376,18 @@ def test_urls_are_read_through_fsspec(tmp_path):
         prepare("memory://shop/*.csv", tmp_path / "cache")
     with pytest.raises(ValueError, match="memory://shop/c.csv: no such file"):
         prepare("memory://shop/c.csv", tmp_path / "cache")
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("in/a.csv", "user,item,time\n1,2,3\n1,3,4\n")
+        archive.writestr("about.txt", "")
+    memory.pipe("/shop/y.zip", packed.getvalue())
+    assert read("memory://shop/y.zip/in/a.csv", cache=tmp_path) == [(1, 2, 3), (1, 3, 4)]
+    with pytest.raises(ValueError, match=r"shop/y.zip/in/a.csv") as error:
+        read("memory://shop/y.zip", cache=tmp_path)
+    named = str(error.value).rpartition("name one: ")[2]
+    assert read(named, cache=tmp_path) == [(1, 2, 3), (1, 3, 4)]
+    with pytest.raises(ValueError, match=r"shop/y.zip: the archive has no b.csv; it holds in/a"):
+        read("memory://shop/y.zip/b.csv", cache=tmp_path)
     memory.rm("/shop", recursive=True)
 
 

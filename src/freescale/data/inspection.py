@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,20 @@ class Inspection:
 
 
 def inspect_histories(
-    path: Path, global_batch: int, max_length: int, num_items: int | None = None
+    path: Path,
+    global_batch: int,
+    max_length: int,
+    num_items: int | None = None,
+    labels: Sequence[str] = (),
 ) -> Inspection:
-    """Reads a histories file once, and some of its batches as training makes them."""
+    """Reads a histories file once, and some of its batches as training makes them.
+
+    Raises:
+        ValueError: The file cannot be trained on, since a label is missing or not 0 and 1.
+    """
     file = HistoriesFile(path, num_items)
+    if labels:
+        Histories(path, global_batch, num_items=num_items, task="ranking", tasks=tuple(labels))
     lengths, counts = [], np.zeros(file.num_items, np.int64)
     first, last = [], []
     for number in range(file.num_groups):

@@ -59,7 +59,7 @@ def find_files(
     found: list[SourceFile] = []
     for one in given:
         if "://" in str(one):
-            found += [_make_source(*copy) for copy in fetch_files(str(one), cache)]
+            found += _find_remote(str(one), cache)
         else:
             found += _find_local(Path(one))
     for file in found:
@@ -98,6 +98,23 @@ def _list_members(path: Path, shown: str) -> list[str]:
     return [name for name in names if not name.endswith("/") and not _is_hidden(Path(name))]
 
 
+def _find_remote(url: str, cache: Path | None) -> list[SourceFile]:
+    archive, inside, member = url.partition(".zip/")
+    if not inside:
+        return [_make_source(*copy) for copy in fetch_files(url, cache)]
+    copies = fetch_files(f"{archive}.zip", cache)
+    return [_find_member(path, shown, member) for path, shown in copies]
+
+
+def _find_member(path: Path, shown: str, member: str) -> SourceFile:
+    members = _list_members(path, shown)
+    if member not in members:
+        raise ValueError(
+            f"{shown}: the archive has no {member}; it holds {', '.join(members)[:200]}"
+        )
+    return _make_member(path, shown, member)
+
+
 def _find_local(path: Path) -> list[SourceFile]:
     if path.is_file():
         return [_make_source(path, str(path))]
@@ -111,12 +128,7 @@ def _find_local(path: Path) -> list[SourceFile]:
         return files
     for parent in path.parents:
         if parent.is_file() and parent.suffix.lower() == ".zip":
-            members, member = _list_members(parent, str(parent)), path.relative_to(parent)
-            if member.as_posix() not in members:
-                raise ValueError(
-                    f"{parent}: the archive has no {member}; it holds {', '.join(members)[:200]}"
-                )
-            return [_make_member(parent, str(parent), member.as_posix())]
+            return [_find_member(parent, str(parent), path.relative_to(parent).as_posix())]
     raise ValueError(f"{path}: no such file; give the path of an interaction file")
 
 
