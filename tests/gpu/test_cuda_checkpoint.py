@@ -3,6 +3,8 @@ finite is found there."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from helpers.gpu_training import CudaClicks
@@ -10,8 +12,8 @@ from helpers.toys import Clicks, clicks_batch
 
 import freescale
 from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.contents import copy_to_host
 from freescale.train.checkpoint.finite_check import find_not_finite
+from freescale.train.checkpoint.host_copies import HostCopies, find_room
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -125,17 +127,42 @@ def collect_state(parallel):
     return state
 
 
+@pytest.mark.parametrize("room", [0, 1 << 30])  # over the bus at once, or later
+@pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize("shape", [(), (0, 4), (3, 5), (5_000_001,), (2, 2_100_000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-def test_a_copy_in_pieces_is_the_whole(shape, dtype):
+def test_a_copy_in_pieces_is_the_whole(shape, dtype, is_copy, room):
     """Some of more than one piece; what the stream does later does not change them."""
     value = torch.randint(0, 2, shape, device="cuda").to(dtype)
-    expected = value.cpu()
-    copied = copy_to_host(value)
+    expected, copies = value.cpu(), HostCopies(value.device, room)
+    copied = copies.take(value.clone() if is_copy else value, is_copy=is_copy)
+    copies.seal()
     value.zero_()
-    torch.cuda.synchronize()
+    copies.finish()
+    assert copied.device.type == "cpu" and copied.is_pinned()
     assert torch.equal(copied, expected)
+
+
+@pytest.mark.parametrize("room", [0, 300 * 200 * 4])
+def test_a_copy_of_rows_that_lie_apart_is_finished_by_another_thread(room):
+    """And only the first of two has room on the device."""
     turned = torch.rand(300, 200, device="cuda").t()
-    copied = copy_to_host(turned)
-    torch.cuda.synchronize()
-    assert torch.equal(copied, turned.cpu())
+    other = torch.rand(200, 300, device="cuda")
+    expected, copies = [turned.cpu(), other.cpu()], HostCopies(turned.device, room)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        copied = [copies.take(turned), copies.take(other)]
+        copies.seal()
+        turned.zero_()
+        other.zero_()
+    thread = threading.Thread(target=copies.finish)
+    thread.start()
+    thread.join()
+    for found, value in zip(copied, expected, strict=True):
+        assert torch.equal(found, value)
+
+
+def test_half_of_what_is_free_is_room_for_copies():
+    device = torch.device("cuda")
+    free, _ = torch.cuda.mem_get_info(device)
+    assert 0 < find_room(device) <= free

@@ -14,9 +14,10 @@ import torch
 
 from freescale.bench.kernels import jagged, triton_jagged
 from freescale.embedding.layout import choose_stride, spread_ids
-from freescale.kernels.reference import division, row_sums, row_updates, rows, unique
+from freescale.kernels.reference import division, rank_sums, row_sums, row_updates, rows, unique
 from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import division as triton_division
+from freescale.kernels.triton import rank_sums as triton_rank_sums
 from freescale.kernels.triton import row_copies
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
@@ -437,6 +438,19 @@ def tags(device="cpu"):
     return found
 
 
+def sums_of_ranks(device="cpu"):
+    """Numbers whose sum depends on the order, more and fewer than a program adds."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        for ranks, count, times in ((1, 7, 1), (3, 0, 3), (4, 1023, 4), (8, 2049, 8), (5, 3000, 2)):
+            torch.manual_seed(ranks)
+            scale = 10.0 ** torch.randint(-6, 7, (ranks, count))
+            parts = (torch.randn(ranks, count) * scale).to(device, dtype)
+            plain, ours = (of.sum_in_order(parts, times) for of in (rank_sums, triton_rank_sums))
+            found[f"{ranks} ranks, {dtype}"] = torch.equal(plain, ours)
+    return found
+
+
 def copies(width, device):
     """Rows copied between a table on the device and one on the host, both ways: more than the
     programs copy at a time, one, and none. Bits that are no number keep their payload."""
@@ -488,6 +502,7 @@ ROWS = {
     "unique, signed": lambda device: deduplicated("far apart", device, -(1 << 60)),
     **{f"masks, {name}": lambda device, n=name: masks(n, device) for name in KEYS},
     "tags": tags,
+    "sums of ranks": sums_of_ranks,
 }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.kernels.triton import launch
+from freescale.kernels.triton import compile_worker, launch
 from freescale.kernels.triton.compile import compile_versions, find_versions
 from freescale.kernels.triton.compile_worker import Version, settle_keys
 from freescale.kernels.triton.launch import launch_kernel, record_launches
@@ -166,23 +168,29 @@ def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
     ]
 
 
-def find_keys(names):
-    """Triton's cache keys of attention kernels, as a process finds them that meets them in this
-    order."""
-    from freescale.kernels.triton import attention_kernels
-
+def find_keys(kernels):
+    """Triton's cache keys of attention kernels (module, name), as a process finds them that meets
+    them in this order."""
     settle_keys.cache_clear()
-    for kernel in vars(attention_kernels).values():
-        if hasattr(kernel, "used_global_vals"):
-            kernel.hash, kernel.used_global_vals = None, {}
-    versions = [Version(attention_kernels.__name__, name, {}, {}, {}, {}, ()) for name in names]
+    for module in {module for module, _ in kernels}:
+        for kernel in vars(module).values():
+            if hasattr(kernel, "used_global_vals"):
+                kernel.hash, kernel.used_global_vals = None, {}
+    versions = [Version(module.__name__, name, {}, {}, {}, {}, ()) for module, name in kernels]
     return {version.name: version.build_source().fn.cache_key for version in versions}
 
 
 def test_a_kernel_has_the_same_key_whatever_was_compiled_before_it():
-    """Of kernels that call one another: Triton alone gives other keys in another order."""
+    """Of kernels that call one another, in their own module and in another: Triton alone gives
+    other keys in another order."""
+    from freescale.kernels.triton import attention_bias_kernels, attention_kernels
+
     names = ["forward_kernel", "_add_values", "_half_scores", "_load_tile", "backward_q_kernel"]
-    assert find_keys(names) == find_keys(names[::-1])
+    kernels = [(attention_kernels, name) for name in names]
+    kernels += [
+        (attention_bias_kernels, name) for name in ("pair_bias_kernel", "backward_bias_kernel")
+    ]
+    assert find_keys(kernels) == find_keys(kernels[::-1])
 
 
 @dataclass
@@ -308,3 +316,17 @@ def test_keys_differ_wherever_triton_compiles_differently(module, name):
             assert found.setdefault(key, version) == version, (number, other)
         told_apart += len(found)
     assert told_apart < len(first) * len(list_variants())  # it does not all differ
+
+
+def test_processes_that_compile_import_no_torch():
+    """It would take each of them longer than a kernel does."""
+    folder = Path(compile_worker.__file__).parent
+    names = [f"freescale.kernels.triton.{path.stem}" for path in folder.glob("*_kernels.py")]
+    assert len(names) > 10
+    program = (
+        f"import sys, {', '.join(names)}, {compile_worker.__name__}; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

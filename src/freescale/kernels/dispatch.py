@@ -33,6 +33,7 @@ from freescale.kernels.reference import (
     layer,
     marks,
     positions,
+    rank_sums,
     row_exchange,
     row_sums,
     row_updates,
@@ -54,6 +55,7 @@ from freescale.kernels.triton import fused_layer
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import layer as triton_layer
 from freescale.kernels.triton import positions as triton_positions
+from freescale.kernels.triton import rank_sums as triton_rank_sums
 from freescale.kernels.triton import row_exchange as triton_row_exchange
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates
@@ -279,6 +281,13 @@ def tag_rows(lists: Sequence[MarkedRows]) -> Tensor:
     if _is_on_gpu(lists[0].rows) and has_triton():
         return triton_division.tag_rows(lists)
     return division.tag_rows(lists)
+
+
+def sum_in_order(parts: Tensor, copies: int) -> Tensor:
+    """`reference.rank_sums.sum_in_order`, in Triton on a GPU."""
+    if _is_on_gpu(parts) and has_triton() and parts.dtype in triton_rank_sums.DTYPES:
+        return triton_rank_sums.sum_in_order(parts, copies)
+    return rank_sums.sum_in_order(parts, copies)
 
 
 def _fits_triton_rows(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton_rows.DTYPES) -> bool:

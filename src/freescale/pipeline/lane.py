@@ -21,7 +21,8 @@ from torch import Tensor
 from freescale.ledger.ledger import ThreadLedger
 from freescale.streams import current_stream, record_event
 from freescale.transport.api import Transport
-from freescale.transport.threads import start_thread, wait_for_event
+from freescale.transport.event_waits import wait_for_event
+from freescale.transport.threads import start_thread
 
 
 class Moment:

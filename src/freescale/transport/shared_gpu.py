@@ -18,6 +18,11 @@ def is_divided(environment: Mapping[str, str] = os.environ) -> bool:
     return PART in environment
 
 
+def count_sharing(environment: Mapping[str, str] = os.environ) -> int:
+    """How many ranks share a GPU, by the part that each was given."""
+    return max(1, 100 // max(1, int(environment.get(PART, 100))))
+
+
 def count_queues(ranks: int) -> str:
     """CUDA_DEVICE_MAX_CONNECTIONS of each of several ranks on one GPU."""
     return str(min(_MOST_QUEUES, max(1, _QUEUES // ranks)))

@@ -7,12 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
-from freescale.streams import has_happened
-
-# seconds that a thread polls an event before it sleeps: to be woken takes longer than many a copy
-_SPIN = 0.0003
 _PATIENCE = 2.0  # seconds that a process which ends waits for its threads
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
@@ -40,15 +34,6 @@ def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -
     _running[thread] = end
     thread.start()
     return thread
-
-
-def wait_for_event(event: torch.cuda.Event) -> None:
-    """Blocks the host: polls for a moment, then sleeps if the event was made with blocking=True."""
-    end = time.perf_counter() + _SPIN
-    while not has_happened(event):
-        if time.perf_counter() > end:
-            event.synchronize()
-            return
 
 
 @atexit.register

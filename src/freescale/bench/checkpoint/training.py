@@ -3,8 +3,9 @@
 Turns of 50 steps with a checkpoint after the first of them and turns without one alternate in one
 run, so that whatever else the machine does falls on both. A turn ends when its checkpoint is on the
 disk: what the writing takes of the machine is in the turn, and how long the disk takes beyond the
-steps is a figure of its own. At the end the last checkpoint is loaded, which must have the bits of
-the trained table and its row state.
+steps is a figure of its own; so are the steps one by one, which shows where a checkpoint is felt:
+in its copy, in its way to the host or in its way to the disk. At the end the last checkpoint is
+loaded, which must have the bits of the trained table and its row state.
 """
 
 from __future__ import annotations
@@ -61,6 +62,15 @@ class Plan:
         return replace(shape, items=items, samples=shape.samples * ranks, batches=_BATCHES, users=0)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """`EVERY` steps."""
+
+    seconds: float
+    disk: float  # seconds of them after the last step, until the checkpoint was on the disk
+    steps_ms: list[float]  # each, for the host; the second has what saving takes of the main thread
+
+
 class Measured:
     """A rank that trains as `freescale train` does, and saves."""
 
@@ -87,28 +97,32 @@ class Measured:
         self.checkpoints = Checkpoints(folder / "checkpoints", transport, asynchronous=True)
         self._steps = self.pipeline.run(itertools.cycle(batches))
 
-    def make_steps(self, count: int) -> None:
+    def make_steps(self, count: int) -> list[float]:
+        """Returns when each was over, for the host."""
+        ends = []
         for _ in range(count):
             next(self._steps)
+            ends.append(time.perf_counter())
         self.pipeline.ledger.drain()
+        return ends
 
-    def time_turn(self, save: bool) -> tuple[float, float]:
-        """Seconds of `EVERY` steps, and those of them that were spent after the last step until the
-        checkpoint was on the disk. A collective."""
+    def time_turn(self, save: bool) -> Turn:
+        """A collective."""
         self._synchronize()
         begin = time.perf_counter()
-        self.make_steps(1)
+        ends = self.make_steps(1)
         if save:
             progress = {"step": self.pipeline.steps}
             self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.reducer)
-        self.make_steps(EVERY - 1)
+        ends += self.make_steps(EVERY - 1)
         self._synchronize()
         trained = time.perf_counter()
         if save:
             self.checkpoints.wait()
             self._synchronize()
         end = time.perf_counter()
-        return end - begin, end - trained
+        each = [1e3 * (after - before) for before, after in itertools.pairwise([begin, *ends])]
+        return Turn(end - begin, end - trained, each)
 
     def is_exact(self) -> bool:
         """Saves, damages the rows in memory and loads: whether they are what they were. A
@@ -141,17 +155,16 @@ def bench_training(plan: Plan, to: Destination) -> None:
         measured = Measured(plan, transport, folder)
         measured.make_steps(_WARMUP)
         measured.time_turn(save=True)  # makes what later ones use again
-        turns: dict[bool, list[float]] = {False: [], True: []}
-        waited: list[float] = []
+        turns: dict[bool, list[Turn]] = {False: [], True: []}
         for number in range(plan.turns):
             for save in (False, True) if number % 2 else (True, False):
-                seconds, disk = measured.time_turn(save)
-                turns[save].append(seconds)
-                waited += [disk] * save
+                turn = measured.time_turn(save)
+                turns[save].append(turn)
                 if transport.rank == 0:
-                    late = f", {disk:.3f} of them for the disk" if save else ""
-                    print(f"{'with' if save else 'without'}: {seconds:.3f} s{late}", flush=True)
-        row = _describe(turns, waited, measured.is_exact())
+                    late = f", {turn.disk:.3f} of them for the disk" if save else ""
+                    word = "with" if save else "without"
+                    print(f"{word}: {turn.seconds:.3f} s{late}", flush=True)
+        row = _describe(turns, measured.is_exact())
         transport.gather_bytes(b"")
     if transport.rank == 0:
         _write(plan, transport, row, to)
@@ -159,18 +172,29 @@ def bench_training(plan: Plan, to: Destination) -> None:
     transport.close()
 
 
-def _describe(turns: dict[bool, list[float]], waited: list[float], exact: bool) -> Row:
-    ratios = [more / less for more, less in zip(turns[True], turns[False], strict=True)]
+def _describe(turns: dict[bool, list[Turn]], exact: bool) -> Row:
+    without, saved = ([turn.seconds for turn in turns[save]] for save in (False, True))
+    ratios = [more / less for more, less in zip(saved, without, strict=True)]
     return {
         "arm": "with checkpoints beside without",
-        "step_ms": spread([1e3 * each / EVERY for each in turns[False]]),
-        "step_ms_with_checkpoints": spread([1e3 * each / EVERY for each in turns[True]]),
-        "more_percent": 100 * (sum(turns[True]) / sum(turns[False]) - 1),
+        "step_ms": spread([1e3 * each / EVERY for each in without]),
+        "step_ms_with_checkpoints": spread([1e3 * each / EVERY for each in saved]),
+        "more_percent": 100 * (sum(saved) / sum(without) - 1),
         "median_more_percent": 100 * (statistics.median(ratios) - 1),
         "turns_more_percent": [100 * (ratio - 1) for ratio in ratios],
-        "waited_for_disk_s": waited,
+        "waited_for_disk_s": [turn.disk for turn in turns[True]],
+        "steps_ms": _average_steps(turns[False]),
+        "steps_ms_with_checkpoints": _average_steps(turns[True]),
         "restored_exactly": exact,
     }
+
+
+def _average_steps(turns: list[Turn]) -> list[float]:
+    """[EVERY]: the median over the turns of each step."""
+    return [
+        round(statistics.median(step), 3)
+        for step in zip(*(turn.steps_ms for turn in turns), strict=True)
+    ]
 
 
 def _write(plan: Plan, transport: Transport, row: Row, to: Destination) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from freescale.kernels.native import row_copies
 from freescale.kernels.triton import row_copies as triton_row_copies
 from freescale.streams import record_event
-from freescale.transport.threads import wait_for_event
+from freescale.transport.event_waits import wait_for_event
 
 # Pinned, of each of the buffers that are used in turn. To start the threads of a copy takes some
 # tenths of a millisecond, in which one of them could copy megabytes: pieces are large.

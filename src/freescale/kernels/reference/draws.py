@@ -6,9 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 2  # of buckets in a shard; an id is in one bucket of each
-SHARD = 52  # bits of a key below its shard
-HALF = 26  # bits that choose a bucket
+from freescale.kernels.draw_buckets import HALF, ROWS, SHARD
 
 
 def add_draws(

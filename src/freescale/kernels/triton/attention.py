@@ -46,12 +46,7 @@ from freescale.kernels.triton.attention_launch import (
     KeyLaunch,
     StoredLaunch,
 )
-from freescale.kernels.triton.attention_plan import (
-    PAIR_KEYS,
-    PAIR_QUERIES,
-    TilePlan,
-    plan_attention,
-)
+from freescale.kernels.triton.attention_plan import TilePlan, plan_attention
 from freescale.kernels.triton.launch import (
     is_interpreted,
     is_recording,
@@ -60,6 +55,7 @@ from freescale.kernels.triton.launch import (
     use_device,
 )
 from freescale.kernels.triton.launch_plan import Block
+from freescale.kernels.triton.plan_columns import PAIR_KEYS, PAIR_QUERIES
 
 WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -219,7 +215,7 @@ class _Call:
     def _compute_pair_biases(self) -> Tensor:
         """Half the bias of every pair of tokens [blocks * PAIR_QUERIES, PAIR_KEYS] float16: heads
         and kernels read it instead of computing it each for themselves."""
-        from freescale.kernels.triton.attention_kernels import pair_bias_kernel
+        from freescale.kernels.triton.attention_bias_kernels import pair_bias_kernel
 
         rows = self.plan.pair_blocks * PAIR_QUERIES
         pairs = torch.empty(rows, PAIR_KEYS, dtype=torch.float16, device=self.q.device)
@@ -388,7 +384,7 @@ class _Call:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of both biases in float32: partial sums in memory, added up in a fixed
         order."""
-        from freescale.kernels.triton.attention_kernels import (
+        from freescale.kernels.triton.attention_bias_kernels import (
             backward_bias_kernel,
             sum_distances_kernel,
         )

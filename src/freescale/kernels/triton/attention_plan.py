@@ -7,7 +7,6 @@ Made on the host, once per batch, for all layers of a step. Pure: no kernel is l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -18,55 +17,15 @@ from torch import Tensor
 from freescale.batch import HostSizes, compute_offsets
 from freescale.kernels.attention_checks import check_same_device, read_sizes
 from freescale.kernels.reference.attention_plan import BUCKET_WIDTH
+from freescale.kernels.triton.plan_columns import (
+    PAIR_QUERIES,
+    WalkColumn,
+)
 from freescale.kernels.upload import upload
 
 MAX_BUCKETS = 4095
 BAND = 4096  # keys; see TilePlan.query_tiles
 MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
-# a block of the table of pair biases: see TilePlan.pair_blocks
-PAIR_QUERIES, PAIR_KEYS = 128, 64
-
-
-class TileColumn(IntEnum):
-    """Columns of a table of tiles."""
-
-    START = 0  # the sample's first token in the batch
-    LENGTH = 1  # tokens of the sample
-    HISTORY = 2  # tokens before its candidates
-    ROW = 3  # the tile's first token in the sample
-    PAIRS = 4  # the sample's first block in the table of pair biases
-
-
-class SampleColumn(IntEnum):
-    """Columns of a table of samples."""
-
-    START = 0  # the sample's first token in the batch
-    LENGTH = 1  # tokens of the sample
-    HISTORY = 2  # tokens before its candidates
-
-
-class WalkColumn(IntEnum):
-    """Columns of a table of walks. A walk crosses tiles whose queries lie ROW tokens behind their
-    keys; if STOP is -1, all queries of the candidates for one tile of keys."""
-
-    START = 0  # as in a table of tiles
-    LENGTH = 1
-    HISTORY = 2
-    ROW = 3
-    SLOT = 4  # the row of the partial sums that the walk writes
-    KEY = 5  # its first key in the sample
-    STOP = 6  # the end of its keys
-    PAIRS = 7  # as in a table of tiles
-
-
-class PieceColumn(IntEnum):
-    """Columns of a table of pieces. A piece is a run of a sample's keys; its walks write
-    consecutive slots."""
-
-    SLOT = 0  # of the piece's first walk
-    TILES = 1  # how many walks cross the piece
-    START = 2  # the sample's first token in the batch
-    HISTORY = 3  # tokens before its candidates, at the sample's first piece; 0 at the others
 
 
 @dataclass(frozen=True)

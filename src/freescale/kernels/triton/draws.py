@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freescale.kernels.reference.draws import ROWS
+from freescale.kernels.draw_buckets import ROWS
 from freescale.kernels.triton.launch import count_blocks, launch_kernel, require_gpu, use_device
 
 BLOCK = 256  # keys of a program

@@ -6,12 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.reference import draws
+from freescale.kernels import draw_buckets
 
-ROWS = tl.constexpr(draws.ROWS)
-SHARD = tl.constexpr(draws.SHARD)
-HALF = tl.constexpr(draws.HALF)
-LOW = tl.constexpr((1 << draws.HALF) - 1)
+ROWS = tl.constexpr(draw_buckets.ROWS)
+SHARD = tl.constexpr(draw_buckets.SHARD)
+HALF = tl.constexpr(draw_buckets.HALF)
+LOW = tl.constexpr((1 << draw_buckets.HALF) - 1)
 
 
 @triton.jit

@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.triton.attention_plan import SampleColumn
 from freescale.kernels.triton.layer_kernels import _derive, _draw_kept, _kept
+from freescale.kernels.triton.plan_columns import SampleColumn
 
 START = tl.constexpr(int(SampleColumn.START))
 LENGTH = tl.constexpr(int(SampleColumn.LENGTH))

@@ -11,15 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.triton.attention_plan import (
-    MAX_PIECES,
-    MIN_WALK,
-    PAIR_QUERIES,
-    TileColumn,
-    TilePlan,
-    WalkColumn,
-    subtract_first,
-)
+from freescale.kernels.triton.attention_plan import MAX_PIECES, MIN_WALK, TilePlan, subtract_first
+from freescale.kernels.triton.plan_columns import PAIR_QUERIES, TileColumn, WalkColumn
 from freescale.kernels.upload import upload
 
 

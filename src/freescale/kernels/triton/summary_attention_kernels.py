@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from freescale.kernels.triton.attention_kernels import _double_slope, _store, _tanh
-from freescale.kernels.triton.summary_attention_plan import SummaryTileColumn
+from freescale.kernels.triton.plan_columns import SummaryTileColumn
 
 # Columns of a table of tiles: kernels read only globals that are constexpr.
 START = tl.constexpr(SummaryTileColumn.START.value)

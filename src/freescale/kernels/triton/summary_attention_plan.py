@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 
 from freescale.kernels.summary_plan import SummaryPlan
-
-
-class SummaryTileColumn(IntEnum):
-    """Columns of a table of tiles."""
-
-    START = 0  # the sample's first row in the batch
-    LENGTH = 1  # rows of the sample
-    FIRST = 2  # the sample's first summary in the batch
-    CLOSED = 3  # full segments of the sample
-    KNOWN = 4  # segments before its first row
-    PLACE = 5  # the tile's first row or summary in the sample
 
 
 def plan_tiles(plan: SummaryPlan, of: str, size: int) -> np.ndarray:

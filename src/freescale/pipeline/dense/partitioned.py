@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from freescale.kernels.dispatch import sum_in_order
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.lane import Job, Lane
 from freescale.transport.api import Handle, Transport
@@ -68,13 +69,9 @@ class _Sum:
         came, tensor = self._came.wait(host), self._tensor
         if self._transport.world == 2:
             return torch.add(*came, out=tensor)
-        first, *others = torch.split(came, self._mine)
-        total = first.clone()
-        for part in others:
-            total += part
-        summed = self._transport.all_to_all(
-            total.repeat(self._transport.world), self._mine, self._sizes, self._kind
-        )
+        world = self._transport.world
+        total = sum_in_order(came.view(world, self._mine[0]), copies=world)  # one for each rank
+        summed = self._transport.all_to_all(total, self._mine, self._sizes, self._kind)
         self.bytes += summed.bytes
         return tensor.copy_(summed.wait(host))
 

@@ -249,8 +249,9 @@ class Checkpoints:
         self, contents: Contents, transport: Transport, capture: Capture | None = None
     ) -> None:
         """On the main thread, or beside it: then nobody else uses what it does."""
-        if capture is not None:
-            run_on_all_ranks(transport, lambda: await_rows(capture))
+        copies = contents.copies
+        if capture is not None and copies is not None:
+            run_on_all_ranks(transport, lambda: await_rows(capture, copies))
         saving = self._saving
         assert saving is not None
         saving.parent.checksum = write_checkpoint(self.files, contents, transport)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.streams import record_event
 from freescale.train.checkpoint.compression_state import CompressionState
 from freescale.train.checkpoint.delta import Span, collect_changes, follow_changes
 from freescale.train.checkpoint.files import DELTA_FORMAT, FORMAT
+from freescale.train.checkpoint.host_copies import HostCopies
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
@@ -28,8 +28,6 @@ from freescale.train.checkpoint.model import (
 )
 from freescale.train.checkpoint.optimizer import pack_optimizer
 
-_PIECE = 8 << 20  # bytes of a copy to host memory: some 150 us of a bus
-
 
 @dataclass
 class Contents:
@@ -40,7 +38,7 @@ class Contents:
     state: dict[str, Any]
     untrained: set[str]  # tensors that may be infinite
     spans: dict[str, Span] | None  # of a delta: which rows of each table this rank writes
-    copied: torch.cuda.Event | None = None  # from then on the tensors hold their values
+    copies: HostCopies | None = None  # the tensors have their values once it is finished
     _source: _Source | None = field(default=None, repr=False)  # until all is collected
 
     @staticmethod
@@ -72,12 +70,13 @@ class Contents:
         transport = model.transport
         tensors, state = collect_rest(model, optimizer, progress, reducer)
         state["format"] = DELTA_FORMAT if delta else FORMAT
-        if copy:
-            tensors = {name: copy_to_host(value) for name, value in tensors.items()}
+        copies = HostCopies(transport.device) if copy else None
+        if copies is not None:
+            tensors = {name: copies.take(value) for name, value in tensors.items()}
         tensors |= collect_random(transport)  # copies
-        source = _Source(model, consumer, delta, copy, model.tables.mark_state())
+        source = _Source(model, consumer, delta, model.tables.mark_state())
         spans: dict[str, Span] | None = {} if delta else None
-        contents = Contents(tensors, state, find_untrained(model.module), spans, None, source)
+        contents = Contents(tensors, state, find_untrained(model.module), spans, copies, source)
         contents._add("replicated")
         return contents
 
@@ -86,9 +85,7 @@ class Contents:
         assert self._source is not None
         with self._source.model.tables.looking_back(self._source.mark):
             self._add("sharded")
-        source, self._source = self._source, None
-        if source.copy and source.model.transport.device.type == "cuda":
-            self.copied = record_event(blocking=True)
+        self._source = None
 
     def _add(self, kind: str) -> None:
         """Tables of a placement; from now on their changes count for the next checkpoint."""
@@ -96,18 +93,22 @@ class Contents:
         model, consumer = self._source.model, self._source.consumer
         tables, transport = model.tables, model.transport
         names = [name for name in tables.specs if tables.placements[name].kind == kind]
-        take = copy_to_host if self._source.copy else _share
+        take = self.copies.take if self.copies is not None else _share
         if self._source.delta:
             assert consumer is not None and self.spans is not None
             tensors, spans = collect_changes(tables, consumer, names)
             self.spans |= spans
-            if transport.device.type != "cpu":
-                tensors = {name: take(value) for name, value in tensors.items()}
+            if self.copies is not None:
+                tensors = {
+                    name: self.copies.take(value, is_copy=True) for name, value in tensors.items()
+                }
         else:
             tensors = collect_tables(tables, transport, names, take)
         self.tensors |= tensors | collect_shards(tables, transport, names, take)
         if consumer is not None:
             follow_changes(tables, consumer, names)
+        if self.copies is not None:
+            self.copies.seal()
 
 
 def collect_rest(
@@ -144,28 +145,8 @@ class _Source:
     model: ShardedModel
     consumer: str | None
     delta: bool
-    copy: bool
     mark: list[int]  # the step, for tables whose rows come and go
 
 
 def _share(value: Tensor) -> Tensor:
     return value
-
-
-def copy_to_host(value: Tensor) -> Tensor:
-    """A copy in host memory. Of a GPU's tensor it is made on the current stream, into pinned
-    memory, which torch keeps for the next copy; what the stream does later does not change it.
-
-    In pieces: an engine of the GPU ends one copy before it begins another, and what lanes and dense
-    sums send meanwhile would wait for all of a table.
-    """
-    if value.device.type == "cpu":
-        return value.clone()
-    copied = torch.empty_like(value, device="cpu", pin_memory=True)
-    if not (value.is_contiguous() and copied.is_contiguous()):
-        return copied.copy_(value, non_blocking=True)
-    size = max(1, _PIECE // value.element_size())
-    pieces = (torch.split(each.view(-1), size) for each in (copied, value.detach()))
-    for to, piece in zip(*pieces, strict=True):
-        to.copy_(piece, non_blocking=True)
-    return copied

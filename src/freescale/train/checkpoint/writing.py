@@ -18,6 +18,7 @@ from freescale.embedding.capture import Capture
 from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
 from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
+from freescale.train.checkpoint.host_copies import HostCopies
 from freescale.train.checkpoint.on_all_ranks import (
     CheckpointWriter,
     describe_error,
@@ -27,7 +28,7 @@ from freescale.train.checkpoint.on_all_ranks import (
 )
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale.transport.threads import start_thread, wait_for_event
+from freescale.transport.threads import start_thread
 
 
 def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Transport) -> int:
@@ -46,8 +47,6 @@ def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Tra
         NotFinite: a weight or optimizer state is not finite.
     """
     step = int(contents.state["progress"]["step"])
-    if contents.copied is not None:
-        wait_for_event(contents.copied)
     run_on_all_ranks(transport, lambda: _refuse_diverged(step, contents), NotFinite)
     failure, checksum = f"checkpoint {files.path(step)} could not be written", 0
     try:
@@ -63,10 +62,11 @@ def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Tra
     return checksum
 
 
-def await_rows(capture: Capture) -> None:
-    """Waits for the copy of the rows. ValueError if it could not be made."""
+def await_rows(capture: Capture, copies: HostCopies) -> None:
+    """Waits for the copies of the rows, and of all else. ValueError if they could not be made."""
     try:
         capture.wait()
+        copies.finish()
     except Exception as error:
         raise ValueError(
             f"rows could not be copied into host memory: {describe_error(error)}"

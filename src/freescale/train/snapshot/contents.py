@@ -26,8 +26,8 @@ from torch import Tensor
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.streams import record_event
-from freescale.train.checkpoint.contents import collect_rest, copy_to_host
+from freescale.train.checkpoint.contents import collect_rest
+from freescale.train.checkpoint.host_copies import HostCopies
 from freescale.train.checkpoint.model import collect_random
 from freescale.train.snapshot.state_file import StateFile
 
@@ -47,9 +47,9 @@ class SnapshotContents:
     spare: StateFile | None  # that will be a copy of it, if the other one is not current
     changes: bool  # whether the file needs only the rows that have changed
     sends: str  # to a buddy: "nothing", "changes", "whole"
+    copies: HostCopies  # to be finished before `write`
     sent: dict[str, Tensor] = field(default_factory=dict)  # by table: the rows that go there
     marks: dict[str, Tensor] = field(default_factory=dict)  # [rows], not yet as bits
-    copied: torch.cuda.Event | None = None
     _failure: OSError | None = None
     _model: ShardedModel | None = None
     _mark: list[int] = field(default_factory=list)  # the step, of tables whose rows come and go
@@ -67,10 +67,11 @@ class SnapshotContents:
     ) -> SnapshotContents:
         """Everything but the rows of sharded tables. From now on changes of rows are marked."""
         shared, state = collect_rest(model, optimizer, progress, reducer)
-        rest = {f"rest/{name}": copy_to_host(value) for name, value in shared.items()}
+        copies = HostCopies(model.transport.device)
+        rest = {f"rest/{name}": copies.take(value) for name, value in shared.items()}
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}
         state["marks"] = []
-        contents = SnapshotContents(rest, state, file, spare, file.current, sends)
+        contents = SnapshotContents(rest, state, file, spare, file.current, sends, copies)
         contents._model, contents._mark = model, model.tables.mark_state()
         file.begin()
         try:
@@ -86,12 +87,10 @@ class SnapshotContents:
             raise self._failure
         with self._model.tables.looking_back(self._mark):
             self._add("sharded")
-        if self._model.transport.device.type == "cuda":
-            self.copied = record_event(blocking=True)
         self._model = None
 
     def write(self) -> None:
-        """Once all is copied: rows that wait go into the file, and marks become bits."""
+        """Once the copies are finished: rows that wait go into the file, and marks become bits."""
         for name, rows, value in self._waiting:
             if rows is None:
                 self.file.fill(name, value)
@@ -128,26 +127,33 @@ class SnapshotContents:
             changed = storage.changed
             rows = changed.find(self.file.consumer, part_of_all) if self.changes else None
             if self.sends == "changes":
-                self.sent[name] = _keep(changed.find(SENT, part_of_all))
+                self.sent[name] = self._keep(changed.find(SENT, part_of_all))
             found = {f"table/{name}/{part}": of for part, of in storage.get_tensors(name).items()}
             self.file.reserve(found)
             for key, value in found.items():
                 self._put(key, value, rows)
             for part, value in storage.get_shard_tensors().items():
-                self.tensors[f"shards/{name}/{part}"] = _copy(value)
+                self.tensors[f"shards/{name}/{part}"] = self.copies.take(value)
         for number, group in enumerate(tables.groups):
             if any(tables.get_group(name) is group for name in names):
                 self._take_marks(number, group.rows.changed)
+        self.copies.seal()
 
     def _put(self, name: str, value: Tensor, rows: Tensor | None) -> None:
         if not _is_on_host(value):
-            taken = value if rows is None else value.index_select(0, rows)
-            places = None if rows is None else copy_to_host(rows)
-            self._waiting.append((name, places, copy_to_host(taken)))
+            if rows is None:
+                self._waiting.append((name, None, self.copies.take(value)))
+            else:
+                taken = self._keep(value.index_select(0, rows))
+                self._waiting.append((name, self._keep(rows), taken))
         elif rows is None:
             self.file.fill(name, value)
         else:
             self.file.replace(name, rows.to("cpu"), value)
+
+    def _keep(self, value: Tensor) -> Tensor:
+        """What is a copy already."""
+        return self.copies.take(value, is_copy=True)
 
     def _take_marks(self, number: int, changed: ChangedRows) -> None:
         """Of a group: those of others are kept, this one's begin anew."""
@@ -155,7 +161,7 @@ class SnapshotContents:
             if not consumer.startswith(CONSUMER):
                 label = f"marks/{number}/{len(self.state['marks'])}"
                 self.state["marks"].append([number, consumer, label])
-                self.marks[label] = _keep(changed.get_marks(consumer))
+                self.marks[label] = self._keep(changed.get_marks(consumer))
         changed.follow(self.file.consumer)
         if self.spare is not None:
             changed.follow(self.spare.consumer)
@@ -165,12 +171,3 @@ class SnapshotContents:
 
 def _is_on_host(value: Tensor) -> bool:
     return value.device.type == "cpu"
-
-
-def _copy(value: Tensor) -> Tensor:
-    return value.clone() if _is_on_host(value) else copy_to_host(value)
-
-
-def _keep(value: Tensor) -> Tensor:
-    """What is a copy already stays as it is."""
-    return value if _is_on_host(value) else copy_to_host(value)

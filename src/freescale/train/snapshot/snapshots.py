@@ -29,7 +29,7 @@ from freescale.train.snapshot.segment import Segment, write_segment
 from freescale.train.snapshot.state_file import StateFile
 from freescale.transport.api import Transport
 from freescale.transport.machine import identify_machine
-from freescale.transport.threads import start_thread, wait_for_event
+from freescale.transport.threads import start_thread
 
 if TYPE_CHECKING:
     from freescale.train.run_state import RunState
@@ -242,9 +242,7 @@ class Snapshots:
         own = Link(sent.ranks, sent.owner, sent.step, None)
 
         def keep_own() -> Tensor | None:
-            await_rows(capture)
-            if contents.copied is not None:
-                wait_for_event(contents.copied)
+            await_rows(capture, contents.copies)
             contents.write()
             return self._keep_own(contents, own, sent)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from freescale.streams import current_stream, has_happened, new_stream, record_event_on
+from freescale.transport.event_waits import wait_for_event
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.transfer import (
@@ -33,7 +34,6 @@ from freescale.transport.hostwire.transfer import (
     make_error,
 )
 from freescale.transport.hostwire.wires.api import Arriving, PieceWire, Sending
-from freescale.transport.threads import wait_for_event
 
 SLOTS = 8  # of a ring: some are copied to, some are on the wire, some are copied from
 AHEAD = 3  # pieces that are expected before the first has come

@@ -1,0 +1,64 @@
+"""What the tables of plans hold, column by column, and sizes that plans and kernels agree on.
+
+Apart from the plans, because kernels are compiled by processes that import no torch.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+# a block of the table of pair biases: see TilePlan.pair_blocks
+PAIR_QUERIES, PAIR_KEYS = 128, 64
+
+
+class TileColumn(IntEnum):
+    """Columns of a table of tiles."""
+
+    START = 0  # the sample's first token in the batch
+    LENGTH = 1  # tokens of the sample
+    HISTORY = 2  # tokens before its candidates
+    ROW = 3  # the tile's first token in the sample
+    PAIRS = 4  # the sample's first block in the table of pair biases
+
+
+class SampleColumn(IntEnum):
+    """Columns of a table of samples."""
+
+    START = 0  # the sample's first token in the batch
+    LENGTH = 1  # tokens of the sample
+    HISTORY = 2  # tokens before its candidates
+
+
+class WalkColumn(IntEnum):
+    """Columns of a table of walks. A walk crosses tiles whose queries lie ROW tokens behind their
+    keys; if STOP is -1, all queries of the candidates for one tile of keys."""
+
+    START = 0  # as in a table of tiles
+    LENGTH = 1
+    HISTORY = 2
+    ROW = 3
+    SLOT = 4  # the row of the partial sums that the walk writes
+    KEY = 5  # its first key in the sample
+    STOP = 6  # the end of its keys
+    PAIRS = 7  # as in a table of tiles
+
+
+class PieceColumn(IntEnum):
+    """Columns of a table of pieces. A piece is a run of a sample's keys; its walks write
+    consecutive slots."""
+
+    SLOT = 0  # of the piece's first walk
+    TILES = 1  # how many walks cross the piece
+    START = 2  # the sample's first token in the batch
+    HISTORY = 3  # tokens before its candidates, at the sample's first piece; 0 at the others
+
+
+class SummaryTileColumn(IntEnum):
+    """Columns of a table of tiles of summary attention."""
+
+    START = 0  # the sample's first row in the batch
+    LENGTH = 1  # rows of the sample
+    FIRST = 2  # the sample's first summary in the batch
+    CLOSED = 3  # full segments of the sample
+    KNOWN = 4  # segments before its first row
+    PLACE = 5  # the tile's first row or summary in the sample

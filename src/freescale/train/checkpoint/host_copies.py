@@ -1,0 +1,101 @@
+"""Copies of a run's state in host memory, of one moment, while training goes on.
+
+What is on a GPU is copied twice where the GPU has room: at once within its memory, which takes a
+hundredth of the time that the bus needs, and from there by the thread that writes it, piece by
+piece, beside the steps that follow. No step waits for the bus then, and what lanes send meanwhile
+waits for a piece at most. Without room the pieces go over the bus at once, in the caller's stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freescale.streams import new_stream, record_event
+from freescale.transport.event_waits import wait_for_event
+from freescale.transport.shared_gpu import count_sharing
+
+# Bytes of a piece: an engine of the GPU ends one copy before it begins another, and this one takes
+# some 80 us of the bus.
+_PIECE = 4 << 20
+
+
+class HostCopies:
+    """`take` and `seal` on the threads and streams that have the state; then `finish`, on any."""
+
+    def __init__(self, device: torch.device, room: int | None = None) -> None:
+        """`room`: bytes of the device that copies may take; as much as `find_room` finds if
+        None."""
+        self._device = device
+        self._room = find_room(device) if room is None else room
+        self._kept: list[tuple[Tensor, Tensor]] = []  # (in host memory, what it will hold)
+        self._taken: list[torch.cuda.Event] = []
+
+    def take(self, value: Tensor, *, is_copy: bool = False) -> Tensor:
+        """A copy in host memory, pinned if `value` is on a GPU: it has the value after `finish`.
+
+        Args:
+            value: as the current stream has it now; it may change afterwards.
+            is_copy: `value` is one already, and nobody changes it.
+        """
+        if value.device.type == "cpu":
+            return value if is_copy else value.clone()
+        value = value.detach()
+        copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        kept = value.contiguous() if is_copy else self._keep(value)
+        if kept is None:
+            for to, piece in _cut(copied, value.contiguous()):
+                to.copy_(piece, non_blocking=True)
+        else:
+            self._kept.append((copied, kept))
+        return copied
+
+    def seal(self) -> None:
+        """What was taken since the last call was taken on the current stream."""
+        if self._device.type == "cuda":
+            self._taken.append(record_event(blocking=True))
+
+    def finish(self) -> None:
+        """Waits until the copies have their values, and brings what is on the device."""
+        for event in self._taken:
+            wait_for_event(event)
+        self._taken = []
+        if not self._kept:
+            return
+        stream = new_stream(self._device)
+        with torch.cuda.stream(stream):
+            while self._kept:
+                copied, kept = self._kept.pop(0)
+                for to, piece in _cut(copied, kept):
+                    to.copy_(piece, non_blocking=True)
+                    # one piece under way: others' copies find their place between two
+                    record_event(blocking=True).synchronize()
+
+    def _keep(self, value: Tensor) -> Tensor | None:
+        """A copy on the device, or None for want of room."""
+        if value.nbytes > self._room:
+            return None
+        try:
+            kept = value.clone(memory_format=torch.contiguous_format)
+        except torch.OutOfMemoryError:  # somebody else has the room by now
+            self._room = 0
+            return None
+        self._room -= value.nbytes
+        return kept
+
+
+def find_room(device: torch.device) -> int:
+    """Bytes of a GPU that copies may take for a while: half of this rank's share of what is
+    free."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free // count_sharing() + unused) // 2
+
+
+def _cut(copied: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Both, contiguous, in pieces."""
+    size = max(1, _PIECE // value.element_size())
+    pieces = (torch.split(each.view(-1), size) for each in (copied, value))
+    return list(zip(*pieces, strict=True))
