@@ -87,6 +87,12 @@ def test_labels_that_cannot_be_trained_are_refused_before_training(tmp_path):
         assert done.exit_code == 1 and words in done.output and "train on it" not in done.output
 
 
+def test_labels_without_ranking_are_refused(csv, tmp_path):
+    train = ["train", "--data", str(csv), "--labels", "a=b>1", "--folder", str(tmp_path / "run")]
+    done = CliRunner().invoke(main, train)
+    assert done.exit_code == 1 and "add --task ranking" in done.output
+
+
 def test_a_terminal_without_blocks_has_another_picture(csv, tmp_path):
     arguments = ["inspect", str(csv), "--columns", "time=when", "--cache", str(tmp_path / "cache")]
     shown = CliRunner(charset="cp1252").invoke(main, arguments)
