@@ -13,13 +13,14 @@ FILES = (
     "ladder-train-4ranks-h200",
     "ladder-train-8ranks-h200",
     "train-h200",
+    "quality-together-h200",
     "quality-cpu",
 )
 
 
 def format_headline(used: Results, folder: str) -> str:
-    """Five rows: three of speed against TorchRec, one of a single GPU, one of quality."""
-    hosts, four, eight, train, quality = (used[name] for name in FILES)
+    """Six rows: three of speed against TorchRec, one of a single GPU, two of quality."""
+    hosts, four, eight, train, recipes, quality = (used[name] for name in FILES)
     long = next(row for row in train["rows"] if row.get("shape") == "long")
     rows = [
         ("2 CPU ranks, 200 Mbit/s between them", *_compare(hosts, FULL)),
@@ -32,6 +33,7 @@ def format_headline(used: Results, folder: str) -> str:
             "",
             f"device busy {long['device_busy_percent']:.0f} % of the time",
         ),
+        _compare_recipes(recipes),
         (
             f"Online Retail II, defaults of {quality['date'][:10]}, HR@10",
             *_compare_quality(quality),
@@ -49,6 +51,18 @@ def _compare(result: Mapping[str, Any], arm: str) -> tuple[str, str, str]:
         f"{ours:,.0f} samples/s",
         f"TorchRec SparseDist: {theirs:,.0f} samples/s",
         f"{ours / theirs:.2f} times faster",
+    )
+
+
+def _compare_recipes(result: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    differences = [row["percent"] for row in result["rows"]]
+    data = {row["data"] for row in result["rows"]}
+    mean = sum(differences) / len(differences)
+    return (
+        f"`--recipe hstu-small` and `hstu-large`, HR@10 and NDCG@10 on {len(data)} data sets",
+        f"{mean:+.1f} % in the mean",
+        "the public HSTU",
+        f"{min(differences):+.1f} to {max(differences):+.1f} %",
     )
 
 

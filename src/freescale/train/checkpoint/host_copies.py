@@ -38,7 +38,7 @@ class HostCopies:
             value: as the current stream has it now; it may change afterwards.
             is_copy: `value` is one already, and nobody changes it.
         """
-        if value.device.type == "cpu":
+        if _is_on_host(value):
             return value if is_copy else value.clone()
         value = value.detach()
         copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
@@ -92,6 +92,10 @@ def find_room(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free // count_sharing() + unused) // 2
+
+
+def _is_on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
 
 
 def _cut(copied: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
