@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -62,6 +66,47 @@ def test_a_csv_of_strings_is_inspected_trained_on_and_exported(csv, tmp_path, mo
     done = CliRunner().invoke(main, ["eval", str(run)])
     assert done.exit_code == 1 and f"{csv}: no such file" in done.output
     assert "pass --data with its path" in done.output
+
+
+def test_the_command_of_short_histories_trains_on_them(tmp_path):
+    path = tmp_path / "short.csv"
+    path.write_text("user,item,time\n" + "".join(f"{n // 3},{n % 7},{n}\n" for n in range(12)))
+    shown = invoke("inspect", path, "--cache", tmp_path / "cache").splitlines()
+    assert "collisions: none to count, since a batch of 64 holds all users" in "\n".join(shown)
+    command = shown[-1].removeprefix("train on it: freescale ")
+    trained = invoke(*shlex.split(command), "--folder", tmp_path / "run", *SMALL.split())
+    assert "last loss" in trained and "--split none" in command
+
+
+def test_labels_that_cannot_be_trained_are_refused_before_training(tmp_path):
+    path = tmp_path / "y.csv"
+    path.write_text("user,item,time,rating\n" + "".join(f"1,{n},{n},{n}\n" for n in range(6)))
+    for labels, words in (("rating", "holds 2.0, not 0 or 1"), ("stars", "'stars'")):
+        inspect = ["inspect", str(path), "--cache", str(tmp_path / "c"), "--labels", labels]
+        done = CliRunner().invoke(main, inspect)
+        assert done.exit_code == 1 and words in done.output and "train on it" not in done.output
+
+
+def test_labels_without_ranking_are_refused(csv, tmp_path):
+    train = ["train", "--data", str(csv), "--labels", "a=b>1", "--folder", str(tmp_path / "run")]
+    done = CliRunner().invoke(main, train)
+    assert done.exit_code == 1 and "add --task ranking" in done.output
+
+
+def test_a_terminal_without_blocks_has_another_picture(csv, tmp_path):
+    arguments = ["inspect", str(csv), "--columns", "time=when", "--cache", str(tmp_path / "cache")]
+    shown = CliRunner(charset="cp1252").invoke(main, arguments)
+    assert shown.exit_code == 0 and f"4 to 7 {'#' * 40} 8" in shown.output
+
+
+def test_a_reader_that_leaves_is_no_error(csv, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    arguments = ["inspect", str(csv), "--columns", "time=when", "--cache", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "freescale", *arguments]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_lengths_are_drawn_by_powers_of_two():

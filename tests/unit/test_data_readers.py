@@ -3,11 +3,13 @@ kind. Each against events that are known."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import tempfile
 import zipfile
 from collections import defaultdict
+from io import BytesIO
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,6 +47,7 @@ def spell(separator: str, header: str = "") -> str:
         ("y.csv", "\ufeff" + spell(",", "userId,movieId,ts\n").replace("\n", "\r\n"), ""),
         ("y.csv", spell(";", '"Customer ID";StockCode;InvoiceDate\n'), ""),
         ("y.csv", "\n\n" + spell("|", "uid|sku|date\n"), ""),
+        ("y.csv", spell(", ", "user, item, time\n"), ""),
         ("y.tsv", spell("\t", "reviewerID\tasin\tunixReviewTime\n"), ""),
         ("y.csv", spell(",", "who,what,when\n"), "user=who,item=what,time=when"),
         ("y.csv", spell(",", "item,user,when\n"), "user=item,item=user,time=when"),
@@ -274,6 +277,13 @@ def test_labels_and_columns_are_parsed():
         (parse_labels, "a=__import__('os')", "like=rating>=4"),
         (parse_labels, "a=b>c", "> compares numbers, 'c' is none"),
         (parse_labels, "a=b>1,a", "names 'a' twice"),
+        (parse_labels, "a=b=>4", "'a=b=>4': name a column"),
+        (parse_labels, "a=b= >4", "'a=b= >4': name a column"),
+        (parse_labels, "a=b>=", "'a=b>=': name a column"),
+        (parse_labels, "a=b>=nan", "nothing compares with nan"),
+        (parse_labels, "item_id=b>4", "'item_id' is a column of every history"),
+        (parse_labels, "timestamp", "'timestamp' is a column of every history"),
+        (parse_labels, "action=b>4", "'action' is a column of every history"),
         (parse_columns, "user", "'user': write role=column"),
         (parse_columns, "who=x", "with a role of user, item, time, rating, action"),
         (parse_columns, "item=", "no column for item"),
@@ -284,6 +294,26 @@ def test_bad_labels_and_columns(parse, text, words):
     with pytest.raises(ValueError) as error:
         parse(text)
     assert words in str(error.value)
+
+
+def test_a_column_may_have_any_name(tmp_path):
+    path = shard(
+        tmp_path / "y.parquet", (1, 2, 3), (1, 3, 1), (2, 3, 9), (2, 4, 8), last=[1, 0, 5, 6]
+    )
+    made = HistoriesFile(prepare(path, tmp_path / "cache"))
+    values = made.read(0, ("item_id", "last")).values
+    assert values["item_id"].tolist() == [3, 2, 4, 3] and values["last"].tolist() == [0, 1, 6, 5]
+
+
+def test_one_column_is_not_two(tmp_path):
+    path = write(tmp_path / "y.csv", "user,item,time\n1,2,3\n")
+    with pytest.raises(ValueError, match="'item' as user and as item; the file has user, item"):
+        read(path, columns="user=item,item=item")
+
+
+def test_a_word_for_nothing_is_an_id_among_strings(tmp_path):
+    path = write(tmp_path / "y.csv", "user,item,time\nnull,2,3\nann,2,3\n")
+    assert [row[0] for row in read(path)] == [0, 1]
 
 
 # ---- several files
@@ -346,6 +376,18 @@ def test_urls_are_read_through_fsspec(tmp_path):
         prepare("memory://shop/*.csv", tmp_path / "cache")
     with pytest.raises(ValueError, match="memory://shop/c.csv: no such file"):
         prepare("memory://shop/c.csv", tmp_path / "cache")
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("in/a.csv", "user,item,time\n1,2,3\n1,3,4\n")
+        archive.writestr("about.txt", "")
+    memory.pipe("/shop/y.zip", packed.getvalue())
+    assert read("memory://shop/y.zip/in/a.csv", cache=tmp_path) == [(1, 2, 3), (1, 3, 4)]
+    with pytest.raises(ValueError, match=r"shop/y.zip/in/a.csv") as error:
+        read("memory://shop/y.zip", cache=tmp_path)
+    named = str(error.value).rpartition("name one: ")[2]
+    assert read(named, cache=tmp_path) == [(1, 2, 3), (1, 3, 4)]
+    with pytest.raises(ValueError, match=r"shop/y.zip: the archive has no b.csv; it holds in/a"):
+        read("memory://shop/y.zip/b.csv", cache=tmp_path)
     memory.rm("/shop", recursive=True)
 
 
@@ -363,18 +405,41 @@ def test_a_missing_package_is_named(monkeypatch):
 # ---- bad files
 
 
-def table(content: str, name: str = "y.csv"):
+def table(content: str | bytes, name: str = "y.csv"):
     return lambda folder: write(folder / name, content)
 
 
-def pack(*names: str):
+def pack(*names: str, change: dict[int, int] | None = None):
+    """An archive of these files, with some of its bytes changed."""
+
     def make(folder: Path) -> Path:
         with zipfile.ZipFile(folder / "y.zip", "w") as archive:
             for name in names:
                 archive.writestr(name, "user,item,time\n1,2,3\n")
-        return folder / "y.zip"
+        content = bytearray((folder / "y.zip").read_bytes())
+        for place, value in (change or {}).items():  # below 0: of the central directory
+            content[place if place >= 0 else content.index(b"PK\1\2") - place] = value
+        return write(folder / "y.zip", bytes(content))
 
     return make
+
+
+def repeat_a_column(folder: Path) -> Path:
+    columns = [pa.array([1, 1])] * 4
+    names = ["user_id", "item_id", "item_id", "timestamp"]
+    pq.write_table(pa.Table.from_arrays(columns, names=names), folder / "y.parquet")
+    return folder / "y.parquet"
+
+
+def leave_out_an_item(folder: Path) -> Path:
+    return shard(folder / "y.parquet", (1, 2.0, 3), (1, float("nan"), 4))
+
+
+def overwrite_values(folder: Path) -> Path:
+    path = shard(folder / "y.parquet", *((1, item, item) for item in range(1000)))
+    content = bytearray(path.read_bytes())
+    content[60:160] = bytes([255]) * 100
+    return write(path, bytes(content))
 
 
 @pytest.mark.parametrize(
@@ -392,17 +457,38 @@ def pack(*names: str):
         (table('[{"user": 1}]', "y.json"), ["JSON array", "one object a line"]),
         (table('{"user":1,"item":2,"time":3}\n{"user":1,\n', "y.jsonl"), ["line 2", "JSON"]),
         (table('{"user":1,"item":2,"time":3}\n{"user":1,"item":"b","time":3}\n', "y.jsonl"),
-         ["line 2", "/item", "number to string"]),
+         ["line 2", "'item' holds 'b'", "number to string"]),
+        (table('{"user":1,"item":2,"time":3}\n' * 1500 + '{"user":1,"item":}\n', "y.jsonl"),
+         ["line 1501", "not a JSON object", '"item":}']),
         (table('{"user":1,"item":2.5,"time":3}\n', "y.jsonl"), ["line 1", "'item'", "2.5"]),
         (table("some words\nare no events\n", "y.txt"), ["cannot tell", "sequences"]),
         (table("1 2\n" * 2000 + "1 2 3\n", "y.txt"), ["line 2001", "3 values", "1 2 3"]),
+        (table("1 2\n" * 20 + "1 2 3\n", "y.txt"), ["line 21", "3 values", "1 2 3", "sequences"]),
         (table("user_id:token\ttime:float\n1\t2\n", "y.inter"), ["as item", "--columns item="]),
+        (table("user,what,time\n1,2,3\n"), ["as item among 'user', 'what'", "--columns item="]),
+        (table("user,item,time,x\n1,2,3,\"a\nb\"\n1,2,soon,c\n"), ["line 4", "'soon'"]),
+        (table("user,item,time,x\n1,2,3,5\" a\n1,2,soon,c\n"), ["line 3", "'soon'"]),
+        (table("user,item,item,time\n1,2,3,4\n"), ["2 columns are named 'item'", "rename"]),
+        (table("user,item,time\n1,2,3\n1,NaN,4\n"), ["line 3", "'item'", "'NaN'", "drop"]),
+        (table("user,item,time\n1,2,3\n1,2,1e25\n"), ["line 3", "'time'", "1e+25", "64 bits"]),
+        (table("user,item,time\r1,2,3\r"), ["y.csv, line 1", "carriage returns", "tr "]),
+        (table("user,item,time\n1,2,3\n".encode("utf-16")), ["y.csv: text in UTF-16", "UTF-8"]),
+        (table(b"\0\1\2\3\n"), ["y.csv, line 1", "not text"]),
+        (table(bz2.compress(b"user,item,time\n1,2,3\n")), ["bzip2", "gzip"]),
+        (table(gzip.compress(b"user,item,time\n1,2,3\n")), ["gzip", ".gz"]),
+        (repeat_a_column, ["2 columns are named 'item_id'", "rename"]),
+        (leave_out_an_item, ["y.parquet, row 2", "'item_id'", "nan"]),
+        (overwrite_values, ["y.parquet, after row 0", "damaged", "write it again"]),
         (lambda folder: folder / "*.csv", ["no file fits the pattern"]),
         (lambda folder: folder, ["the folder has no Parquet", "pattern"]),
         (pack("a.csv", "b.csv"), ["y.zip", "2 files (a.csv, b.csv)", "y.zip/a.csv"]),
         (pack("a.parquet"), ["y.zip/a.parquet", "unpack"]),
         (lambda folder: pack("a.csv")(folder) / "c.csv", ["y.zip", "no c.csv", "holds a.csv"]),
         (table("not a zip", "y.zip"), ["y.zip", "broken zip"]),
+        (pack(), ["y.zip", "no files"]),
+        (pack("a.csv", change={0: 0}), ["y.zip/a.csv", "broken zip", "fetch"]),
+        (pack("a.csv", change={6: 1, -8: 1}), ["y.zip/a.csv", "encrypted", "unpack"]),
+        (pack("a.csv", change={8: 97, -10: 97}), ["y.zip/a.csv", "compression", "unpack"]),
     ],
 )  # fmt: skip
 def test_bad_files_are_one_line_and_leave_nothing(tmp_path, make, words):

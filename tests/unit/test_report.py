@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import statistics
 from html import unescape
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from helpers.report_cases import run_folder
+from rich.console import Console
 
 from freescale.ledger.busy import sum_busy
 from freescale.ledger.collector import Collector
@@ -21,7 +24,7 @@ from freescale.ledger.record import CollectiveRecord, Span
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import write_trace
 from freescale.report.charts import Series, choose_ticks, draw_lines, thin
-from freescale.report.console import _list_figures
+from freescale.report.console import _list_figures, print_quality
 from freescale.report.page import render_page
 from freescale.report.runs import read_run, read_runs
 from freescale.report.timeline import RANKS, STEPS, build_timeline, choose_ranks
@@ -480,3 +483,13 @@ def test_axes():
     )
     assert thin(range(1000), 4) == [249, 499, 749, 999] and thin([1, 2], 4) == [1, 2]
     assert "loss" in draw_lines([Series("a", "r-0", [(1, 2.0)])], "loss")
+
+
+def test_the_terminal_says_why_a_gauc_is_not_a_number():
+    lines = StringIO()
+    quality = {"model": {"ne/like": 1.0, "auc/like": 0.5, "gauc/like": math.nan}}
+    print_quality(Console(file=lines, width=100), quality)
+    assert "gauc/like: not defined, since no user has" in lines.getvalue()
+    lines = StringIO()
+    print_quality(Console(file=lines, width=100), {"model": {"auc/like": 0.5, "gauc/like": 0.6}})
+    assert "both classes" not in lines.getvalue()

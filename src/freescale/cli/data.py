@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ def generate(path: Path, **given: Any) -> None:
     )
 
 
+_BLOCKS = str.maketrans(dict.fromkeys("\u2588\u2589\u258a\u258b\u258c\u258d\u258e\u258f", "#"))
+
+
+def _spell(line: str) -> str:
+    """The line in signs that the terminal has."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        return line.translate(_BLOCKS).encode(encoding, "replace").decode(encoding)
+    return line
+
+
 _INSPECTED = ("format", "columns", "missing", "cache", "num_items", "max_length")
 
 
@@ -59,9 +73,14 @@ def inspect(data: str, **given: Any) -> None:
     with show_progress() as progress:
         path = prepare_data(config, progress)
     found = inspect_histories(
-        path, config.train.global_batch, config.data.max_length, config.data.num_items
+        path,
+        config.train.global_batch,
+        config.data.max_length,
+        config.data.num_items,
+        config.label_names,
     )
     for line in describe_inspection(found):
-        click.echo(line)
-    arguments = format_arguments({"data": data, **ranking, **select_given(given)})
+        click.echo(_spell(line))
+    split = {} if found.leaves_one_out else {"split": "none"}
+    arguments = format_arguments({"data": data, **ranking, **split, **select_given(given)})
     click.echo(f"train on it: freescale train {shlex.join(arguments)}")

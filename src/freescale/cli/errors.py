@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec
@@ -15,7 +16,8 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
     """Decorates a command so that it ends the process with the status it returns (None: 0).
 
     Errors that a user can mend (ValueError, OSError), and what happened to another rank, are one
-    line and status 1; other errors keep their traceback. Ctrl-C is status 130.
+    line and status 1; other errors keep their traceback. Ctrl-C is status 130, and 141 says that
+    nobody reads the output.
     """
 
     @functools.wraps(command)
@@ -28,6 +30,8 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
             print(f"{prefix}interrupted", file=sys.stderr)
             status = 130
         except (ValueError, OSError, RuntimeError) as error:
+            if isinstance(error, BrokenPipeError) and _has_lost_reader():
+                sys.exit(141)
             own = isinstance(error, (ValueError, OSError))
             if not own and not _is_remote(error):
                 raise
@@ -42,6 +46,18 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
         sys.exit(status or 0)
 
     return run
+
+
+def _has_lost_reader() -> bool:
+    """Whether nobody reads the output any more, as behind `| head`. What is left of it is dropped,
+    so that the interpreter does not try again."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    lost = any(event & select.POLLERR for _, event in poll.poll(0))
+    if lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return lost
 
 
 def _is_remote(error: Exception) -> bool:

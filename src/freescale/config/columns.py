@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from freescale.config.options import split_names
 
 ROLES = ("user", "item", "time", "rating", "action")
+RESERVED = ("user_id", "item_id", "timestamp")  # columns that every history has
 ORDER = "order"  # in place of a time column: rows are in order of time
 _PLAIN = re.compile(r"[^=<>!]+")
 _RULE = re.compile(
     r"(?P<name>[\w.-]+)\s*=(?!=)\s*(?P<column>[^=<>!]+?)\s*(?P<operator>==|!=|>=|<=|=|>|<)\s*"
-    r"(?P<value>.+)"
+    r"(?P<value>[^=<>!\s].*)"
 )
 
 
@@ -64,11 +65,17 @@ def parse_labels(text: str) -> tuple[Label, ...]:
     where it would read as a number) that `==` and `!=` compare.
 
     Raises:
-        ValueError: what is neither a column nor a comparison with a name, or a name twice.
+        ValueError: what is neither a column nor a comparison with a name, a name twice, or one that
+            is taken.
     """
     found: dict[str, Label] = {}
     for part in split_names(text):
         label = _parse_label(part)
+        if label.name in RESERVED or (label.name == "action" and label.operator):
+            raise ValueError(
+                f"--labels has {part!r}: {label.name!r} is a column of every history; give the "
+                "label another name"
+            )
         if label.name in found:
             raise ValueError(f"--labels names {label.name!r} twice: give each label its own name")
         found[label.name] = label
@@ -86,6 +93,8 @@ def _parse_label(part: str) -> Label:
         )
     operator = "==" if rule["operator"] == "=" else rule["operator"]
     value = _parse_value(rule["value"].strip())
+    if value != value:
+        raise ValueError(f"--labels has {part!r}: nothing compares with nan; write a number")
     if isinstance(value, str) and operator not in ("==", "!="):
         raise ValueError(
             f"--labels has {part!r}: {operator} compares numbers, {value!r} is none; "

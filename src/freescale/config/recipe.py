@@ -108,7 +108,7 @@ def _check_value(path: Path, key: str, value: Any) -> Any:
     if entry is None:
         near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"recipe {path}: {key!r} is no option of `freescale train`{hint}")
+        raise ValueError(f"recipe {path}: {key!r} is no option that a recipe sets{hint}")
     kind = str(entry.type).removesuffix(" | None")
     if not isinstance(value, _TYPES[kind]) or (kind != "bool" and isinstance(value, bool)):
         raise ValueError(f"recipe {path}: {key!r} must be of type {kind}, not {value!r}")

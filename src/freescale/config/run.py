@@ -152,7 +152,14 @@ class RunConfig:
             values = {name: getattr(getattr(base, part), name) for name in names} if base else {}
             values |= {name: given[name] for name in names if given.get(name) is not None}
             parts[part] = kind(**values)
-        return RunConfig(**parts)
+        config = RunConfig(**parts)
+        # Runs from before this was refused go on.
+        if base is None and config.label_names and config.model.task != "ranking":
+            raise ValueError(
+                f"--labels {config.model.labels} with --task {config.model.task}: labels are of "
+                "ranking; add --task ranking, or leave them out"
+            )
+        return config
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -60,13 +60,20 @@ def find_roles(
 def require_roles(
     file: object, names: Sequence[str], given: Mapping[str, str], found: Mapping[str, str]
 ) -> None:
-    """Raises ValueError, with an example of `--columns`, if user, item or time is not found."""
+    """Raises ValueError, with an example of `--columns`, if user, item or time is not found, or one
+    column would be two of these."""
     for role, name in found.items():
         if name not in names and (role, name) != ("time", ORDER):
             raise ValueError(
                 f"{file}: column {name!r}, which --columns names for {role}, is missing; the file "
                 f"has {', '.join(names)[:200]}"
             )
+        refuse_repeated(file, name, names)
+    if found.get("user") is not None and found.get("user") == found.get("item"):
+        raise ValueError(
+            f"{file}: --columns names {found['user']!r} as user and as item; the file has "
+            f"{', '.join(names)[:200]}; name one column for each"
+        )
     missing = [role for role in ("user", "item", "time") if role not in found]
     if not missing:
         return
@@ -81,6 +88,15 @@ def require_roles(
         f"{file}: no column is recognised as {' and '.join(missing)} among "
         f"{', '.join(map(repr, names))[:200]}; say which: --columns {kept}{asked}{hint}"
     )
+
+
+def refuse_repeated(file: object, name: str, names: Sequence[str]) -> None:
+    """Raises ValueError if a column that is read has the name of another one."""
+    if (count := list(names).count(name)) > 1:
+        raise ValueError(
+            f"{file}: {count} columns are named {name!r} among {', '.join(names)[:200]}; "
+            "rename all but one"
+        )
 
 
 def _simplify(name: str) -> str:

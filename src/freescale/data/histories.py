@@ -66,8 +66,8 @@ def is_histories(path: Path) -> bool:
         raise ValueError(
             f"{path}: not a readable Parquet file ({reason}); write it again"
         ) from error
-    return KEY in (metadata.metadata or {}) or (
-        "item_id" in schema.names and is_list(schema.field("item_id").type)
+    return KEY in (metadata.metadata or {}) or any(
+        field.name == "item_id" and is_list(field.type) for field in schema
     )
 
 

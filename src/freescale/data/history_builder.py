@@ -26,6 +26,7 @@ from freescale.data.read_as import describe_interactions
 from freescale.data.spill import partition, read_batches, read_table, spill
 from freescale.random import derive, integers
 
+_LAST = "\0last"  # timestamp of a user's last event: a name that no column of a file has
 _FAN_OUT = 128  # files open at once in a partition
 _SAMPLES = 64  # order samples taken per bucket of events: how evenly the second partition cuts
 
@@ -126,7 +127,7 @@ def build_histories(
     writer, written, metadata = HistoriesWriter(path, schema), 0, None
     try:
         for table in _sort_by_last_event(read_batches(unordered), order, folder):
-            writer.write(table.drop_columns("last"))
+            writer.write(table.drop_columns(_LAST))
             written += table.num_rows
             report("write", written / kept_users)
         metadata = HistoriesMetadata(
@@ -180,7 +181,7 @@ def _sort_by_last_event(
     if parts <= 1:
         table = pa.Table.from_batches(list(tables))
         yield table.take(
-            pa.array(np.lexsort((_to_numpy(table, "user_id"), _to_numpy(table, "last"))))
+            pa.array(np.lexsort((_to_numpy(table, "user_id"), _to_numpy(table, _LAST))))
         )
         return
     cuts = len(samples) * np.arange(1, parts) // parts
@@ -189,7 +190,7 @@ def _sort_by_last_event(
     def part(batch: pa.RecordBatch) -> NDArray[Any]:
         """How many splitters are at or before each user, by sorting both together: pairs have no
         searchsorted."""
-        last = np.concatenate([splitters[:, 0], batch.column("last").to_numpy()])
+        last = np.concatenate([splitters[:, 0], batch.column(_LAST).to_numpy()])
         user = np.concatenate([splitters[:, 1], batch.column("user_id").to_numpy()])
         order = np.lexsort((user, last))  # stable: a splitter comes before the user that it equals
         ranks = np.empty(len(order), np.int64)
@@ -222,13 +223,13 @@ def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
         chunks = sorted_events.column(name).chunks
         values = chunks[0] if chunks else pa.array([], sorted_events.schema.field(name).type)
         columns[name] = pa.ListArray.from_arrays(offsets, values)
-    columns["last"] = pa.array(times[order[ends - 1]]) if len(ends) else pa.array([], pa.int64())
+    columns[_LAST] = pa.array(times[order[ends - 1]]) if len(ends) else pa.array([], pa.int64())
     return pa.table(columns), int((~keep).sum())
 
 
 def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
     """[n, 2] pairs (last timestamp, user), one for every `step` events in their order."""
-    last, users = _to_numpy(table, "last"), _to_numpy(table, "user_id")
+    last, users = _to_numpy(table, _LAST), _to_numpy(table, "user_id")
     counts = np.diff(_read_offsets(table))
     order = np.lexsort((users, last))
     ends = np.cumsum(counts[order])
@@ -248,7 +249,7 @@ def _estimate_rows(interactions: Interactions) -> int:
 
 def _read_schema(path: Path) -> pa.Schema:
     with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        fields = [f for f in reader.schema if f.name not in ("user_id", "last")]
+        fields = [f for f in reader.schema if f.name not in ("user_id", _LAST)]
         return make_schema({field.name: field.type.value_type for field in fields})
 
 

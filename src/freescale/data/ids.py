@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from freescale.data.values import BadValue, cast_values, is_text, refuse_nulls
 
 VOCABULARY = "vocabulary.parquet"
+_NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
 _SMALL = 1 << 20  # a catalogue of so many rows is never too large
 _ROWS_PER_EVENT = 10  # of the item table; beyond it, ids are numbers drawn from a large range
 
@@ -61,6 +62,7 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
         try:
             numbers = values.cast(pa.int64())
         except pa.ArrowInvalid:
+            _refuse_words_for_nothing(values)
             raise NotIntegers("strings") from None
         # 007 is not 7, and 0x1f would be read as 31
         zeros = pc.and_(pc.starts_with(values, "0"), pc.greater(pc.binary_length(values), 1))
@@ -72,15 +74,16 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
         except pa.ArrowInvalid:
             raise NotIntegers("integers beyond 64 bits with a sign") from None
     elif pa.types.is_floating(values.type):
-        whole = cast_values(pc.floor(values), pa.int64(), "ids")
-        row = pc.index(pc.equal(whole.cast(values.type), values), pa.scalar(False)).as_py()
+        whole = pc.floor(values)
+        fits = pc.and_(pc.equal(whole, values), pc.less(pc.abs(whole), float(1 << 63)))
+        row = pc.index(fits, pa.scalar(False)).as_py()
         if row >= 0:
             raise BadValue(
                 row,
                 f"holds {values[row].as_py()!r} ({values.type}), not an id",
                 "cast it to int64 or to strings",
             )
-        numbers = whole
+        numbers = cast_values(whole, pa.int64(), "ids")
     else:
         raise BadValue(
             None,
@@ -90,6 +93,24 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     if not signed and len(numbers) and pc.min(numbers).as_py() < 0:
         raise NotIntegers("integers, some of them negative")
     return numbers
+
+
+def _refuse_words_for_nothing(texts: pa.Array) -> None:
+    """Raises BadValue for words like NaN among integers: as an id they would make all the others
+    strings, too."""
+    words = pc.is_in(pc.utf8_lower(texts), pa.array(_NOTHING, texts.type))
+    row = pc.index(words, pa.scalar(True)).as_py()
+    if row < 0:
+        return
+    try:
+        texts.filter(pc.invert(words)).cast(pa.int64())
+    except pa.ArrowInvalid:
+        return  # strings throughout: it may be somebody's name
+    raise BadValue(
+        row,
+        f"holds {texts[row].as_py()!r} among integers",
+        "drop such rows, or leave the value empty and add --missing drop",
+    )
 
 
 def is_huge(largest: int, events: int) -> bool:

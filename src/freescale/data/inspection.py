@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from freescale.data.histories import HistoriesFile
 from freescale.data.loader import Histories
 
 _BATCHES = 20  # consecutive ones, over which collisions are counted
+_NEEDED = 4  # events of a user: a target to train on, and two that are held out, after one
 _BAR = 40  # characters of the longest bar
 
 
@@ -39,6 +41,11 @@ class Inspection:
         return len(self.lengths)
 
     @property
+    def leaves_one_out(self) -> bool:
+        """Whether any user has the events that `--split leave-one-out` needs to train."""
+        return bool((self.lengths >= _NEEDED).any())
+
+    @property
     def events(self) -> int:
         return int(self.lengths.sum())
 
@@ -49,10 +56,20 @@ class Inspection:
 
 
 def inspect_histories(
-    path: Path, global_batch: int, max_length: int, num_items: int | None = None
+    path: Path,
+    global_batch: int,
+    max_length: int,
+    num_items: int | None = None,
+    labels: Sequence[str] = (),
 ) -> Inspection:
-    """Reads a histories file once, and some of its batches as training makes them."""
+    """Reads a histories file once, and some of its batches as training makes them.
+
+    Raises:
+        ValueError: The file cannot be trained on, since a label is missing or not 0 and 1.
+    """
     file = HistoriesFile(path, num_items)
+    if labels:
+        Histories(path, global_batch, num_items=num_items, task="ranking", tasks=tuple(labels))
     lengths, counts = [], np.zeros(file.num_items, np.int64)
     first, last = [], []
     for number in range(file.num_groups):
@@ -114,6 +131,11 @@ def describe_inspection(found: Inspection) -> list[str]:
             f"that a batch reads for histories and targets, the batch before reads too "
             f"({found.collisions_with_negatives:.0%} with its negatives)"
         )
+    else:
+        lines.append(
+            f"collisions: none to count, since a batch of {found.global_batch} holds all users "
+            "(see --global-batch)"
+        )
     return lines + _describe_dropped(found)
 
 
@@ -135,11 +157,11 @@ def _describe_dropped(found: Inspection) -> list[str]:
     lines = []
     if found.dropped_users:
         lines.append(f"left out: {found.dropped_users:,} users with fewer than 2 events")
-    short = int((found.lengths < 4).sum())
+    short = int((found.lengths < _NEEDED).sum())
     if short:
         lines.append(
-            f"not trained on by --split leave-one-out, which needs 4 events: {short:,} users with "
-            "2 or 3"
+            f"not trained on by --split leave-one-out, which needs {_NEEDED} events: {short:,} "
+            "users with 2 or 3"
         )
     cut = np.maximum(found.lengths - found.max_length - 1, 0)
     if cut.any():

@@ -31,6 +31,7 @@ from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
 from freescale.data.actions import make_action, make_feedback_action, take_side
+from freescale.data.column_names import refuse_repeated
 from freescale.data.hashed_ids import HashedIds
 from freescale.data.ids import (
     NotIntegers,
@@ -88,6 +89,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                         f"{file}: column {label.column!r}, of --labels {label.text}, is missing; "
                         f"the file has {', '.join(layout.names)[:200]}; name one of these"
                     )
+                refuse_repeated(file, label.column, layout.names)
         self.restart(Reading())
 
     def restart(self, reading: Reading) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,7 @@ FEEDBACK = (
     "is_profile_enter",
 )
 _TYPED = re.compile(r"(.+):(token|token_seq|float|float_seq)")  # a column of RecBole's atomic files
+_MOST, _FEW = 0.9, 10  # share and number of lines that show what all should be
 _AMAZON = {  # the names that the releases of 2014, 2018 and 2023 use
     "user": ("reviewerID", "user_id", "user"),
     "item": ("parent_asin", "asin", "item_id", "item"),
@@ -47,6 +49,7 @@ class Layout:
     separator: bytes = b","
     header: bool = True
     quoted: bool = True  # values may stand in quotation marks
+    padded: bool = False  # blanks follow the separators, and belong to no value
     unit: str | None = None  # of the timestamps, where the release says it
     feedback: Sequence[str] = ()
     types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, by the first lines
@@ -102,7 +105,8 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
     if all(typed):
         names = [match[1] for match in typed if match]
         return _lay_out(file, "csv", names, given, separator, quoted=False)
-    return _lay_out(file, "csv", names, given, separator)
+    padded = lines[0].count(separator + b" ") == lines[0].count(separator) > 0
+    return replace(_lay_out(file, "csv", names, given, separator), padded=padded)
 
 
 def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str, str]) -> str:
@@ -131,7 +135,7 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         return "amazon"
     if len(find_roles(fields, {}, ("user", "item"))) == 2:
         return "csv"
-    counts = {len(line.split()) for line in lines}
+    counts = Counter(len(line.split()) for line in lines)
     numbers = sum(map(_is_number, fields))
     if separator == b"," and len(fields) == 4 and _is_number(fields[3]):
         return "amazon"
@@ -139,14 +143,24 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         return "movielens"
     if len(fields) == 3 and _looks_like_events(lines, separator):
         return "csv"
-    if separator in (b" ", b"\t") and counts == {2}:
+    if separator in (b" ", b"\t") and set(counts) == {2}:
         return "pairs"
+    if separator in (b" ", b"\t") and counts[2] >= _MOST * len(lines) > _FEW:
+        row = next(row for row, line in enumerate(lines) if len(line.split()) != 2)
+        shown = lines[row][:60].decode(errors="replace")
+        raise ValueError(
+            f"{file}, line {row + 1} (empty ones not counted): has {len(lines[row].split())} "
+            f"values, not a user and an item as most: {shown!r}; "
+            "mend it, or say what lines are: --format sequences or user-sequences"
+        )
     if separator in (b" ", b"\t") and all(token.isdigit() for token in b" ".join(lines).split()):
         heads = [line.split()[0] for line in lines]
         start = int(heads[0]) if heads[0] in (b"0", b"1") else None
         numbered = start is not None and len(lines) > 2
         counted = [str(start + i).encode() for i in range(len(heads))] if start is not None else []
         return "user-sequences" if numbered and heads == counted else "sequences"
+    if not numbers and separator in (b",", b";", b"|", b"\t") and find_roles(fields, {}):
+        return "csv"  # a header, of which not all is recognised: the error says what is not
     shown = separator.decode().join(fields)[:80]
     raise ValueError(
         f"{file}: cannot tell the format from the name and the first line {shown!r}; say which "

@@ -417,7 +417,7 @@ class Histories:
             if not weights.any():
                 raise ValueError(
                     f"{self.file.path}: the train part holds no events to draw popular items "
-                    "from; choose negatives_from 'uniform', or another split"
+                    "from: leave-one-out needs users with 4 or more events, --split none with 2"
                 )
             popularity = AliasTable.of(weights)
         if self.log_q:

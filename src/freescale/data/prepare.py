@@ -21,7 +21,7 @@ from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, 
 from freescale.file_lock import lock
 
 BUCKET_EVENTS = 2_000_000
-_READING = 2  # changes when the same file is read as something else
+_READING = 3  # changes when the same file is read as something else
 _USUAL = (DataConfig.columns, ModelConfig.labels, DataConfig.missing)
 
 

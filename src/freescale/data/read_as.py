@@ -30,7 +30,8 @@ def describe_interactions(interactions: Interactions) -> list[str]:
     if left := [name for name in layout.names if name not in used]:
         gaps = [name for name in incomplete if name in left]
         why = f" (with missing values: {', '.join(gaps)})" if gaps else ""
-        lines.append(f"columns left out: {', '.join(left)}{why}")
+        shown = ", ".join(name or "one without a name" for name in left)
+        lines.append(f"columns left out: {shown}{why}")
     if interactions.missing_rows:
         lines.append(f"{interactions.missing_rows:,} rows without user, item or time left out")
     return lines

@@ -59,7 +59,7 @@ def find_files(
     found: list[SourceFile] = []
     for one in given:
         if "://" in str(one):
-            found += [_make_source(*copy) for copy in fetch_files(str(one), cache)]
+            found += _find_remote(str(one), cache)
         else:
             found += _find_local(Path(one))
     for file in found:
@@ -73,10 +73,12 @@ def _make_source(path: Path, shown: str) -> SourceFile:
     if path.suffix.lower() != ".zip":
         return SourceFile(path, shown)
     members = _list_members(path, shown)
+    if not members:
+        raise ValueError(f"{shown}: the archive has no files; give one with events")
     if len(members) != 1:
         raise ValueError(
             f"{shown}: the archive holds {len(members)} files ({', '.join(members)[:200]}); name "
-            f"one: {shown}/{members[0] if members else 'FILE'}"
+            f"one: {shown}/{members[0]}"
         )
     return _make_member(path, shown, members[0])
 
@@ -96,6 +98,23 @@ def _list_members(path: Path, shown: str) -> list[str]:
     return [name for name in names if not name.endswith("/") and not _is_hidden(Path(name))]
 
 
+def _find_remote(url: str, cache: Path | None) -> list[SourceFile]:
+    archive, inside, member = url.partition(".zip/")
+    if not inside:
+        return [_make_source(*copy) for copy in fetch_files(url, cache)]
+    copies = fetch_files(f"{archive}.zip", cache)
+    return [_find_member(path, shown, member) for path, shown in copies]
+
+
+def _find_member(path: Path, shown: str, member: str) -> SourceFile:
+    members = _list_members(path, shown)
+    if member not in members:
+        raise ValueError(
+            f"{shown}: the archive has no {member}; it holds {', '.join(members)[:200]}"
+        )
+    return _make_member(path, shown, member)
+
+
 def _find_local(path: Path) -> list[SourceFile]:
     if path.is_file():
         return [_make_source(path, str(path))]
@@ -109,12 +128,7 @@ def _find_local(path: Path) -> list[SourceFile]:
         return files
     for parent in path.parents:
         if parent.is_file() and parent.suffix.lower() == ".zip":
-            members, member = _list_members(parent, str(parent)), path.relative_to(parent)
-            if member.as_posix() not in members:
-                raise ValueError(
-                    f"{parent}: the archive has no {member}; it holds {', '.join(members)[:200]}"
-                )
-            return [_make_member(parent, str(parent), member.as_posix())]
+            return [_find_member(parent, str(parent), path.relative_to(parent).as_posix())]
     raise ValueError(f"{path}: no such file; give the path of an interaction file")
 
 

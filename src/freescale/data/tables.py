@@ -155,6 +155,8 @@ def list_side_columns(file: SourceFile, layout: Layout) -> tuple[list[str], list
     used = {*layout.roles.values(), *_OWN.values(), "action"}
     with _open_parquet(file) as opened:
         schema, metadata = opened.schema_arrow, opened.metadata
+        repeated = {name for name in schema.names if schema.names.count(name) > 1}
+        used |= repeated
         numeric = [f.name for f in schema if f.name not in used and is_number(f.type)]
         missing = set()
         for group in map(metadata.row_group, range(metadata.num_row_groups)):
@@ -167,10 +169,23 @@ def list_side_columns(file: SourceFile, layout: Layout) -> tuple[list[str], list
 def _read_parquet(file: SourceFile, columns: Sequence[str]) -> Iterator[TableBlock]:
     with _open_parquet(file) as opened:
         rows, total = 0, opened.metadata.num_rows
-        for batch in opened.iter_batches(_ROWS, columns=list(columns)):
+        batches = opened.iter_batches(_ROWS, columns=list(columns))
+        while (batch := _read_batch(file, batches, rows)) is not None:
             first, rows = rows, rows + batch.num_rows
             table = pa.Table.from_batches([batch])
             yield TableBlock(file, table, _count_from(first), rows / total)
+
+
+def _read_batch(
+    file: SourceFile, batches: Iterator[pa.RecordBatch], rows: int
+) -> pa.RecordBatch | None:
+    try:
+        return next(batches, None)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"{file}, after row {rows}: a damaged Parquet file ({reason}); write it again"
+        ) from error
 
 
 def _count_from(first: int) -> Callable[[int], str]:

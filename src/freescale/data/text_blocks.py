@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,14 @@ _HEAD, _LINES = 1 << 20, 1000  # bytes and lines that are looked at to tell the 
 _LONGEST = 8  # blocks that a quoted value may take
 _NEWLINE = b"\n"
 _MARK = b"\xef\xbb\xbf"
+_OPENS = re.compile(rb'(^|[,;|\t ])"')  # a mark inside of a value, as in 5", opens nothing
+_PACKED = {  # by the first bytes: the program, and the mend
+    b"BZh": ("bzip2", "unpack it, or use gzip"),
+    b"\xfd7zXZ\0": ("xz", "unpack it, or use gzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unpack it, or use gzip"),
+    b"\x1f\x8b": ("gzip", "let its name end with .gz"),
+    b"PK\x03\x04": ("zip", "let its name end with .zip"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,18 +35,23 @@ class TextBlock:
     data: bytes
     line: int  # number of the first one, from 1
     share: float  # of the file that has been read
+    quoted: bool = False  # a row may go on in the next line, inside of quotation marks
 
     def locate(self, row: int) -> str:
-        """The place of a row in the file; empty lines are no rows."""
-        lines = (number for number, line in enumerate(self.data.split(b"\n")) if line.strip())
-        for index, number in enumerate(lines):
-            if index == row:
+        """The place of a row in the file, by its first line; empty lines are no rows."""
+        rows, is_open = -1, False
+        for number, line in enumerate(self.data.split(b"\n")):
+            rows += bool(not is_open and line.strip())
+            if rows == row:
                 return f"line {self.line + number}"
+            if self.quoted and line.count(b'"') % 2:
+                is_open = not is_open and bool(_OPENS.search(line))
         return f"line {self.line} or later"
 
     def skip_line(self) -> TextBlock:
         """The block without its first line."""
-        return TextBlock(self.data.partition(b"\n")[2], self.line + 1, self.share)
+        rest = self.data.partition(b"\n")[2]
+        return TextBlock(rest, self.line + 1, self.share, self.quoted)
 
 
 def read_blocks(file: SourceFile, quoted: bool = False) -> Iterator[TextBlock]:
@@ -55,17 +69,23 @@ def read_blocks(file: SourceFile, quoted: bool = False) -> Iterator[TextBlock]:
                 )
             carry = rest
             if lines:
-                yield TextBlock(lines, line, min(raw.tell() / file.size, 1.0))
+                yield TextBlock(lines, line, min(raw.tell() / file.size, 1.0), quoted)
                 line += lines.count(_NEWLINE)
     if carry:
-        yield TextBlock(carry, line, 1.0)
+        yield TextBlock(carry, line, 1.0, quoted)
 
 
 def read_head(file: SourceFile) -> list[bytes]:
-    """The first lines of a file that are not empty: at least one, by which the format is told."""
+    """The first lines of a file that are not empty: at least one, by which the format is told.
+
+    Raises:
+        ValueError: The file is empty, broken, or not the text that it should be.
+    """
     head: list[bytes] = []
     size = 0
     for block in read_blocks(file):
+        if not head:
+            _refuse_other_text(file, block.data[:_HEAD])
         size += len(block.data)
         lines = block.data.split(b"\n", _LINES)[:_LINES]
         head += [line.rstrip(b"\r") for line in lines if line.strip()]
@@ -74,6 +94,23 @@ def read_head(file: SourceFile) -> list[bytes]:
     if not head:
         raise ValueError(f"{file}: the file is empty (0 lines); give a file with events")
     return head[:_LINES]
+
+
+def _refuse_other_text(file: SourceFile, start: bytes) -> None:
+    """Raises ValueError for what parsers would take for strange columns."""
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{file}: text in UTF-16; save the file as UTF-8")
+    for signature, (program, mend) in _PACKED.items():
+        if start.startswith(signature):
+            raise ValueError(f"{file}: compressed with {program}; {mend}")
+    line = start.partition(_NEWLINE)[0]
+    if b"\0" in line:
+        raise ValueError(f"{file}, line 1: holds bytes of 0, not text; give text or Parquet")
+    if b"\r" in line.rstrip(b"\r"):
+        raise ValueError(
+            f"{file}, line 1: has carriage returns (\\r) inside; end lines with \\n "
+            "(tr '\\r' '\\n' < FILE)"
+        )
 
 
 def _cut(text: bytes, quoted: bool) -> tuple[bytes, bytes]:
@@ -90,7 +127,7 @@ def _open(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """The file itself, by which progress is measured, and the stream of its text."""
     with open(file.path, "rb") as raw:
         if file.member is not None:
-            with zipfile.ZipFile(raw) as archive, archive.open(file.member) as stream:
+            with zipfile.ZipFile(raw) as archive, _open_member(file, archive) as stream:
                 if file.member.endswith(".gz"):
                     with gzip.open(stream) as inner:
                         yield raw, inner  # type: ignore[misc]
@@ -101,6 +138,16 @@ def _open(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 yield raw, stream  # type: ignore[misc]
         else:
             yield raw, raw
+
+
+def _open_member(file: SourceFile, archive: zipfile.ZipFile) -> IO[bytes]:
+    assert file.member is not None
+    try:
+        return archive.open(file.member)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{file}: a broken zip file ({error}); fetch it again") from error
+    except (RuntimeError, NotImplementedError) as error:  # encrypted, or another compression
+        raise ValueError(f"{file}: cannot be unpacked ({error}); unpack the archive") from error
 
 
 def _read(file: SourceFile, stream: IO[bytes]) -> bytes:

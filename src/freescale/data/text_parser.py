@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ def parse_csv(
         data, separator = data.replace(b"::", b"\t"), b"\t"
     quoted = layout.quoted and b'"' in data
     try:
-        return pa.csv.read_csv(
+        table = pa.csv.read_csv(
             pa.BufferReader(data),
             # one thread counts rows, for its errors
             read_options=pa.csv.ReadOptions(column_names=list(layout.names), use_threads=False),
@@ -52,6 +53,15 @@ def parse_csv(
         about = f"column {layout.names[int(column[1])]!r}: " if column else ""
         mend = "save the file as UTF-8" if "UTF8" in message else "mend or drop such rows"
         raise ValueError(f"{file}{where}: {about}{reason}; {mend}") from error
+    if not layout.padded:
+        return table
+    return pa.table({name: _strip(table.column(name)) for name in columns})
+
+
+def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Without blanks around each; null where nothing is left."""
+    texts = pc.ascii_trim_whitespace(values)
+    return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 
 
 def parse_json(
@@ -68,14 +78,28 @@ def parse_json(
         try:
             table = _read_json(block, pa.json.ParseOptions())  # types differ from the first lines'
         except pa.ArrowException as error:
-            message = str(error).splitlines()[0][:200]
-            row = re.search(r" in row (\d+)", message)
-            where = f", {block.locate(int(row[1]))}" if row else ""
-            raise ValueError(f"{file}{where}: {message}; mend or drop such rows") from error
+            raise _explain_json(error, block, file) from error
     for name in columns:
         if name not in table.column_names:
             table = table.append_column(name, pa.nulls(table.num_rows, pa.string()))
     return table.select(list(columns))
+
+
+def _explain_json(error: pa.ArrowException, block: TextBlock, file: SourceFile) -> ValueError:
+    """The parser's message, with the line of the file and the value in it."""
+    message = str(error).splitlines()[0][:200].removeprefix("JSON parse error: ")
+    found = re.search(r" in row (\d+)", message)
+    if found is None:
+        return ValueError(f"{file}: {message}; mend or drop such rows")
+    row, reason = int(found[1]), message[: found.start()].rstrip(".")
+    line = [line for line in block.data.split(b"\n") if line.strip()][row]
+    changed = re.fullmatch(r"Column\(/([^/]+)\) changed from (.+)", reason)
+    if changed is None:
+        about = f"not a JSON object ({reason}): {line[:60].decode(errors='replace')!r}"
+    else:
+        value = json.loads(line).get(changed[1])
+        about = f"column {changed[1]!r} holds {value!r}: changed from {changed[2]}"
+    return ValueError(f"{file}, {block.locate(row)}: {about}; mend or drop such rows")
 
 
 def _read_json(block: TextBlock, options: pa.json.ParseOptions) -> pa.Table:

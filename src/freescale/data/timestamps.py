@@ -10,7 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from freescale.data.values import BadValue, decode_text, is_text, parse_text, refuse_nulls
+from freescale.data.values import (
+    BadValue,
+    decode_text,
+    find_first_failing,
+    is_text,
+    parse_text,
+    refuse_nulls,
+)
 
 _UNITS = ("s", "ms", "us", "ns")  # the finest last
 _WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
@@ -210,6 +217,9 @@ def _cast_time(values: pa.Array, kind: pa.DataType) -> pa.Array:
         cast = values.cast(kind)
         return cast.cast(pa.int64()) if pa.types.is_timestamp(kind) else cast
     except pa.ArrowException as error:
+        if (row := find_first_failing(values, kind)) is not None:
+            value = values[row].as_py()
+            raise BadValue(row, f"holds {value!r}, beyond times of 64 bits", _MEND) from error
         reason = str(error).splitlines()[0][:120]
         raise BadValue(None, f"holds {values.type}, not times ({reason})", _MEND) from error
 

@@ -32,13 +32,18 @@ def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, mend: str) -> p
     try:
         return values.cast(kind)
     except pa.ArrowInvalid as error:
-        row = _find_first_failing(values, kind)
+        row = find_first_failing(values, kind) or 0
         text = values[row].as_py()[:80]
         raise BadValue(row, f"holds {text!r}, not {wanted}", mend) from error
 
 
-def _find_first_failing(values: pa.Array, kind: pa.DataType) -> int:
-    """The first value that cannot be cast, where one cannot, by halves."""
+def find_first_failing(values: pa.Array, kind: pa.DataType) -> int | None:
+    """The first value that cannot be cast, where one cannot, by halves; None if it is their type
+    that does not allow it."""
+    try:
+        values.slice(0, 0).cast(kind)
+    except pa.ArrowException:
+        return None
     low, high = 0, len(values)  # it is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import isnan
 from typing import Any
 
 from rich.console import Console
@@ -32,6 +33,18 @@ def print_quality(
             row.append(f"{model[metric] / base:.2f}" if base else "-")
         table.add_row(*row)
     console.print(table)
+    if undefined := [name for name in model if _lacks_classes(name, model)]:
+        console.print(
+            f"{', '.join(undefined)}: not defined, since no user has candidates of both classes",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _lacks_classes(name: str, model: Mapping[str, float]) -> bool:
+    """Whether a GAUC is undefined, as with leave-one-out, although the AUC over all is not."""
+    whole = model.get(name.removeprefix("g"), float("nan"))
+    return name.startswith("gauc/") and isnan(model[name]) and not isnan(whole)
 
 
 def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
