@@ -18,6 +18,8 @@ from freescale.transport.shared_gpu import count_sharing
 # Bytes of a piece: an engine of the GPU ends one copy before it begins another, and this one takes
 # some 80 us of the bus.
 _PIECE = 4 << 20
+# By device: bytes that copies of one moment have taken. torch keeps them for the next.
+_taken_before: dict[torch.device, int] = {}
 
 
 class HostCopies:
@@ -28,6 +30,7 @@ class HostCopies:
         None."""
         self._device = device
         self._room = find_room(device) if room is None else room
+        self._used = 0  # of it
         self._kept: list[tuple[Tensor, Tensor]] = []  # (in host memory, what it will hold)
         self._taken: list[torch.cuda.Event] = []
 
@@ -73,25 +76,25 @@ class HostCopies:
 
     def _keep(self, value: Tensor) -> Tensor | None:
         """A copy on the device, or None for want of room."""
-        if value.nbytes > self._room:
+        if self._used + value.nbytes > self._room:
             return None
         try:
             kept = value.clone(memory_format=torch.contiguous_format)
         except torch.OutOfMemoryError:  # somebody else has the room by now
             self._room = 0
             return None
-        self._room -= value.nbytes
+        self._used += value.nbytes
+        _taken_before[self._device] = max(self._used, _taken_before.get(self._device, 0))
         return kept
 
 
 def find_room(device: torch.device) -> int:
-    """Bytes of a GPU that copies may take for a while: half of this rank's share of what is
-    free."""
+    """Bytes of a GPU that copies may take for a while: half of this rank's share of what is free,
+    or as much as they once had. What torch holds beside that is for the next step."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free // count_sharing() + unused) // 2
+    return max(free // count_sharing() // 2, _taken_before.get(device, 0))
 
 
 def _is_on_host(value: Tensor) -> bool:
