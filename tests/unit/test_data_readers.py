@@ -163,6 +163,7 @@ def decode(path: Path) -> dict[str, dict[int, str]]:
     [
         pytest.param([7, 196, 7], True, "item_id -> item (integers)", id="integers"),
         pytest.param(["7", "x", "7"], False, "(2 strings)", id="strings"),
+        pytest.param(["7.0", "x", "7.5"], False, "(3 strings)", id="points"),
         pytest.param(["7", "007", "0x7"], False, "strings, with leading zeros", id="zeros"),
         pytest.param([7, -1, 7], False, "some of them negative; numbered anew", id="negative"),
         pytest.param([7, 10**9, 7], False, "integers up to 1,000,000,000; numbered", id="huge"),
@@ -181,6 +182,17 @@ def test_integer_ids_stay_and_others_are_coded(tmp_path, monkeypatch, items, sta
     ]
     assert bool(texts) != stay and words in file.read_as[0]
     assert file.num_items == (max(items) + 1 if stay else len(set(items)))
+
+
+def test_whole_numbers_with_a_point_are_integers_as_in_parquet(tmp_path):
+    """As programs write integers of a column with gaps; texts like them are none."""
+    content = "user_id,item_id,timestamp\n5.0,12.0,1\n5.00,0.0,2\n5,12,3\n"
+    assert read(write(tmp_path / "y.csv", content)) == [(5, 12, 1), (5, 0, 2), (5, 12, 3)]
+    floats = {"user_id": [5.0] * 3, "item_id": [12.0, 0.0, 12.0], "timestamp": [1, 2, 3]}
+    pq.write_table(pa.table(floats), tmp_path / "y.parquet")
+    assert read(tmp_path / "y.parquet") == read(tmp_path / "y.csv")
+    strings = write(tmp_path / "z.csv", content + "5,07.0,4\n")
+    assert decode(prepare(strings, tmp_path / "cache"))["item_id"][0] == "12.0"
 
 
 def test_a_catalogue_is_huge_when_most_of_its_rows_would_be_unused():
@@ -340,6 +352,28 @@ def test_folders_and_patterns(tmp_path):
         (tmp_path / "logs").mkdir(exist_ok=True)
         write(tmp_path / "logs" / f"{part}.csv", f"user,item,time\n{ord(part)},2,3\n")
     assert read(tmp_path / "logs") == read(tmp_path / "logs" / "*.csv") == [(97, 2, 3), (98, 2, 3)]
+
+
+def test_empty_files_among_others_are_left_out_and_counted(tmp_path):
+    (tmp_path / "logs").mkdir()
+    write(tmp_path / "logs" / "a.csv", "")
+    write(tmp_path / "logs" / "b.csv", "user,item,time\n1,2,3\n1,4,5\n")
+    assert read(tmp_path / "logs") == [(1, 2, 3), (1, 4, 5)]
+    assert (
+        "1 empty file left out"
+        in HistoriesFile(prepare(tmp_path / "logs", tmp_path / "cache")).read_as
+    )
+    first = shard(tmp_path / "hub" / "part-0.parquet")
+    shard(tmp_path / "hub" / "part-1.parquet", (1, 2, 3))
+    assert read(tmp_path / "hub") == [(1, 2, 3)]
+    with pytest.raises(ValueError, match="part-0.parquet: the file has no events"):
+        read(first)
+
+
+def test_columns_of_a_histories_file_are_not_named(tmp_path):
+    made = prepare(write(tmp_path / "y.csv", "user,item,time\n1,2,3\n1,4,5\n"), tmp_path / "cache")
+    with pytest.raises(ValueError, match="a histories file, .* leave --columns out"):
+        prepare(made, tmp_path / "cache", columns="user=who,item=what,time=when")
 
 
 def test_numeric_columns_with_gaps_are_left_out_and_named(tmp_path):

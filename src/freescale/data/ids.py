@@ -59,6 +59,8 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     """
     refuse_nulls(values)
     if is_text(values.type):
+        if not signed:  # those of dynamic tables are told apart one by one, in whatever block
+            values = _drop_zeros_behind_points(values)
         try:
             numbers = values.cast(pa.int64())
         except pa.ArrowInvalid:
@@ -93,6 +95,15 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     if not signed and len(numbers) and pc.min(numbers).as_py() < 0:
         raise NotIntegers("integers, some of them negative")
     return numbers
+
+
+def _drop_zeros_behind_points(texts: pa.Array) -> pa.Array:
+    """Whole numbers with a point, 12.0, as programs write integers of a column with gaps: 12, as in
+    a Parquet file of floats. Other texts stay as they are."""
+    whole = pc.match_substring_regex(texts, r"^-?\d+\.0+$")
+    if not pc.any(whole).as_py():
+        return texts
+    return pc.if_else(whole, pc.replace_substring_regex(texts, r"\.0+$", ""), texts)
 
 
 def _refuse_words_for_nothing(texts: pa.Array) -> None:

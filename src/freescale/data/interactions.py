@@ -43,7 +43,7 @@ from freescale.data.ids import (
 from freescale.data.labels import find_non_label, make_label
 from freescale.data.layouts import Layout
 from freescale.data.sources import SourceFile, find_files
-from freescale.data.tables import TableBlock, lay_out, list_side_columns, read_tables
+from freescale.data.tables import TableBlock, is_empty, lay_out, list_side_columns, read_tables
 from freescale.data.timestamps import (
     FinerTimes,
     TimestampFormat,
@@ -74,7 +74,12 @@ class Interactions(Iterator[pa.RecordBatch]):
         `vocabulary` of them is wanted."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
-        self.files = list(files)
+        self.files = [file for file in files if not is_empty(file)]
+        self.empty_files = len(files) - len(self.files)  # as programs that write in parts leave
+        if not self.files:
+            raise ValueError(
+                f"{files[0]}: the file has no events (0 rows); give a file with events"
+            )
         self._drop = missing == "drop"
         self._any_ids, self._keeps_texts = any_ids, vocabulary
         given = parse_columns(columns)

@@ -81,6 +81,10 @@ def prepare(
                 f"{files[0]}: a histories file, and labels are made of interactions only: "
                 f"{', '.join(rules)}; name a label column, or give the interactions"
             )
+        if columns:
+            raise ValueError(
+                f"{files[0]}: a histories file, whose columns have their names; leave --columns out"
+            )
         return HistoriesFile(files[0].path, num_items, any_ids).path
     interactions = Interactions(files, format, columns, labels, missing, any_ids, vocabulary)
     paths = [file.path for file in files]

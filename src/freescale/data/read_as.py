@@ -32,6 +32,8 @@ def describe_interactions(interactions: Interactions) -> list[str]:
         why = f" (with missing values: {', '.join(gaps)})" if gaps else ""
         shown = ", ".join(name or "one without a name" for name in left)
         lines.append(f"columns left out: {shown}{why}")
+    if count := interactions.empty_files:
+        lines.append(f"{count:,} empty file{'s' if count > 1 else ''} left out")
     if interactions.missing_rows:
         lines.append(f"{interactions.missing_rows:,} rows without user, item or time left out")
     return lines

@@ -51,7 +51,8 @@ def find_files(
         cache: The folder to which files behind URLs are copied.
 
     Raises:
-        ValueError: There is no such file, it is empty, or a folder or archive leaves a choice.
+        ValueError: There is no such file, all of them are empty, or a folder or archive leaves a
+            choice.
     """
     given = [source] if isinstance(source, str | Path) else list(source)
     if not given:
@@ -62,9 +63,8 @@ def find_files(
             found += _find_remote(str(one), cache)
         else:
             found += _find_local(Path(one))
-    for file in found:
-        if file.size == 0:
-            raise ValueError(f"{file}: the file is empty (0 bytes); give a file with events")
+    if all(file.size == 0 for file in found):
+        raise ValueError(f"{found[0]}: the file is empty (0 bytes); give a file with events")
     return found
 
 

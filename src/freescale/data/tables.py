@@ -114,6 +114,14 @@ def _starts_like_parquet(file: SourceFile) -> bool:
         return raw.read(4) == b"PAR1"
 
 
+def is_empty(file: SourceFile) -> bool:
+    """Whether the file has no bytes or, as Parquet, no rows."""
+    if not file.size or not file.is_parquet:
+        return not file.size
+    with _open_parquet(file) as opened:
+        return bool(opened.metadata.num_rows == 0)
+
+
 def _open_parquet(file: SourceFile) -> pq.ParquetFile:
     try:
         # not a whole column chunk at once
