@@ -13,7 +13,7 @@ from helpers.toys import Clicks, clicks_batch
 import freescale
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.finite_check import find_not_finite
-from freescale.train.checkpoint.host_copies import HostCopies, find_room
+from freescale.train.checkpoint.state_copies import StateCopies, find_room
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -134,7 +134,7 @@ def collect_state(parallel):
 def test_a_copy_in_pieces_is_the_whole(shape, dtype, is_copy, room):
     """Some of more than one piece; what the stream does later does not change them."""
     value = torch.randint(0, 2, shape, device="cuda").to(dtype)
-    expected, copies = value.cpu(), HostCopies(value.device, room)
+    expected, copies = value.cpu(), StateCopies(value.device, room)
     copied = copies.take(value.clone() if is_copy else value, is_copy=is_copy)
     copies.seal()
     value.zero_()
@@ -148,7 +148,7 @@ def test_a_copy_of_rows_that_lie_apart_is_finished_by_another_thread(room):
     """And only the first of two has room on the device."""
     turned = torch.rand(300, 200, device="cuda").t()
     other = torch.rand(200, 300, device="cuda")
-    expected, copies = [turned.cpu(), other.cpu()], HostCopies(turned.device, room)
+    expected, copies = [turned.cpu(), other.cpu()], StateCopies(turned.device, room)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         copied = [copies.take(turned), copies.take(other)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from freescale.streams import has_happened, record_event
-from freescale.transport.event_waits import HAPPENED, _find_query, load_poll, wait_for_event
+from freescale.transport.event_waits import HAPPENED, find_query, load_poll, wait_for_event
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,7 +20,7 @@ def test_an_event_has_happened_when_the_wait_is_over(cycles):
 
 
 def test_the_driver_tells_what_has_happened_and_what_not():
-    poll, query = load_poll(), _find_query()
+    poll, query = load_poll(), find_query()
     assert poll is not None and query is not None
     torch.cuda._sleep(50_000_000)
     event = record_event()

@@ -51,16 +51,16 @@ def test_a_thread_sleeps_for_what_has_not_happened_after_a_moment(
     poll, monkeypatch, number, sleeps
 ):
     """And asks torch, which raises it, for what went wrong."""
-    monkeypatch.setattr(event_waits, "_find_query", lambda: ANSWERS)
+    monkeypatch.setattr(event_waits, "find_query", lambda: ANSWERS)
     slept = []
     event = SimpleNamespace(cuda_event=number, synchronize=lambda: slept.append(number))
     wait_for_event(event)
     assert slept == [number] * sleeps
 
 
-@pytest.mark.parametrize("lacking", ["load_poll", "_find_query"])
+@pytest.mark.parametrize("lacking", ["load_poll", "find_query"])
 def test_without_a_compiler_or_driver_it_sleeps_at_once(monkeypatch, lacking):
-    monkeypatch.setattr(event_waits, "_find_query", lambda: ANSWERS)
+    monkeypatch.setattr(event_waits, "find_query", lambda: ANSWERS)
     monkeypatch.setattr(event_waits, lacking, lambda: None)
     slept = []
     wait_for_event(SimpleNamespace(cuda_event=HAPPENED, synchronize=lambda: slept.append(1)))

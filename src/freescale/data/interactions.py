@@ -77,9 +77,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         self.files = [file for file in files if not is_empty(file)]
         self.empty_files = len(files) - len(self.files)  # as programs that write in parts leave
         if not self.files:
-            raise ValueError(
-                f"{files[0]}: the file has no events (0 rows); give a file with events"
-            )
+            raise _explain_empty(files[0])
         self._drop = missing == "drop"
         self._any_ids, self._keeps_texts = any_ids, vocabulary
         given = parse_columns(columns)
@@ -170,9 +168,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if batch.num_rows:
                     yield batch
             if not events:
-                raise ValueError(
-                    f"{file}: the file has no events (0 rows); give a file with events"
-                )
+                raise _explain_empty(file)
             self._done += file.size
         self.fraction = 1.0
 
@@ -307,6 +303,10 @@ def read_interactions(
         ValueError: A file is missing, empty, or not of the format. Reading raises it, too.
     """
     return Interactions(find_files(path, cache), format, columns, labels, missing)
+
+
+def _explain_empty(file: SourceFile) -> ValueError:
+    return ValueError(f"{file}: the file has no events (0 rows); give a file with events")
 
 
 def _describe_schema(schema: pa.Schema) -> str:

@@ -28,7 +28,7 @@ Poll = Callable[[Any, int, float], int]  # (cuEventQuery, event, seconds) -> its
 def wait_for_event(event: torch.cuda.Event) -> None:
     """Blocks the host: polls for a moment, then sleeps if the event was made with blocking=True.
     Without a compiler it sleeps at once."""
-    poll, query = load_poll(), _find_query()
+    poll, query = load_poll(), find_query()
     if poll is None or query is None or poll(query, event.cuda_event, _SPIN) != HAPPENED:
         event.synchronize()  # raises what went wrong
 
@@ -46,7 +46,7 @@ def _declare_poll(path: str) -> Poll:
 
 
 @cache
-def _find_query() -> int | None:
+def find_query() -> int | None:
     """The address of cuEventQuery; None without CUDA's driver."""
     try:
         return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuEventQuery, c_void_p).value

@@ -15,7 +15,6 @@ from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.compression_state import CompressionState
 from freescale.train.checkpoint.delta import Span, collect_changes, follow_changes
 from freescale.train.checkpoint.files import DELTA_FORMAT, FORMAT
-from freescale.train.checkpoint.host_copies import HostCopies
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
@@ -27,6 +26,7 @@ from freescale.train.checkpoint.model import (
     pack_extra,
 )
 from freescale.train.checkpoint.optimizer import pack_optimizer
+from freescale.train.checkpoint.state_copies import StateCopies
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Contents:
     state: dict[str, Any]
     untrained: set[str]  # tensors that may be infinite
     spans: dict[str, Span] | None  # of a delta: which rows of each table this rank writes
-    copies: HostCopies | None = None  # the tensors have their values once it is finished
+    copies: StateCopies | None = None  # the tensors have their values once it is finished
     _source: _Source | None = field(default=None, repr=False)  # until all is collected
 
     @staticmethod
@@ -70,7 +70,7 @@ class Contents:
         transport = model.transport
         tensors, state = collect_rest(model, optimizer, progress, reducer)
         state["format"] = DELTA_FORMAT if delta else FORMAT
-        copies = HostCopies(transport.device) if copy else None
+        copies = StateCopies(transport.device) if copy else None
         if copies is not None:
             tensors = {name: copies.take(value) for name, value in tensors.items()}
         tensors |= collect_random(transport)  # copies

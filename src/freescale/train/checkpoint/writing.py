@@ -18,7 +18,6 @@ from freescale.embedding.capture import Capture
 from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
 from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
-from freescale.train.checkpoint.host_copies import HostCopies
 from freescale.train.checkpoint.on_all_ranks import (
     CheckpointWriter,
     describe_error,
@@ -26,6 +25,7 @@ from freescale.train.checkpoint.on_all_ranks import (
     run_on_all_ranks,
     run_on_rank_0,
 )
+from freescale.train.checkpoint.state_copies import StateCopies
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.threads import start_thread
@@ -62,7 +62,7 @@ def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Tra
     return checksum
 
 
-def await_rows(capture: Capture, copies: HostCopies) -> None:
+def await_rows(capture: Capture, copies: StateCopies) -> None:
     """Waits for the copies of the rows, and of all else. ValueError if they could not be made."""
     try:
         capture.wait()

@@ -27,8 +27,8 @@ from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.contents import collect_rest
-from freescale.train.checkpoint.host_copies import HostCopies
 from freescale.train.checkpoint.model import collect_random
+from freescale.train.checkpoint.state_copies import StateCopies
 from freescale.train.snapshot.state_file import StateFile
 
 CONSUMER = "snapshots"  # under which rows are marked as changed, with the name of who wants them
@@ -47,7 +47,7 @@ class SnapshotContents:
     spare: StateFile | None  # that will be a copy of it, if the other one is not current
     changes: bool  # whether the file needs only the rows that have changed
     sends: str  # to a buddy: "nothing", "changes", "whole"
-    copies: HostCopies  # to be finished before `write`
+    copies: StateCopies  # to be finished before `write`
     sent: dict[str, Tensor] = field(default_factory=dict)  # by table: the rows that go there
     marks: dict[str, Tensor] = field(default_factory=dict)  # [rows], not yet as bits
     _failure: OSError | None = None
@@ -67,7 +67,7 @@ class SnapshotContents:
     ) -> SnapshotContents:
         """Everything but the rows of sharded tables. From now on changes of rows are marked."""
         shared, state = collect_rest(model, optimizer, progress, reducer)
-        copies = HostCopies(model.transport.device)
+        copies = StateCopies(model.transport.device)
         rest = {f"rest/{name}": copies.take(value) for name, value in shared.items()}
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}
         state["marks"] = []

@@ -22,7 +22,7 @@ _PIECE = 4 << 20
 _taken_before: dict[torch.device, int] = {}
 
 
-class HostCopies:
+class StateCopies:
     """`take` and `seal` on the threads and streams that have the state; then `finish`, on any."""
 
     def __init__(self, device: torch.device, room: int | None = None) -> None:

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from freescale.train.checkpoint import host_copies
-from freescale.train.checkpoint.host_copies import HostCopies, find_room
+from freescale.train.checkpoint import state_copies
+from freescale.train.checkpoint.state_copies import StateCopies, find_room
 from freescale.transport.shared_gpu import PART, count_sharing
 
 CPU = torch.device("cpu")
 
 
 def test_a_copy_keeps_its_value_and_what_is_a_copy_stays():
-    copies, value = HostCopies(CPU), torch.arange(6.0)
+    copies, value = StateCopies(CPU), torch.arange(6.0)
     copied, same = copies.take(value), copies.take(value, is_copy=True)
     copies.seal()
     value.zero_()
@@ -28,21 +28,17 @@ def test_a_copy_keeps_its_value_and_what_is_a_copy_stays():
 def test_copies_of_a_gpu_have_the_values_of_their_moment(room, monkeypatch):
     """In plain memory. Pieces of two numbers; what has room is brought when all is taken."""
     empty = torch.empty
-
-    def allocate(size, dtype, pin_memory):
-        return empty(size, dtype=dtype)
-
-    monkeypatch.setattr(host_copies, "_is_on_host", lambda value: False)
-    monkeypatch.setattr(host_copies, "_PIECE", 8)
+    monkeypatch.setattr(state_copies, "_is_on_host", lambda value: False)
+    monkeypatch.setattr(state_copies, "_PIECE", 8)
     monkeypatch.setattr(
-        host_copies.torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype)
+        state_copies.torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype)
     )
     done = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(host_copies, "record_event", lambda **_: done)
-    monkeypatch.setattr(host_copies, "new_stream", lambda device: None)
-    monkeypatch.setattr(host_copies.torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(state_copies, "record_event", lambda **_: done)
+    monkeypatch.setattr(state_copies, "new_stream", lambda device: None)
+    monkeypatch.setattr(state_copies.torch.cuda, "stream", lambda stream: nullcontext())
     values = [torch.rand(2, 3), torch.tensor(7.0), torch.rand(5), torch.rand(4, 3).t()]
-    expected, copies = [value.clone() for value in values], HostCopies(CPU, room)
+    expected, copies = [value.clone() for value in values], StateCopies(CPU, room)
     copied = [copies.take(value) for value in values]
     kept = torch.rand(7)
     copied.append(copies.take(kept, is_copy=True))
