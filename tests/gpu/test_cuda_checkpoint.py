@@ -139,7 +139,7 @@ def test_a_copy_in_pieces_is_the_whole(shape, dtype, is_copy, room):
     copies.seal()
     value.zero_()
     copies.finish()
-    assert copied.device.type == "cpu" and copied.is_pinned()
+    assert copied.device.type == "cpu" and (copied.is_pinned() or not copied.numel())
     assert torch.equal(copied, expected)
 
 
