@@ -15,6 +15,7 @@ import torch
 from freescale.bench.kernels import jagged, triton_jagged
 from freescale.embedding.layout import choose_stride, spread_ids
 from freescale.kernels.reference import division, rank_sums, row_sums, row_updates, rows, unique
+from freescale.kernels.reference import marks as reference_marks
 from freescale.kernels.row_gradients import RowGradients
 from freescale.kernels.triton import division as triton_division
 from freescale.kernels.triton import rank_sums as triton_rank_sums
@@ -128,6 +129,14 @@ def updated(module, name, weight, states, numbers, gradients, dtype=None):
     return tensors
 
 
+def mark_by_update(name, weight, states, numbers, gradients):
+    function, _, options = OPTIMIZERS[name]
+    marks = torch.zeros(len(weight), dtype=torch.uint8, device=weight.device)
+    tensors = [x.clone() for x in (weight, *states)]
+    getattr(triton_row_updates, function)(*tensors, numbers, gradients, **options, marks=marks)
+    return marks
+
+
 def setting(name, width, device, table=60, used=37, seed=0):
     torch.manual_seed(seed)
     states = [
@@ -150,6 +159,7 @@ def optimizer(name, width, device="cpu"):
     error = max(
         ((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)
     )
+    marks = mark_by_update(name, weight, states, numbers, gradients)
     apart = [weight, *states]
     for part in (slice(0, 1), slice(1, 20), slice(20, None)):
         padded = torch.cat([numbers[part], numbers.new_full((3,), -1)])
@@ -159,6 +169,7 @@ def optimizer(name, width, device="cpu"):
     others[numbers] = False
     return {
         "error": error,
+        "marks": torch.equal(marks == reference_marks.ALL, ~others) and not marks[others].any(),
         "others": all(
             torch.equal(a[others], b[others]) for a, b in zip(ours, (weight, *states), strict=True)
         ),
@@ -320,8 +331,12 @@ def summed_update(name, width, device="cpu"):
     second = updated(
         triton_row_updates, name, weight, states, *triton_row_sums.sum_sorted(few, values[:40])
     )
+    marks = mark_by_update(name, weight, states, ordered, values)
+    read = torch.zeros_like(marks)
+    reference_marks.mark_rows(read, index[index >= 0].long())
     return {
         "equal": all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True)),
+        "marks": torch.equal(marks, read),
         "few": all(torch.equal(a, b) for a, b in zip(first, second, strict=True)),
         "changed": not torch.equal(ours[0], weight),
     }

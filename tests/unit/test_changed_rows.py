@@ -74,10 +74,40 @@ def test_marks_in_c_are_those_of_torch(size):
     assert bindings.load_native() is not None, bindings.explain_missing_native()
     maker = torch.Generator().manual_seed(size)
     rows = torch.randint(-1, max(size, 1), (size // 3,), generator=maker)
-    mine, theirs = ([torch.zeros(size + 1, dtype=torch.bool) for _ in range(2)] for _ in range(2))
+    mine = torch.randint(0, 128, (size + 1,), dtype=torch.uint8, generator=maker)
+    theirs = mine.clone()
     native.mark_rows(mine, rows)
     plain.mark_rows(theirs, rows)
-    assert all(map(torch.equal, mine, theirs))
-    assert torch.equal(native.find_marks(mine[0][:size]), plain.find_marks(theirs[0][:size]))
-    everything = torch.ones(size, dtype=torch.bool)
-    assert torch.equal(native.find_marks(everything), torch.arange(size))
+    assert torch.equal(mine, theirs)
+    for bit in (1, 16, 128):
+        found = native.find_marks(mine[:size], bit)
+        assert torch.equal(found, plain.find_marks(theirs[:size], bit))
+        assert torch.equal(found, torch.tensor([r for r in range(size) if mine[r] & bit]).long())
+    everything = torch.full((size,), 255, dtype=torch.uint8)
+    assert torch.equal(native.find_marks(everything, 2), torch.arange(size))
+
+
+def test_a_ninth_consumer_is_refused_by_name():
+    changed = ChangedRows(SIZE, torch.device("cpu"))
+    for number in range(8):
+        changed.follow(f"consumer {number}")
+    with pytest.raises(ValueError, match=r"8 consumers at most.*consumer 8 cannot"):
+        changed.follow("consumer 8")
+    changed.forget("consumer 3")
+    changed.mark(torch.tensor([1]))
+    changed.follow("consumer 8")  # the bit of another, with what was marked for it
+    assert not len(changed.find("consumer 8", slice(0, SIZE)))
+    assert changed.find("consumer 4", slice(0, SIZE)).tolist() == [1]
+
+
+def test_marks_come_back_as_they_were():
+    changed = ChangedRows(SIZE, torch.device("cpu"))
+    for consumer in CONSUMERS:
+        changed.follow(consumer)
+    changed.mark(torch.tensor([2, 5, -1]))
+    kept = changed.get_marks("checkpoints")
+    changed.follow("checkpoints")
+    changed.mark(torch.tensor([7]))
+    changed.set_marks("checkpoints", kept)
+    assert changed.find("checkpoints", slice(0, SIZE)).tolist() == [2, 5]
+    assert changed.find("snapshots", slice(0, SIZE)).tolist() == [2, 5, 7]

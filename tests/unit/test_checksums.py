@@ -35,6 +35,14 @@ def draw(rows, width, dtype, seed=0):
 
 
 @pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)
+def test_threads_sum_what_one_sums(monkeypatch, rows, width, dtype):
+    value = draw(rows, width, dtype)
+    monkeypatch.setattr(native, "_PART", plain.BYTES)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert np.array_equal(native.sum_blocks(value), plain.sum_blocks(value))
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)
 def test_sums_and_copies(rows, width, dtype):
     value = draw(rows, width, dtype)
     expected = plain.sum_blocks(value)

@@ -21,7 +21,7 @@ from freescale.bench.faults.plan import KINDS, count_steps, order_worlds, plan_f
 from freescale.bench.faults.proof import compare_logs, compare_states, read_log
 from freescale.bench.faults.reporter import LAUNCHER
 from freescale.bench.faults.setting import read_ranks
-from freescale.train import launch
+from freescale.train import exit_status, launch
 
 ROW = {
     "world": 4,
@@ -242,12 +242,35 @@ class Rank:
         self.got.append(signal.SIGTERM)
         self.status = -signal.SIGTERM
 
+    def kill(self):
+        self.got.append(signal.SIGKILL)
+        self.status = -signal.SIGKILL
+
     def wait(self, timeout):
         return self.status
 
 
 def test_ranks_that_cannot_notice_a_failure_are_told(monkeypatch):
     monkeypatch.setattr(launch, "_NOTICE", 0.1)
-    waiting, killed = Rank(), Rank(-signal.SIGKILL)
+    waiting, failing = Rank(), Rank(1)
+    failed, _ = launch._watch([waiting, failing], seconds=5)
+    assert failed == (1, 1) and waiting.got == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number):
+    """They may wait for it where no signal reaches them."""
+    monkeypatch.setattr(launch, "_MOURN", 0.1)
+    waiting, killed = Rank(), Rank(-number)
     failed, _ = launch._watch([waiting, killed], seconds=5)
-    assert failed == (1, -signal.SIGKILL) and waiting.got == [signal.SIGTERM]
+    assert failed == (1, -number) and waiting.got == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize("statuses", [[-signal.SIGTERM], [exit_status.REQUEUE, -signal.SIGKILL]])
+def test_ranks_that_may_be_saving_are_not_killed(monkeypatch, statuses):
+    monkeypatch.setattr(launch, "_MOURN", 0.0)
+    monkeypatch.setattr(launch, "_NOTICE", 0.1)
+    monkeypatch.setattr(launch, "_GRACE", 0.3)
+    saving = Rank()
+    launch._watch([saving, *map(Rank, statuses)], seconds=5)
+    assert saving.got == [signal.SIGTERM]

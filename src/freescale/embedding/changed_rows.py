@@ -1,9 +1,11 @@
 """Which rows have changed: marks that row updates set and that consumers, each in its own time,
 take and clear.
 
-A consumer (differential checkpoints, for instance) has a set of marks of its own, so that one
-that takes its marks leaves those of the others alone. Marking is one kernel on the stream of the
-update and reads nothing on the host; finding the marked rows waits for the device.
+A consumer (differential checkpoints, for instance) has a bit of its own in the byte of each row, so
+that one that takes its marks leaves those of the others alone. To mark a row is to set them all:
+one store, by the kernel that updates the row where there is one, and nothing is read on the host.
+Finding the marked rows waits for the device. A consumer's bits are cleared on the thread and stream
+that update the rows: they lie in bytes that others set.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch import choose_marks
+from freescale.kernels.reference.marks import ALL
+
+_BITS = tuple(1 << number for number in range(8))
 
 
 class ChangedRows:
@@ -19,53 +24,67 @@ class ChangedRows:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self.device = size, device
-        # [size + 1] bool by consumer. The last one is that of row -1, which names none: kernels
-        # fill up with it what they cannot count on the host.
-        self._marks: dict[str, Tensor] = {}
+        # [size + 1] uint8, if there is a consumer. The last one is that of row -1, which names
+        # none: kernels fill up with it what they cannot count on the host.
+        self.marks: Tensor | None = None
+        self._bits: dict[str, int] = {}  # by consumer
 
     def follow(self, consumer: str) -> None:
         """From now on changes are marked for `consumer`; marks that it had are cleared."""
-        if consumer in self._marks:
-            self._marks[consumer].zero_()
-        else:
-            self._marks[consumer] = torch.zeros(
-                self._size + 1, dtype=torch.bool, device=self.device
-            )
+        if self.marks is None:
+            self.marks = torch.zeros(self._size + 1, dtype=torch.uint8, device=self.device)
+        if consumer not in self._bits:
+            free = [bit for bit in _BITS if bit not in self._bits.values()]
+            if not free:
+                raise ValueError(
+                    f"changes are marked for {len(_BITS)} consumers at most, and "
+                    f"{', '.join(self._bits)} have them: {consumer} cannot"
+                )
+            self._bits[consumer] = free[0]
+        self.marks.bitwise_and_(ALL - self._bits[consumer])
 
     def forget(self, consumer: str) -> None:
         """Marks nothing more for `consumer`."""
-        self._marks.pop(consumer, None)
+        self._bits.pop(consumer, None)
+        if not self._bits:
+            self.marks = None
 
     def is_followed(self, consumer: str) -> bool:
-        return consumer in self._marks
+        return consumer in self._bits
 
     @property
     def consumers(self) -> list[str]:
-        return list(self._marks)
+        return list(self._bits)
 
     def get_marks(self, consumer: str) -> Tensor:
-        """A copy of the marks [size] of a consumer."""
-        return self._marks[consumer][: self._size].clone()
+        """A copy of the marks [size] bool of a consumer."""
+        return self._get_bytes()[: self._size].bitwise_and(self._bits[consumer]).ne(0)
 
     def set_marks(self, consumer: str, marks: Tensor) -> None:
-        """Marks [size] of a consumer as they once were; from now on changes are marked for it."""
+        """Marks [size] bool of a consumer as they once were; from now on changes are marked for
+        it."""
         self.follow(consumer)
-        self._marks[consumer][: self._size].copy_(marks)
+        bits = marks.to(self.device, torch.uint8).mul_(self._bits[consumer])
+        self._get_bytes()[: self._size].bitwise_or_(bits)
 
     def mark(self, rows: Tensor) -> None:
         """Marks local rows [n], in any order and as often as they come; a row of -1 is none."""
-        if self._marks:
-            choose_marks(self.device).mark_rows(list(self._marks.values()), rows.long())
+        if self.marks is not None:
+            choose_marks(self.device).mark_rows(self.marks, rows.long())
 
     def mark_all(self) -> None:
         """Marks every row: something else than an update has written to them."""
-        for marks in self._marks.values():
-            marks.fill_(True)
+        if self.marks is not None:
+            self.marks.fill_(ALL)
 
     def find(self, consumer: str, part: slice) -> Tensor:
         """Marked rows [n] of a part, ascending and counted from its beginning. Waits for the
         device."""
         found: Tensor = choose_marks(self.device).find_marks(
-            self._marks[consumer][: self._size][part]
+            self._get_bytes()[: self._size][part], self._bits[consumer]
         )
         return found
+
+    def _get_bytes(self) -> Tensor:
+        assert self.marks is not None, "nobody follows the changes of these rows"
+        return self.marks

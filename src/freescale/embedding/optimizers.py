@@ -2,7 +2,7 @@
 
 Each is a small value object: what state a row needs, and how a set of unique rows is updated.
 `step` is the global step that made the gradients, counted from 1; `factor` scales the learning rate
-(its schedule).
+(its schedule). `marks` are those of changed rows, for tables whose kernels set them on the way.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class _Named:
         return type(self).__name__
 
 
+def _pass_on(marks: Tensor | None) -> dict[str, Tensor]:
+    """As an argument of kernels that know it."""
+    return {} if marks is None else {"marks": marks}
+
+
 @dataclass(frozen=True)
 class SGD(_Named):
     """Lazy SGD of table rows: row -= lr * gradient. `lr`: learning rate."""
@@ -71,8 +76,11 @@ class SGD(_Named):
         *,
         step: int,
         factor: float,
+        marks: Tensor | None = None,
     ) -> None:
-        choose_optimizers(weight).sgd(weight, rows, gradients, lr=self.lr * factor)
+        choose_optimizers(weight).sgd(
+            weight, rows, gradients, lr=self.lr * factor, **_pass_on(marks)
+        )
 
 
 @dataclass(frozen=True)
@@ -94,9 +102,16 @@ class Adagrad(_Named):
         *,
         step: int,
         factor: float,
+        marks: Tensor | None = None,
     ) -> None:
         choose_optimizers(weight).adagrad(
-            weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
+            weight,
+            state["sum"],
+            rows,
+            gradients,
+            lr=self.lr * factor,
+            eps=self.eps,
+            **_pass_on(marks),
         )
 
 
@@ -119,9 +134,16 @@ class RowWiseAdagrad(_Named):
         *,
         step: int,
         factor: float,
+        marks: Tensor | None = None,
     ) -> None:
         choose_optimizers(weight).rowwise_adagrad(
-            weight, state["sum"], rows, gradients, lr=self.lr * factor, eps=self.eps
+            weight,
+            state["sum"],
+            rows,
+            gradients,
+            lr=self.lr * factor,
+            eps=self.eps,
+            **_pass_on(marks),
         )
 
 
@@ -145,6 +167,7 @@ class Adam(_Named):
         *,
         step: int,
         factor: float,
+        marks: Tensor | None = None,
     ) -> None:
         choose_optimizers(weight).adam(
             weight,
@@ -156,6 +179,7 @@ class Adam(_Named):
             betas=self.betas,
             eps=self.eps,
             step=step,
+            **_pass_on(marks),
         )
 
 
@@ -178,8 +202,9 @@ class CountedAdam(Adam):
         *,
         step: int,
         factor: float,
+        marks: Tensor | None = None,
     ) -> None:
-        assert isinstance(rows, Tensor)
+        assert isinstance(rows, Tensor) and marks is None
         counted_adam(
             weight,
             state["first"],

@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec, find_ids
-from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer
+from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from freescale.kernels.dispatch import (
     choose_optimizers,
     gather_rows,
@@ -30,6 +30,8 @@ from freescale.kernels.dispatch import (
 )
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.random import derive, hash_name, normal
+
+_OURS = (SGD.update, Adagrad.update, RowWiseAdagrad.update, Adam.update)
 
 
 class Recorder(Protocol):
@@ -79,6 +81,7 @@ class RowStorage(ABC):
     weight: Tensor
     state: dict[str, Tensor]
     chunk_rows = 2048  # of `iterate_chunks`
+    slots_are_rows = True  # a local row is its slot
     keeps_slots = True  # what is resident stays where it is when all rows are replaced
 
     def __init__(
@@ -129,27 +132,35 @@ class RowStorage(ABC):
         is none."""
         if clip is not None:
             gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
-        self._mark(slots)
-        self.optimizer.update(self.weight, self.state, slots, gradients, step=step, factor=factor)
+        self._update(slots, gradients, step=step, factor=factor)
 
     def update_readings(
         self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
     ) -> None:
         """Slots, sorted, and the gradients [n, width] of all that read them: `update` by the sum of
         each row's. In one go where that gives the same bits."""
-        optimizer = self.optimizer
-        if clip is None and isinstance(optimizer, (SGD, Adagrad, Adam)) and self._sums_on_the_way:
-            self._mark(slots.rows)
-            optimizer.update(self.weight, self.state, slots, gradients, step=step, factor=factor)
+        if clip is None and self._has_kernel and not isinstance(self.optimizer, RowWiseAdagrad):
+            self._update(slots, gradients, step=step, factor=factor)
             return
         numbers, sums = sum_sorted(slots, gradients)
         self.update(numbers, sums, step=step, factor=factor, clip=clip)
 
+    def _update(
+        self, slots: Tensor | SortedRows, gradients: Tensor, *, step: int, factor: float
+    ) -> None:
+        """The rows are marked on the way where a kernel updates them."""
+        options: dict[str, Any] = {"step": step, "factor": factor}
+        if self._has_kernel and self.slots_are_rows:
+            options["marks"] = self.changed.marks
+        else:
+            self._mark(slots.rows if isinstance(slots, SortedRows) else slots)
+        self.optimizer.update(self.weight, self.state, slots, gradients, **options)
+
     @property
-    def _sums_on_the_way(self) -> bool:
-        """Whether the optimizer takes the place of a sum: one of ours that works entry by entry."""
-        ours = type(self.optimizer).update in (SGD.update, Adagrad.update, Adam.update)
-        return ours and keeps_gradients(self.weight)
+    def _has_kernel(self) -> bool:
+        """Whether the optimizer is one of ours, by a kernel that also marks rows and, where it
+        works entry by entry, takes the place of a sum."""
+        return type(self.optimizer).update in _OURS and keeps_gradients(self.weight)
 
     def _mark(self, slots: Tensor) -> None:
         """The rows in slots [n] are about to change."""

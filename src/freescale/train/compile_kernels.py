@@ -22,7 +22,7 @@ from freescale.data.negatives import choose_log_q, choose_negatives
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
-from freescale.embedding.storage import DeviceStorage, TableRange
+from freescale.embedding.storage import DeviceStorage, TableRange, UpdateOptions
 from freescale.kernels import dispatch
 from freescale.kernels.reference.division import MarkedRows
 from freescale.kernels.reference.row_sums import SortedRows
@@ -139,19 +139,15 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
             dispatch.read_rows(read, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.zeros(numbers.numel(), width, device=device)
     dispatch.sum_duplicates(numbers, gradients)
-    call_local_tables(config, weight, numbers.to(torch.int32), gradients)
-    optimizer = build_row_optimizer(config)
-    state = {
-        name: torch.zeros(ITEMS, *shape, device=device)
-        for name, shape in optimizer.state_shapes(width).items()
-    }
-    if train.row_clip is not None:
-        dispatch.choose_optimizers(weight).clip_rows(gradients, train.row_clip)
-    for step in (1, 10**9):  # Adam's correction is computed in two ways
-        for rows in (numbers, numbers.to(torch.int32)):  # of other ranks; of a copy on one rank
-            optimizer.update(weight, state, rows, gradients, step=step, factor=0.5)
+    call_local_tables(numbers.to(torch.int32), weight, gradients)
+    rows = TableRange(TableSpec("item", ITEMS, width, weight.dtype, ()), 0, 0, ITEMS)
+    storage = DeviceStorage([rows], ITEMS, build_row_optimizer(config), device)
+    call_updates(storage, numbers, gradients, train.row_clip)
+    if train.full_every > 1 or train.snapshot_every is not None:  # from the first of them on
+        storage.changed.follow("whoever wants to know")
+        call_updates(storage, numbers, gradients, train.row_clip)
     if "direct" in train.placement:
-        for table in (weight, *state.values()):
+        for table in (weight, *storage.state.values()):
             row_copies.copy_rows(table, numbers[:ITEMS], table.clone(), numbers[:ITEMS])
 
 
@@ -210,30 +206,30 @@ def call_row_exchange(config: RunConfig, device: torch.device) -> None:
         row_exchange.swap_rows(state, keys, torch.zeros_like(state[: keys.numel()]))
 
 
-def call_local_tables(
-    config: RunConfig, weight: Tensor, numbers: Tensor, gradients: Tensor
-) -> None:
+def call_local_tables(numbers: Tensor, weight: Tensor, gradients: Tensor) -> None:
     """What a table does on a single rank: it is read where it is, and gradients are summed by
     row."""
-    ids, train = numbers.long(), config.train
+    ids = numbers.long()
     triton_row_sums.spread_ids(ids, numbers, choose_stride(ITEMS), ITEMS, 0)
     dispatch.deduplicate(numbers, ids[:0])
-    optimizer = build_row_optimizer(config)
-    rows = TableRange(TableSpec("item", ITEMS, weight.shape[1], weight.dtype, ()), 0, 0, ITEMS)
-    storage = DeviceStorage([rows], ITEMS, optimizer, weight.device)
     for count in (numbers.numel(), ITEMS):  # long sums go in chunks
         dispatch.sum_by_row(gradients[:count], numbers[:count], ITEMS)
         dispatch.sum_by_row(
             gradients[:count], numbers[:count], ITEMS, onto=torch.zeros_like(weight[:ITEMS])
         )
-        for step in (1, 10**9):
-            storage.update_readings(
-                SortedRows.of(numbers[:count]),
-                gradients[:count],
-                step=step,
-                factor=0.5,
-                clip=train.row_clip,
-            )
+
+
+def call_updates(
+    storage: DeviceStorage, numbers: Tensor, gradients: Tensor, clip: float | None
+) -> None:
+    """By sums of other ranks, and by those of a single one."""
+    fewer = numbers.to(torch.int32)
+    for step in (1, 10**9):  # Adam's correction is computed in two ways
+        options: UpdateOptions = {"step": step, "factor": 0.5, "clip": clip}
+        for rows in (numbers, fewer):  # of other ranks; of a copy on one rank
+            storage.update(rows, gradients, **options)
+        for count in (numbers.numel(), ITEMS):  # long sums go in chunks
+            storage.update_readings(SortedRows.of(fewer[:count]), gradients[:count], **options)
 
 
 def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:

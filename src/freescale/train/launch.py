@@ -30,6 +30,9 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 # seconds that the other ranks have to notice a failure by themselves; then they get SIGTERM: ranks
 # that were about to meet the one that failed notice nothing
 _NOTICE = 4.0
+# the same after a signal has killed one, until all are killed: none of them has an error to tell,
+# and those that wait for it in a GPU's collective would notice after their --timeout
+_MOURN = 1.0
 _GRACE = 20.0  # seconds after a failure until they are stopped
 
 
@@ -255,8 +258,8 @@ def _relay(
 def _watch(
     processes: Sequence[RankProcess], seconds: float | None
 ) -> tuple[tuple[int, int] | None, float]:
-    """Waits for all. On the first failure the others get a grace, then are stopped. Returns (rank,
-    status) of the failure, and when there was one.
+    """Waits for all. On the first failure the others get a grace, then are stopped: a short one
+    after a death. Returns (rank, status) of the failure, and when there was one.
 
     A rank that a signal killed is the cause of what the others report, also when they were quicker
     to end.
@@ -275,7 +278,14 @@ def _watch(
             _stop(processes)
             order = sorted(failures, key=lambda failure: (failure[1] >= 0, _is_stop(failure[1])))
             return (order[0] if order else None), when
-        if since > _NOTICE and not told and not any(_is_stop(status) for _, status in failures):
+        stops = any(_is_stop(status) for _, status in failures)
+        dead = any(_is_killed(status) for _, status in failures)
+        if since > _MOURN and not told and dead and not stops:
+            told = True
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+        if since > _NOTICE and not told and not stops:
             told = True
             for process in processes:
                 if process.poll() is None:
@@ -291,6 +301,12 @@ def _watch(
 
 def _is_stop(status: int) -> bool:
     return status == REQUEUE or status > 128
+
+
+def _is_killed(status: int) -> bool:
+    """By a signal that nobody can answer, or that no run asks for: a crash, the system short of
+    memory."""
+    return status < 0 and -status not in SIGNALS
 
 
 def _stop(processes: Sequence[RankProcess]) -> None:

@@ -4,7 +4,8 @@ Snapshots are first taken at the pace of `auto`, until their interval has settle
 timed at that interval and at a given one. What they add is the sum of two medians: what the steps
 that feel a snapshot take more than others of its turn, over the steps between two; and what steps
 take more while rows are marked, where a few steps with marking and a few without alternate. The
-time inside the calls that mark is a column of its own. Then the same state is restored from memory,
+time inside the calls that mark is a column of its own: none where kernels mark the rows that they
+update. Then the same state is restored from memory,
 and from a checkpoint whose files are synced and dropped from the page cache; both verify what they
 read.
 """
@@ -210,16 +211,16 @@ class Measured:
         """Seconds of steps, by whether rows are marked. The files lack the changes of steps
         without."""
         changed = self.changed
-        marks = [each._marks for each in changed]
+        marks = [each.marks for each in changed]
         found: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * count // _RUN):
             marking = number % 2 == 0
             for each, of in zip(changed, marks, strict=True):
-                each._marks = of if marking else {}
+                each.marks = of if marking else None
             # the first step of a run updates some rows of the step before
             found[marking] += self.make_steps(_RUN, snapshots=False).seconds[1:]
         for each, of in zip(changed, marks, strict=True):
-            each._marks = of
+            each.marks = of
         return found
 
     def _synchronize(self) -> None:

@@ -74,6 +74,8 @@ def raise_on_all_ranks(error: Exception | None, transport: Transport) -> None:
 class CachedStorage(RowStorage):
     """A home for all rows, a cache for those that are used."""
 
+    slots_are_rows = False
+
     def __init__(
         self,
         ranges: list[TableRange],

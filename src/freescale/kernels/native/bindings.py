@@ -91,9 +91,9 @@ class NativeLibrary:
         self.sum_by_place = _declare(library.sum_by_place, *[size] * 2, *[at] * 2, size, at)
         self.copy_rows = _declare(library.copy_rows, *[size] * 2, *[at] * 4, size)
         self.put_rows = _declare(library.put_rows, *[size] * 2, *[at] * 3)
-        self.mark_rows = _declare(library.mark_rows, size, at, *[size] * 2, at)
-        self.count_marks = _declare(library.count_marks, size, at, returns=size)
-        self.find_marks = _declare(library.find_marks, size, *[at] * 2)
+        self.mark_rows = _declare(library.mark_rows, *[size, at] * 2)
+        self.count_marks = _declare(library.count_marks, size, at, size, returns=size)
+        self.find_marks = _declare(library.find_marks, size, at, size, at)
         self.sum_blocks = _declare(library.sum_blocks, size, *[at] * 4)
         self.replace_rows = _declare(
             library.replace_rows, *[size] * 2, *[at] * 2, flag, at, size, *[at] * 2

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from freescale.kernels.native.bindings import (
-    address,
-    list_addresses,
-    load_native,
-    require_native,
-)
+from freescale.kernels.native.bindings import address, load_native, require_native
 
 
 def is_there(device: torch.device) -> bool:
@@ -20,18 +13,18 @@ def is_there(device: torch.device) -> bool:
     return device.type == "cpu" and load_native() is not None
 
 
-def mark_rows(marks: Sequence[Tensor], rows: Tensor) -> None:
+def mark_rows(marks: Tensor, rows: Tensor) -> None:
     """As the reference."""
     rows = rows.contiguous()
-    size = marks[0].numel()
-    assert rows.dtype == torch.int64 and all(each.numel() == size for each in marks)
-    require_native().mark_rows(rows.numel(), address(rows), size, len(marks), list_addresses(marks))
+    assert rows.dtype == torch.int64 and marks.dtype == torch.uint8 and marks.is_contiguous()
+    require_native().mark_rows(rows.numel(), address(rows), marks.numel(), address(marks))
 
 
-def find_marks(marks: Tensor) -> Tensor:
+def find_marks(marks: Tensor, bit: int) -> Tensor:
     """As the reference."""
-    assert marks.is_contiguous() and marks.dtype == torch.bool
+    assert marks.is_contiguous() and marks.dtype == torch.uint8
     library = require_native()
-    found = torch.empty(library.count_marks(marks.numel(), address(marks)), dtype=torch.int64)
-    library.find_marks(marks.numel(), address(marks), address(found))
+    size, at = marks.numel(), address(marks)
+    found = torch.empty(library.count_marks(size, at, bit), dtype=torch.int64)
+    library.find_marks(size, at, bit, address(found))
     return found

@@ -1,19 +1,18 @@
-"""Marks of rows: which of them have changed."""
+"""Marks of rows: which of them have changed, for up to eight who want to know, each with a bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-
-def mark_rows(marks: Sequence[Tensor], rows: Tensor) -> None:
-    """Sets rows [n] int64, in any order and as often as they come, in each of some marks [size]
-    bool; a row of -1 is the last one."""
-    for each in marks:
-        each.index_fill_(0, rows, True)
+ALL = 255  # bits of a row that has changed
 
 
-def find_marks(marks: Tensor) -> Tensor:
-    """The rows [n] int64 that are set in marks [size], ascending."""
-    return marks.nonzero().view(-1)
+def mark_rows(marks: Tensor, rows: Tensor) -> None:
+    """Sets all bits of rows [n] int64, in any order and as often as they come, in marks [size]
+    uint8; a row of -1 is the last one."""
+    marks.index_fill_(0, rows, ALL)
+
+
+def find_marks(marks: Tensor, bit: int) -> Tensor:
+    """The rows [n] int64 that have a bit set in marks [size], ascending."""
+    return marks.bitwise_and(bit).nonzero().view(-1)

@@ -9,6 +9,8 @@ In the place of unique rows and their gradients the optimizers take `SortedRows`
 of all that read them, and sum those of a row on the way: the bits of `row_sums.sum_sorted` and an
 update by its results, without memory for the sums. Not so `rowwise_adagrad`, which adds up the
 entries of a row as well: in which order depends on the kernel around it.
+
+With `marks`, those of `reference.marks`, they mark the rows that they update.
 """
 
 from __future__ import annotations
@@ -55,8 +57,15 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
     return gradients
 
 
-def sgd(weight: Tensor, rows: Tensor | SortedRows, gradients: Tensor, *, lr: float) -> None:
-    _update("sgd_kernel", SGD, (weight,), rows, gradients, lr=lr)
+def sgd(
+    weight: Tensor,
+    rows: Tensor | SortedRows,
+    gradients: Tensor,
+    *,
+    lr: float,
+    marks: Tensor | None = None,
+) -> None:
+    _update("sgd_kernel", SGD, (weight,), rows, gradients, marks, lr=lr)
 
 
 def adagrad(
@@ -67,6 +76,7 @@ def adagrad(
     *,
     lr: float,
     eps: float,
+    marks: Tensor | None = None,
 ) -> None:
     """total [n, width]: running sum of squared gradients."""
     _update(
@@ -75,6 +85,7 @@ def adagrad(
         (weight, total),
         rows,
         gradients,
+        marks,
         lr=lr,
         eps=eps,
         FUSED=SQUARES_FUSED,
@@ -82,7 +93,14 @@ def adagrad(
 
 
 def rowwise_adagrad(
-    weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
+    weight: Tensor,
+    total: Tensor,
+    rows: Tensor,
+    gradients: Tensor,
+    *,
+    lr: float,
+    eps: float,
+    marks: Tensor | None = None,
 ) -> None:
     """total [n]: running sum of each row's mean squared gradient."""
     inverse = 1 / max(1, weight.shape[-1])
@@ -92,6 +110,7 @@ def rowwise_adagrad(
         (weight, total),
         rows,
         gradients,
+        marks,
         lr=lr,
         eps=eps,
         inverse=inverse,
@@ -109,6 +128,7 @@ def adam(
     betas: tuple[float, float],
     eps: float,
     step: int,
+    marks: Tensor | None = None,
 ) -> None:
     """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step,
     counted from 1."""
@@ -131,6 +151,7 @@ def adam(
         (weight, first, second),
         rows,
         gradients,
+        marks,
         **numbers,
         SMALL=bool(abs(share) < 0.5),
     )
@@ -142,6 +163,7 @@ def _update(
     tensors: tuple[Tensor, ...],
     rows: Tensor | SortedRows,
     gradients: Tensor,
+    marks: Tensor | None,
     **options: Any,
 ) -> None:
     weight = tensors[0]
@@ -186,6 +208,7 @@ def _update(
             gradients,
             order,
             partial,
+            marks,
             numbers.numel(),
             **options,
             SORTED=order is not None,

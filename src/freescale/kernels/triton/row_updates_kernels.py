@@ -17,12 +17,13 @@ from freescale.kernels.triton.rows_kernels import _locate_rows
 
 @triton.jit
 def _take_gradients(
-    rows, gradients, order, partial, count, SORTED: tl.constexpr,
+    rows, gradients, order, partial, marks, count, SORTED: tl.constexpr,
     CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """(places in the table, gradients, which are there, rows, which of them) of a program's rows.
-    SORTED: the gradients are those of all that read a row, and are summed here."""
+    SORTED: the gradients are those of all that read a row, and are summed here. Marks the rows, if
+    there are marks."""
     if SORTED:
         _, row, known, gradient = sum_rows(
             gradients, rows, order, partial, count, CHUNK, STEPS, UNROLL, WIDTH, R, W
@@ -33,6 +34,8 @@ def _take_gradients(
     else:
         place, source, there, row, known = _locate_rows(rows, count, WIDTH, R, W)
         gradient = tl.load(gradients + source, mask=there, other=0.0)
+    if marks is not None:
+        tl.store(marks + row, tl.full([R], 255, tl.uint8), mask=known)
     return place, gradient, there, row, known
 
 
@@ -52,12 +55,12 @@ def clip_kernel(gradients, count, limit, WIDTH: tl.constexpr, R: tl.constexpr, W
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def sgd_kernel(
-    weight, rows, gradients, order, partial, count, lr,
+    weight, rows, gradients, order, partial, marks, count, lr,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     place, gradient, there, _, _ = _take_gradients(
-        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+        rows, gradients, order, partial, marks, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
     )
     value = tl.load(weight + place, mask=there)
     tl.store(weight + place, tl.fma(gradient, -lr, value), mask=there)
@@ -69,12 +72,12 @@ def sgd_kernel(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def adagrad_kernel(
-    weight, total, rows, gradients, order, partial, count, lr, eps, FUSED: tl.constexpr,
+    weight, total, rows, gradients, order, partial, marks, count, lr, eps, FUSED: tl.constexpr,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     place, gradient, there, _, _ = _take_gradients(
-        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+        rows, gradients, order, partial, marks, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
     )
     squares = tl.load(total + place, mask=there, other=0.0)
     value = tl.load(weight + place, mask=there)
@@ -86,13 +89,13 @@ def adagrad_kernel(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def rowwise_adagrad_kernel(
-    weight, total, rows, gradients, order, partial, count, lr, eps, inverse,
+    weight, total, rows, gradients, order, partial, marks, count, lr, eps, inverse,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """inverse = 1 / WIDTH."""
     place, gradient, there, row, known = _take_gradients(
-        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+        rows, gradients, order, partial, marks, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
     )
     squares = tl.load(total + row, mask=known, other=0.0)
     value = tl.load(weight + place, mask=there)
@@ -104,7 +107,7 @@ def rowwise_adagrad_kernel(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def adam_kernel(
-    weight, first, second, rows, gradients, order, partial, count,
+    weight, first, second, rows, gradients, order, partial, marks, count,
     lr, share, other_share, beta, other_beta, inverse_root, eps, SMALL: tl.constexpr,
     SORTED: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
@@ -112,7 +115,7 @@ def adam_kernel(
     """share = 1 - beta1, other_share = 1 - share in float32; beta = beta2, other_beta = 1 - beta2;
     SMALL: share < 0.5."""
     place, gradient, there, _, _ = _take_gradients(
-        rows, gradients, order, partial, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
+        rows, gradients, order, partial, marks, count, SORTED, CHUNK, STEPS, UNROLL, WIDTH, R, W
     )
     mean = tl.load(first + place, mask=there, other=0.0)
     square = tl.load(second + place, mask=there, other=0.0)
