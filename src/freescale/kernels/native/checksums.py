@@ -30,7 +30,8 @@ def sum_blocks(value: Tensor) -> Words:
         return _pass_over(data, None)
     each = -(-data.numel() // threads // BYTES) * BYTES
     with ThreadPoolExecutor(threads) as pool:
-        return np.concatenate(list(pool.map(lambda part: _pass_over(part, None), data.split(each))))
+        parts = torch.split(data, each)
+        return np.concatenate(list(pool.map(lambda part: _pass_over(part, None), parts)))
 
 
 def copy_blocks(value: Tensor, into: Tensor) -> Words:
