@@ -14,6 +14,7 @@ import freescale
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.finite_check import find_not_finite
 from freescale.train.checkpoint.state_copies import StateCopies, find_room
+from freescale.train.snapshot.device_copies import copy_to_device
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -166,3 +167,12 @@ def test_half_of_what_is_free_is_room_for_copies():
     device = torch.device("cuda")
     free, _ = torch.cuda.mem_get_info(device)
     assert 0 < find_room(device) <= free
+
+
+@pytest.mark.parametrize("rows", [7, 70_001, 1_000_003])  # at once; a piece; several, one cut short
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_comes_back_in_pieces(rows, dtype):
+    source = torch.rand(rows, 64).to(dtype)
+    to = torch.zeros(rows, 64, dtype=dtype, device="cuda")
+    copy_to_device(to, source)
+    assert torch.equal(to.cpu(), source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -19,11 +20,12 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.kernels.triton import compile_worker, launch
 from freescale.kernels.triton.compile import compile_versions, find_versions
 from freescale.kernels.triton.compile_worker import Version, settle_keys
-from freescale.kernels.triton.launch import launch_kernel, record_launches
+from freescale.kernels.triton.launch import identify_launch, launch_kernel, record_launches
 from freescale.kernels.triton.launch_plan import Block
 from freescale.ledger.compilations import describe_source, watch_compilations
 from freescale.random import derive
 from freescale.train.build import build_model, build_module
+from freescale.train.checkpoint.delta import follow_changes
 from freescale.train.compile_kernels import call_kernels, call_model
 from freescale.transport.local import LocalTransport
 
@@ -115,6 +117,9 @@ def test_what_is_compiled_covers_what_a_run_launches(task, changes):
             if len(batch) > 1:  # the first batch is checked in parts, which begin anywhere
                 call_model(module, batch.slice(1, len(batch)), config, CPU)
     assert len(needed) > 50 and not list_missing(needed, beforehand)
+    # one of those that are alike stands for all
+    different = {identify_launch(launch): launch for launch in beforehand}.values()
+    assert len(different) < len(beforehand) and not list_missing(beforehand, different)
 
 
 def list_missing(needed, beforehand):
@@ -123,11 +128,13 @@ def list_missing(needed, beforehand):
     return [describe_source(version.build_source()) for version in missing]
 
 
+@pytest.mark.parametrize("full_every", [1, 20])  # with 20 changed rows are marked
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
-def test_what_is_compiled_covers_the_tables_of_one_rank(optimizer):
+def test_what_is_compiled_covers_the_tables_of_one_rank(optimizer, full_every):
     """The calls of its schedule: the head reads a copy of the rows, the encoder the table."""
     config = configure(position_bias=False, time_bias=False)
-    config = replace(config, train=replace(config.train, row_optimizer=optimizer))
+    train = replace(config.train, row_optimizer=optimizer, full_every=full_every)
+    config = replace(config, train=train)
     with record_launches() as beforehand:
         call_kernels(config, False, CPU)
     sizes = SimpleNamespace(num_items=50, num_actions=0)
@@ -138,6 +145,8 @@ def test_what_is_compiled_covers_the_tables_of_one_rank(optimizer):
             batch = draw_batch(config, seed)
             if not tables.placed:
                 tables.place(batch)
+            if seed == 2 and full_every > 1:  # the first of them is saved
+                follow_changes(tables, "checkpoints")
             requests = tables.request_locally([batch])
             with torch.autocast("cpu", torch.bfloat16):
                 losses = model.module.train()(batch)
@@ -330,3 +339,24 @@ def test_processes_that_compile_import_no_torch():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_what_is_forked_has_all_kernels():
+    """And their keys, without having asked for a GPU."""
+    code = """
+import sys, torch
+from pathlib import Path
+from freescale.train.rank_process import preload
+preload()
+from triton import JITFunction
+import freescale.kernels.triton as package
+names = [path.stem for path in Path(package.__path__[0]).glob("*_kernels.py")]
+modules = [sys.modules[f"freescale.kernels.triton.{name}"] for name in names]
+kernels = [k for m in modules for k in vars(m).values() if isinstance(k, JITFunction)]
+assert len(names) > 10 and len(kernels) > 50
+assert all(kernel.hash is not None for kernel in kernels)
+assert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+"""
+    environment = {**os.environ}
+    environment.pop("TRITON_INTERPRET", None)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)

@@ -43,10 +43,13 @@ _NEEDED = (
 
 
 def preload() -> None:
-    """Imports what a run does; torch's optimizers import much when they are first made."""
+    """Imports what a run does; torch's optimizers import much when they are first made. Without
+    Triton there are no kernels."""
     for name in _NEEDED:
         with suppress(ImportError):
             import_module(name)
+    with suppress(ImportError):
+        import_module("freescale.kernels.triton.compile").preload()
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:

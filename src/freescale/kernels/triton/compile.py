@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from freescale.file_lock import lock
+from freescale.kernels import triton as package
 from freescale.kernels.triton import compile_worker
 from freescale.kernels.triton.compile_worker import Version
 from freescale.kernels.triton.launch import (
     Launch,
     describe_block,
+    identify_launch,
     prepare_launch,
     record_launches,
 )
@@ -50,12 +54,27 @@ def compile_recorded(
     Returns:
         How many were compiled; the others were in Triton's cache folder.
     """
-    with record_launches() as launches:
+    with record_launches() as recorded:
         run()
+    launches = list({identify_launch(launch): launch for launch in recorded}.values())
     count = compile_versions(find_versions(launches, read_target()), tell)
     for launch in launches:
         prepare_launch(launch)
     return count
+
+
+def preload() -> None:
+    """Imports Triton and all kernels, and computes what their places in its cache folder follow
+    from: a process that has done so can be forked. Asks for no GPU."""
+    from triton.compiler import code_generator  # noqa: F401 - imported when a kernel is looked up
+    from triton.runtime.cache import triton_key
+    from triton.tools import tensor_descriptor  # noqa: F401 - with the first of them
+
+    triton_key()
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module.name.endswith("_kernels"):
+            import_module(module.name)
+            compile_worker.settle_keys(module.name)
 
 
 def read_target() -> tuple[Any, ...]:

@@ -124,6 +124,11 @@ def prepare_launch(launch: Launch) -> None:
     _find_launcher(launch.kernel).prepare(launch.values, launch.options)
 
 
+def identify_launch(launch: Launch) -> tuple[Any, ...]:
+    """What differs wherever Triton compiles recorded launches differently."""
+    return id(launch.kernel), *_find_launcher(launch.kernel).identify(launch.values, launch.options)
+
+
 def _find_launcher(kernel: Any) -> _Launcher:
     launcher = _launchers.get(id(kernel))
     if launcher is None:
@@ -192,6 +197,11 @@ class _Launcher:
         if plan is None:
             plan = self.plans[types] = LaunchPlan(self.kernel.params, types)
         return plan
+
+    def identify(self, values: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Of a launch on any one device: its values' types, and the key for these."""
+        key, _ = self._find_plan(values).build_key(0, options, values)
+        return tuple(map(type, values)), key
 
     def prepare(self, values: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Compiles or loads what a launch with these needs, and launches nothing."""

@@ -30,6 +30,7 @@ from freescale.train.checkpoint.model import (
 from freescale.train.checkpoint.optimizer import unpack_optimizer
 from freescale.train.checkpoint.packing import Unpacker
 from freescale.train.snapshot.chain import apply_changes
+from freescale.train.snapshot.device_copies import copy_to_device
 
 
 def refuse_other(
@@ -85,7 +86,7 @@ def load_state(
         parts = {name: tables.get_local_state(name) for name in tables.specs}
         for name, of in parts.items():
             for part, value in of.items():
-                value.copy_(chain[0][f"table/{name}/{part}"])
+                copy_to_device(value, chain[0][f"table/{name}/{part}"])
             for part, value in tables.get_group(name).rows.get_shard_tensors().items():
                 value.copy_(chain[-1][f"shards/{name}/{part}"])
         for tensors in chain[1:]:

@@ -1,0 +1,18 @@
+"""Copies in pieces are the whole, on a CPU; tests/gpu/test_cuda_checkpoint.py has those of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from freescale.train.snapshot import device_copies
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (8,), (33, 5), (64,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_pieces_are_the_whole(monkeypatch, shape, dtype):
+    monkeypatch.setattr(device_copies, "_PIECE", 64)
+    source = torch.randint(0, 2, shape).to(dtype)
+    to = torch.ones_like(source)
+    device_copies.copy_in_pieces(to, source)
+    assert torch.equal(to, source)
