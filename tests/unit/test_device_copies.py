@@ -1,4 +1,4 @@
-"""Copies in pieces are the whole, on a CPU; tests/gpu/test_cuda_checkpoint.py has those of a GPU."""
+"""Copies in pieces are the whole, on a CPU; those of a GPU are in tests/gpu."""
 
 from __future__ import annotations
 
