@@ -7,7 +7,9 @@ import itertools
 import mmap
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -347,6 +349,11 @@ def test_copies_in_pieces(shape, monkeypatch):
     monkeypatch.setattr(copies, "_BUFFER_BYTES", 256)
     check_copies(copies.PinnedCopies(8 * 4), shape, "cpu")
     check_copies(copies.HostCopies(), shape, "cpu")
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(copies, "new_stream", lambda device: stream)
+    monkeypatch.setattr(copies.torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(copies.triton_row_copies, "copy_rows", copies.copy_rows)
+    check_copies(copies.DirectCopies(8 * 4, torch.device("cpu")), shape, "cpu")
 
 
 def test_pages_of_rows():

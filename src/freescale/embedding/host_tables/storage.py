@@ -102,7 +102,7 @@ class CachedStorage(RowStorage):
         self._home = open_home(tier, shapes, spec.dtype, self._about)
         self._copies: Copies = HostCopies()
         if device.type == "cuda":
-            self._copies = self._open_copies(tier, spec.bytes_per_row)
+            self._copies = self._open_copies(tier, spec.bytes_per_row, device)
             self.chunk_rows = max(self.chunk_rows, _CHUNK_BYTES // spec.bytes_per_row)
         self.weight, self.state = self._allocate(slots, device)
         # Rows in the slots, for the marks of changed rows; the last one is that of slot -1.
@@ -118,12 +118,12 @@ class CachedStorage(RowStorage):
         self._updated = False  # since all of them were written back
         self.traffic = CacheTraffic(0, 0, 0, 0)  # of the last batch
 
-    def _open_copies(self, tier: Tier, widest_row: int) -> Copies:
+    def _open_copies(self, tier: Tier, widest_row: int, device: torch.device) -> Copies:
         """Between a GPU and its host."""
         if isinstance(tier, Host) and tier.direct:
             reason = self._home.pin() if has_triton() else "there is no Triton"
             if not reason:
-                return DirectCopies()
+                return DirectCopies(widest_row, device)
             warnings.warn(
                 f"{self._about}: the GPU cannot reach its rows in host memory ({reason}): the "
                 "host's cores copy them, through buffers",
