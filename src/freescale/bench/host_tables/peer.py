@@ -3,7 +3,8 @@ a second, and each system's slow-down against its own table on the device.
 
 TorchRec's is FUSED_UVM_CACHING, LRU, with its prefetch pipeline; on the device it trains with
 TrainPipelineSparseDist. One rank. The shape is bound by the table: one layer of width 128 over
-500,000 different rows a step, each read once; popular rows are in many of the batches. Row-wise
+500,000 different rows a step, each read once; popular rows are in many of the batches. For such a
+shape there is `direct`: a kernel reads the rows that come. Row-wise
 Adagrad on both sides, whose state is 4 bytes a row. Every arm is a process of its own, one after
 the other, so that the memory of one is free for the next.
 """
@@ -30,13 +31,15 @@ from freescale.embedding.host_tables.tiers import Host, parse_bytes
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 
-ARMS = ("freescale device", "freescale host", "torchrec device", "torchrec uvm caching")
+HOST = "freescale host", "freescale host direct"
+DIRECT, OTHER = HOST[1], "torchrec uvm caching"
+ARMS = ("freescale device", *HOST, "torchrec device", OTHER)
 WARMUP = 40  # steps, in which the caches become full
 LIMIT = 400.0  # seconds of an arm
 
 ASKED = [
-    Asked("samples/s", "samples/s with the table in host memory over TorchRec's FUSED_UVM_CACHING",
-          1.5, "x"),
+    Asked("samples/s", "samples/s with the table in host memory, rows read by the GPU, over "
+          "TorchRec's FUSED_UVM_CACHING", 1.5, "x"),
 ]  # fmt: skip
 
 
@@ -98,7 +101,8 @@ def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], 
         cache = comparison.cache if cached else None
         peer = build_torchrec(workload, 0, 1, pipeline, device=device, ledger=False, cache=cache)
         return peer.progress, None
-    tier = Host(int(parse_bytes(comparison.size) * comparison.cache))
+    size = int(parse_bytes(comparison.size) * comparison.cache)
+    tier = Host(size, direct=place.endswith("direct"))
     arm = ours.build(
         workload,
         0,
@@ -126,15 +130,16 @@ def collect_figures(rows: list[Row]) -> dict[str, float]:
     rates = {row["arm"]: row["samples_per_second"]["median"] for row in rows}
     by_arm = {row["arm"]: row for row in rows}
     figures: dict[str, float] = {}
-    for system, place in (("freescale", "host"), ("torchrec", "uvm caching")):
-        if {f"{system} device", f"{system} {place}"} <= rates.keys():
-            figures[f"{system} slow-down"] = rates[f"{system} device"] / rates[f"{system} {place}"]
-    if {"freescale host", "torchrec uvm caching"} <= rates.keys():
-        figures["samples/s"] = rates["freescale host"] / rates["torchrec uvm caching"]
-        pairs = zip(
-            by_arm["freescale host"]["losses"], by_arm["torchrec uvm caching"]["losses"],
-            strict=True,
-        )  # fmt: skip
+    for name, rate in rates.items():
+        device = f"{name.split()[0]} device"
+        if name != device and device in rates:
+            figures[f"{name}: slow-down"] = rates[device] / rate
+    if OTHER in rates:
+        for name in set(HOST) & rates.keys():
+            figures[f"{name}: samples/s over {OTHER}"] = rates[name] / rates[OTHER]
+    if {DIRECT, OTHER} <= rates.keys():
+        figures["samples/s"] = rates[DIRECT] / rates[OTHER]
+        pairs = zip(by_arm[DIRECT]["losses"], by_arm[OTHER]["losses"], strict=True)
         figures["largest loss difference"] = max(abs(mine - other) for mine, other in pairs)
     return figures
 

@@ -37,9 +37,9 @@ class Host:
     Args:
         cache: size of the cache on each rank, rows and their state, for instance "8GB". It must
             hold the rows of three consecutive batches.
-        direct: the table's memory is pinned, and kernels read and write its rows themselves, which
-            takes no core of the host, but multiprocessors from the model: for models that are bound
-            by their tables.
+        direct: the table's memory is pinned, and a kernel reads the rows that come, while the
+            host's cores store those that leave. It takes multiprocessors from the model: for models
+            that are bound by their tables.
     """
 
     cache: int | str
@@ -53,7 +53,7 @@ class Host:
         return parse_bytes(self.cache)
 
     def __str__(self) -> str:
-        how = ", read and written by the GPU" if self.direct else ""
+        how = ", read by the GPU" if self.direct else ""
         return f"host memory, cache {format_bytes(self.cache_bytes)}{how}"
 
 
