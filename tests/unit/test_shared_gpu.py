@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freescale.transport.connect import choose_device
+from freescale.transport import connect
+from freescale.transport.connect import choose_device, take_gpu
 from freescale.transport.shared_gpu import PART, count_queues, list_settings
 
 
@@ -48,3 +49,35 @@ def test_what_the_user_set_stays():
 
 def test_queues_of_all_ranks_fit():
     assert [count_queues(ranks) for ranks in (1, 2, 4, 8, 100)] == ["32", "32", "16", "8", "1"]
+
+
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+
+
+def test_a_gpu_that_another_process_is_leaving_is_asked_again(monkeypatch):
+    answers, asked = [RuntimeError(BUSY)] * 3 + [None], []
+
+    def set_device(device):
+        asked.append(device)
+        if (answer := answers[len(asked) - 1]) is not None:
+            raise answer
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(connect.time, "sleep", lambda seconds: None)
+    device = torch.device("cuda", 1)
+    take_gpu(device)
+    assert asked == [device] * 4
+
+
+def test_a_gpu_that_stays_busy_is_named(monkeypatch):
+    def set_device(device):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(connect, "_BUSY_SECONDS", 0.2)
+    words = BUSY
+    with pytest.raises(ValueError, match="cuda:1 has been busy for 0 s.*nvidia-smi"):
+        take_gpu(torch.device("cuda", 1))
+    words = "CUDA error: out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        take_gpu(torch.device("cuda", 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,7 @@ from freescale.transport.signs_of_life import SignsOfLife, choose_limit
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
 _JOIN_SECONDS = 600.0
+_BUSY_SECONDS = 20.0  # that a GPU may be busy with the end of another process
 # Ranks from which on gloo connects two of them when they first talk: to connect all with all at the
 # start keeps the rank that has the store busy for the square of their number.
 LAZY_FROM = 32
@@ -64,6 +66,29 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
             f"share a GPU where CUDA's MPS runs and {PART} says what part each of them gets"
         )
     return torch.device("cuda", local_rank % gpus)
+
+
+def take_gpu(device: torch.device) -> None:
+    """Makes a GPU the current one. One that is busy is asked again for a while: under MPS, and
+    where a GPU is for one process alone, it is until the end of a run before is cleared away.
+
+    Raises:
+        ValueError: it stays busy.
+    """
+    end = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            torch.cuda.set_device(device)
+            return
+        except RuntimeError as error:
+            if "busy or unavailable" not in str(error):
+                raise
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"{device} has been busy for {_BUSY_SECONDS:.0f} s: another process has it "
+                    "(nvidia-smi shows which), or CUDA's MPS has to be started again"
+                ) from error
+        time.sleep(0.1)
 
 
 def connect(
@@ -102,7 +127,7 @@ def connect(
     if chosen.type == "cuda":
         if torch.cuda.device_count() < local_world:
             os.environ.update(list_settings(local_rank, local_world, shared=True))
-        torch.cuda.set_device(chosen)
+        take_gpu(chosen)
     if dist.is_initialized():
         return _join(chosen, timeout, transport, owner=False)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

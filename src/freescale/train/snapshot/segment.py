@@ -74,7 +74,7 @@ class Segment:
     @property
     def data(self) -> Tensor:
         """All of the file [size], shared with it."""
-        return map_file(self.file, self.size)
+        return map_file(self.file, self.size, populate=False)
 
     def read(self) -> dict[str, Tensor]:
         """All tensors, which share memory with the file."""
@@ -151,9 +151,11 @@ def check_room(size: int) -> None:
         raise OSError(f"a snapshot of {size / 1e9:.1f} GB does not fit into the host's memory")
 
 
-def map_file(file: int, end: int, begin: int = 0) -> Tensor:
-    """Bytes [begin, end) of a memory file, shared with it; `begin` is a multiple of its pages."""
-    how = mmap.MAP_SHARED | mmap.MAP_POPULATE
+def map_file(file: int, end: int, begin: int = 0, *, populate: bool = True) -> Tensor:
+    """Bytes [begin, end) of a memory file, shared with it; `begin` is a multiple of its pages.
+    `populate`: all of them are there at once, which is right for pages that are new; those that
+    others have filled come quicker when several threads read them."""
+    how = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     memory = mmap.mmap(file, end - begin, flags=how, offset=begin)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
