@@ -32,7 +32,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _NOTICE = 4.0
 # the same after a signal has killed one, until all are killed: none of them has an error to tell,
 # and those that wait for it in a GPU's collective would notice after their --timeout
-_MOURN = 1.0
+_MOURN = 0.5
 _GRACE = 20.0  # seconds after a failure until they are stopped
 
 
