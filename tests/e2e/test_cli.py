@@ -326,7 +326,7 @@ def test_users_with_too_few_events_are_an_error(tmp_path):
         "timestamp": np.arange(events),
     }
     done = train(tmp_path, interactions(tmp_path / "events.parquet", **few))
-    assert done.returncode == 1 and "needs 4 or more events" in done.stderr
+    assert done.returncode == 1 and "needs users with 4 or more events" in done.stderr
 
 
 def test_a_run_is_not_overwritten(tmp_path):

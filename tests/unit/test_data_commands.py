@@ -87,6 +87,17 @@ def test_labels_that_cannot_be_trained_are_refused_before_training(tmp_path):
         assert done.exit_code == 1 and words in done.output and "train on it" not in done.output
 
 
+@pytest.mark.parametrize("command", [["inspect"], ["train", "--data"]])
+def test_a_pattern_that_the_shell_has_replaced_is_explained(command, tmp_path):
+    files = [tmp_path / f"part {number}.csv" for number in range(3)]
+    for file in files:
+        file.write_text("user,item,time\n1,2,3\n")
+    done = CliRunner().invoke(main, [*command, *map(str, files)])
+    assert done.exit_code == 2 and f"for instance '{tmp_path}/part *.csv'." in done.output
+    done = CliRunner().invoke(main, [*command, str(files[0]), "no-file"])
+    assert done.exit_code == 2 and "for instance" not in done.output
+
+
 def test_labels_without_ranking_are_refused(csv, tmp_path):
     train = ["train", "--data", str(csv), "--labels", "a=b>1", "--folder", str(tmp_path / "run")]
     done = CliRunner().invoke(main, train)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
+from freescale.cli.layout import DataCommand
 from freescale.cli.options import add_settings, format_arguments, select_given
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, TrainConfig
@@ -55,7 +56,7 @@ def _spell(line: str) -> str:
 _INSPECTED = ("format", "columns", "missing", "cache", "num_items", "max_length")
 
 
-@click.command()
+@click.command(cls=DataCommand)
 @click.argument("data")
 @add_settings(DataConfig, ModelConfig, TrainConfig, only=(*_INSPECTED, "labels", "global_batch"))
 @exit_cleanly

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -65,7 +68,34 @@ class GroupedOption(click.Option):
         self.heading, self.common = heading, common
 
 
-class GroupedCommand(click.Command):
+class DataCommand(click.Command):
+    """Knows a pattern that the shell has made several arguments of."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        given = args.copy()  # click takes them out
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption:
+            raise
+        except click.UsageError as error:
+            files = [word for word in given if not word.startswith("-") and Path(word).exists()]
+            if len(files) < 2 or "extra argument" not in error.message:
+                raise
+            raise click.UsageError(
+                f"{error.message.rstrip('.')}. DATA is one word: a file, a folder, or a pattern in "
+                f"quotes, which the shell leaves alone, for instance {_guess_pattern(files)}.",
+                ctx=context,
+            ) from None
+
+
+def _guess_pattern(files: list[str]) -> str:
+    """In quotes, what files were found by."""
+    begin = os.path.commonprefix(files)
+    end = os.path.commonprefix([file[len(begin) :][::-1] for file in files])[::-1]
+    return shlex.quote(f"{begin}*{end}")
+
+
+class GroupedCommand(DataCommand):
     """Lists its options under their headings, in the order in which these first appear: the common
     ones with --help, every one with --help-all.
 

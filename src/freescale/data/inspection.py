@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from freescale.data.collision_rate import CollisionCounter
 from freescale.data.histories import HistoriesFile
 from freescale.data.loader import Histories
+from freescale.data.splits import LEAST_EVENTS
 
 _BATCHES = 20  # consecutive ones, over which collisions are counted
-_NEEDED = 4  # events of a user: a target to train on, and two that are held out, after one
+_NEEDED = LEAST_EVENTS["leave-one-out"]
 _BAR = 40  # characters of the longest bar
 
 

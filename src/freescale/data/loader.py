@@ -35,7 +35,7 @@ from freescale.data.negatives import (
     choose_negatives_per,
     mix_log_q,
 )
-from freescale.data.splits import PARTS, SPLITS, Split
+from freescale.data.splits import PARTS, SPLITS, WANTED, Split
 from freescale.data.windows import WindowReader, list_ranges
 from freescale.random import derive
 
@@ -417,7 +417,7 @@ class Histories:
             if not weights.any():
                 raise ValueError(
                     f"{self.file.path}: the train part holds no events to draw popular items "
-                    "from: leave-one-out needs users with 4 or more events, --split none with 2"
+                    f"from: {WANTED}"
                 )
             popularity = AliasTable.of(weights)
         if self.log_q:

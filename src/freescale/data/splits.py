@@ -12,6 +12,12 @@ from freescale.data.histories import RowGroup
 
 PARTS = ("train", "validation", "test")
 SPLITS = ("leave-one-out", "time", "none")
+# Events of a user who is trained on: one, and a target; with two more where these are held out.
+LEAST_EVENTS = {"leave-one-out": 4, "none": 2}
+WANTED = (
+    f"leave-one-out needs users with {LEAST_EVENTS['leave-one-out']} or more events, "
+    f"--split none with {LEAST_EVENTS['none']}"
+)
 
 
 class Window(NamedTuple):

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from typing import TYPE_CHECKING, cast
 
 from freescale.batch import SequenceBatch
+from freescale.data.splits import WANTED
 from freescale.data.workers import read_ahead
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
@@ -21,10 +22,7 @@ from freescale.worker_server import count_workers
 if TYPE_CHECKING:
     from freescale.train.trainer import Trainer
 
-_NOTHING_SUPERVISED = (
-    "no user of {data.data} has enough events for --split {data.split}: leave-one-out needs 4 or "
-    "more events of a user, --split none needs 2"
-)
+_NOTHING_SUPERVISED = "no user of {data.data} has enough events for --split {data.split}: " + WANTED
 _COLLECT_EVERY = 50  # steps between two collections of the ranks' ledgers
 
 Batches = AbstractContextManager[Iterator[SequenceBatch]]

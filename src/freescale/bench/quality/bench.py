@@ -33,9 +33,11 @@ from freescale.bench.quality.seed import RANKS, Seed
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.config.recipe import parse_setting
+from freescale.data.splits import LEAST_EVENTS
 from freescale.ledger.machine import get_gpu_name
 
-LEAST_HISTORY = 3  # events before the target: with fewer, a user has nothing to train on
+# events before the target: with fewer, a user has nothing to train on
+LEAST_HISTORY = LEAST_EVENTS["leave-one-out"] - 1
 WORST = -3.0  # percent: what a figure may be below the peer's
 PEER = "public HSTU"
 KINDS = ("", UNSEEN)
