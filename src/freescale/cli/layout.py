@@ -83,16 +83,17 @@ class DataCommand(click.Command):
                 raise
             raise click.UsageError(
                 f"{error.message.rstrip('.')}. DATA is one word: a file, a folder, or a pattern in "
-                f"quotes, which the shell leaves alone, for instance {_guess_pattern(files)}.",
+                f"quotes, which the shell leaves alone{_guess_pattern(files)}.",
                 ctx=context,
             ) from None
 
 
 def _guess_pattern(files: list[str]) -> str:
-    """In quotes, what files were found by."""
+    """What files were found by, in quotes, as an instance; nothing if they have nothing in
+    common."""
     begin = os.path.commonprefix(files)
     end = os.path.commonprefix([file[len(begin) :][::-1] for file in files])[::-1]
-    return shlex.quote(f"{begin}*{end}")
+    return f", for instance {shlex.quote(f'{begin}*{end}')}" if begin or end else ""
 
 
 class GroupedCommand(DataCommand):
