@@ -29,7 +29,7 @@ from freescale.bench.common.results import read_result
 from freescale.bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale.bench.faults import figure as faults_figure
 from freescale.bench.faults.table import format_faults, format_restarts
-from freescale.bench.host_tables.table import format_cgroup
+from freescale.bench.host_tables.table import format_cgroup, format_peer
 from freescale.bench.hostwire.table import format_hostwire
 from freescale.bench.kernels import figure as kernels_figure
 from freescale.bench.kernels.table import format_kernels
@@ -165,6 +165,8 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "negatives": (("negatives-cpu",), format_negatives),
     "packing": (("packing-cpu",), format_packing),
     "checkpoint": (("checkpoint-cpu",), format_checkpoint),
+    "checkpoint-training": (("checkpoint-training-*",), format_claims),
+    "snapshot": (("snapshot-*",), format_claims),
     "faults": (("faults-*",), format_faults),
     "restarts": (("faults-starts",), format_restarts),
     "balance": (MEASURED, balance_table.format_measured),
@@ -176,6 +178,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "simulate-recovery": (("simulate-recovery-*",), format_claims),
     "host-tables": (("host_tables-h200",), format_claims),
     "host-tables-4": (("host_tables-4ranks-h200",), format_claims),
+    "host-tables-torchrec": (("host_tables-torchrec-h200",), format_peer),
     "host-tables-cgroup": (("host_tables-cgroup-cpu",), format_cgroup),
     "hostwire": (("hostwire-hosts",), format_hostwire),
     "kernels": (("kernels-h200",), format_kernels),
