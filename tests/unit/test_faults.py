@@ -257,10 +257,14 @@ def test_ranks_that_cannot_notice_a_failure_are_told(monkeypatch):
     assert failed == (1, 1) and waiting.got == [signal.SIGTERM]
 
 
+@pytest.mark.parametrize("gpus", ["/", "/no-such-device"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number):
-    """They may wait for it where no signal reaches them."""
-    monkeypatch.setattr(launch, "_MOURN", 0.1)
+def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number, gpus):
+    """They may wait for it where no signal reaches them: sooner where there are GPUs."""
+    monkeypatch.setattr(launch, "_GPUS", Path(gpus))
+    monkeypatch.setattr(launch, "_MOURN" if gpus == "/" else "_NOTICE", 0.1)
+    if gpus == "/":
+        monkeypatch.setattr(launch, "_NOTICE", 60)
     waiting, killed = Rank(), Rank(-number)
     failed, _ = launch._watch([waiting, killed], seconds=5)
     assert failed == (1, -number) and waiting.got == [signal.SIGKILL]
@@ -268,6 +272,7 @@ def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number):
 
 @pytest.mark.parametrize("statuses", [[-signal.SIGTERM], [exit_status.REQUEUE, -signal.SIGKILL]])
 def test_ranks_that_may_be_saving_are_not_killed(monkeypatch, statuses):
+    monkeypatch.setattr(launch, "_GPUS", Path("/"))
     monkeypatch.setattr(launch, "_MOURN", 0.0)
     monkeypatch.setattr(launch, "_NOTICE", 0.1)
     monkeypatch.setattr(launch, "_GRACE", 0.3)

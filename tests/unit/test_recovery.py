@@ -95,7 +95,7 @@ def test_a_file_that_holds_no_costs_is_refused(text, words, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
         load_recovery(str(path))
-    with pytest.raises(ValueError, match="there is this-machine"):
+    with pytest.raises(ValueError, match="there is h200, this-machine"):
         load_recovery("theirs")
     with pytest.raises(ValueError, match="disk_gb_per_s is 0; it must be above 0"):
         dataclasses.replace(COSTS, disk_gb_per_s=0)

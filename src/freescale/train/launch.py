@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Protocol
 
 from freescale.train.exit_status import REQUEUE
@@ -30,9 +31,10 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 # seconds that the other ranks have to notice a failure by themselves; then they get SIGTERM: ranks
 # that were about to meet the one that failed notice nothing
 _NOTICE = 4.0
-# the same after a signal has killed one, until all are killed: none of them has an error to tell,
-# and those that wait for it in a GPU's collective would notice after their --timeout
+# the same where there are GPUs and a signal has killed one, until all are killed: in a GPU's
+# collective they would notice after their --timeout, and the launcher knows all there is to say
 _MOURN = 0.5
+_GPUS = Path("/dev/nvidiactl")
 _GRACE = 20.0  # seconds after a failure until they are stopped
 
 
@@ -280,7 +282,7 @@ def _watch(
             return (order[0] if order else None), when
         stops = any(_is_stop(status) for _, status in failures)
         dead = any(_is_killed(status) for _, status in failures)
-        if since > _MOURN and not told and dead and not stops:
+        if dead and not stops and not told and since > (_MOURN if _GPUS.exists() else _NOTICE):
             told = True
             for process in processes:
                 if process.poll() is None:
