@@ -104,15 +104,8 @@ class Adagrad(_Named):
         factor: float,
         marks: Tensor | None = None,
     ) -> None:
-        choose_optimizers(weight).adagrad(
-            weight,
-            state["sum"],
-            rows,
-            gradients,
-            lr=self.lr * factor,
-            eps=self.eps,
-            **_pass_on(marks),
-        )
+        options = {"lr": self.lr * factor, "eps": self.eps, **_pass_on(marks)}
+        choose_optimizers(weight).adagrad(weight, state["sum"], rows, gradients, **options)
 
 
 @dataclass(frozen=True)
@@ -136,15 +129,8 @@ class RowWiseAdagrad(_Named):
         factor: float,
         marks: Tensor | None = None,
     ) -> None:
-        choose_optimizers(weight).rowwise_adagrad(
-            weight,
-            state["sum"],
-            rows,
-            gradients,
-            lr=self.lr * factor,
-            eps=self.eps,
-            **_pass_on(marks),
-        )
+        options = {"lr": self.lr * factor, "eps": self.eps, **_pass_on(marks)}
+        choose_optimizers(weight).rowwise_adagrad(weight, state["sum"], rows, gradients, **options)
 
 
 @dataclass(frozen=True)

@@ -282,16 +282,12 @@ def _watch(
             return (order[0] if order else None), when
         stops = any(_is_stop(status) for _, status in failures)
         dead = any(_is_killed(status) for _, status in failures)
-        if dead and not stops and not told and since > (_MOURN if _GPUS.exists() else _NOTICE):
+        grace = _MOURN if dead and _GPUS.exists() else _NOTICE
+        if since > grace and not told and not stops:
             told = True
             for process in processes:
                 if process.poll() is None:
-                    process.kill()
-        if since > _NOTICE and not told and not stops:
-            told = True
-            for process in processes:
-                if process.poll() is None:
-                    process.terminate()
+                    (process.kill if dead else process.terminate)()
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
             raise TimeoutError(

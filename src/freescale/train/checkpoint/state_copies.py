@@ -47,7 +47,7 @@ class StateCopies:
         copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         kept = value.contiguous() if is_copy else self._keep(value)
         if kept is None:
-            for to, piece in _cut(copied, value.contiguous()):
+            for to, piece in cut_alike(copied, value.contiguous(), _PIECE):
                 to.copy_(piece, non_blocking=True)
         else:
             self._kept.append((copied, kept))
@@ -69,7 +69,7 @@ class StateCopies:
         with torch.cuda.stream(stream):
             while self._kept:
                 copied, kept = self._kept.pop(0)
-                for to, piece in _cut(copied, kept):
+                for to, piece in cut_alike(copied, kept, _PIECE):
                     to.copy_(piece, non_blocking=True)
                     # one piece under way: others' copies find their place between two
                     record_event(blocking=True).synchronize()
@@ -101,8 +101,8 @@ def _is_on_host(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-def _cut(copied: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Both, contiguous, in pieces."""
-    size = max(1, _PIECE // value.element_size())
-    pieces = (torch.split(each.view(-1), size) for each in (copied, value))
+def cut_alike(copied: Tensor, value: Tensor, most: int) -> list[tuple[Tensor, Tensor]]:
+    """Both, contiguous and alike, in pieces of `most` bytes."""
+    size = max(1, most // value.element_size())
+    pieces = (torch.split(each.detach().view(-1), size) for each in (copied, value))
     return list(zip(*pieces, strict=True))

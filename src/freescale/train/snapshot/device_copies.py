@@ -6,12 +6,11 @@ Here all of torch's threads fill pinned pieces, and the bus has one piece while 
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
 from freescale.streams import record_event
+from freescale.train.checkpoint.state_copies import cut_alike
 
 _PIECE = 32 << 20  # bytes
 _PIECES = 2
@@ -30,17 +29,14 @@ def copy_to_device(to: Tensor, source: Tensor) -> None:
 def copy_in_pieces(to: Tensor, source: Tensor) -> None:
     """Of a GPU and of the host, alike and contiguous. The host is done with the source when this
     returns, not the bus."""
-    size = max(1, _PIECE // source.element_size())
-    pinned = to.device.type == "cuda"
+    pinned, size = to.device.type == "cuda", max(1, _PIECE // source.element_size())
     buffers = [torch.empty(size, dtype=to.dtype, pin_memory=pinned) for _ in range(_PIECES)]
     sent: list[torch.cuda.Event | None] = [None] * _PIECES
-    targets, sources = (torch.split(each.detach().view(-1), size) for each in (to, source))
-    for number, (target, piece) in zip(
-        itertools.cycle(range(_PIECES)), zip(targets, sources, strict=True), strict=False
-    ):
-        event, room = sent[number], buffers[number][: piece.numel()]
+    for number, (target, piece) in enumerate(cut_alike(to, source, _PIECE)):
+        turn = number % _PIECES
+        event, room = sent[turn], buffers[turn][: piece.numel()]
         if event is not None:
             event.synchronize()
         room.copy_(piece)
         target.copy_(room, non_blocking=True)
-        sent[number] = record_event() if pinned else None
+        sent[turn] = record_event() if pinned else None
