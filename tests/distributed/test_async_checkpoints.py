@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from helpers.checkpoints import batches, build, killed_at
+from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -93,6 +94,35 @@ def test_errors_of_the_writer_are_raised_where_the_next_one_waits(tmp_path, monk
     saved.save(parallel, dense, {"step": 4})
     with pytest.warns(UserWarning, match="not finite at step 4.*Taking one before"):
         assert saved.find("last").path == saved.path(3)
+
+
+def fail_on_one_rank(transport, folder):
+    """Saves at each of four steps, of which rank 1 cannot copy the second."""
+    parallel, dense, pipeline = build(transport)
+    saved = Checkpoints(folder, transport, keep=9, full_every=2, asynchronous=True)
+    collect, heard, states = checkpoints.Contents.collect, [], {}
+
+    def fail(*arguments, **named):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    for result in pipeline.run(batches(transport, 0, 4)):
+        broken = result.step == 2 and transport.rank == 1
+        checkpoints.Contents.collect = fail if broken else collect
+        saved.save(parallel, dense, {"step": result.step})
+        try:
+            saved.wait()
+            states[result.step] = snapshot(parallel)
+        except ValueError as error:
+            heard.append(str(error))
+    return heard, saved.steps(), states
+
+
+def test_what_one_rank_cannot_copy_is_not_saved_by_any(tmp_path):
+    """Nobody waits for it, and the next one is there: with the plan of the one before the lost."""
+    for heard, steps, states in run_ranks(2, fail_on_one_rank, str(tmp_path)):
+        assert heard == ["[Errno 12] Cannot allocate memory"] and steps == [1, 3, 4]
+        for step in steps:
+            assert_equal(load(tmp_path, step), states[step])
 
 
 def test_a_kill_at_any_point_of_a_chain_leaves_a_checkpoint_that_loads(tmp_path):

@@ -14,7 +14,7 @@ import freescale
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.finite_check import find_not_finite
 from freescale.train.checkpoint.state_copies import StateCopies, find_room
-from freescale.train.snapshot.device_copies import copy_to_device
+from freescale.train.snapshot.device_copies import DeviceCopies
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -171,8 +171,11 @@ def test_half_of_what_is_free_is_room_for_copies():
 
 @pytest.mark.parametrize("rows", [7, 70_001, 1_000_003])  # at once; a piece; several, one cut short
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_table_comes_back_in_pieces(rows, dtype):
-    source = torch.rand(rows, 64).to(dtype)
-    to = torch.zeros(rows, 64, dtype=dtype, device="cuda")
-    copy_to_device(to, source)
-    assert torch.equal(to.cpu(), source)
+def test_tables_come_back_in_pieces(rows, dtype):
+    """Three, as a table and its row state: the pieces of one are used again for the next."""
+    copies, sources = DeviceCopies(), [torch.rand(rows, 64).to(dtype) for _ in range(3)]
+    found = [torch.zeros(rows, 64, dtype=dtype, device="cuda") for _ in sources]
+    for to, source in zip(found, sources, strict=True):
+        copies.copy(to, source)
+    for to, source in zip(found, sources, strict=True):
+        assert torch.equal(to.cpu(), source)

@@ -250,10 +250,14 @@ class Rank:
         return self.status
 
 
+def refuse_to_begin(rank):
+    raise AssertionError(f"rank {rank} was started again")
+
+
 def test_ranks_that_cannot_notice_a_failure_are_told(monkeypatch):
     monkeypatch.setattr(launch, "_NOTICE", 0.1)
     waiting, failing = Rank(), Rank(1)
-    failed, _ = launch._watch([waiting, failing], seconds=5)
+    failed, _ = launch._watch([waiting, failing], 5, refuse_to_begin)
     assert failed == (1, 1) and waiting.got == [signal.SIGTERM]
 
 
@@ -266,7 +270,7 @@ def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number, gpus):
     if gpus == "/":
         monkeypatch.setattr(launch, "_NOTICE", 60)
     waiting, killed = Rank(), Rank(-number)
-    failed, _ = launch._watch([waiting, killed], seconds=5)
+    failed, _ = launch._watch([waiting, killed], 5, refuse_to_begin)
     assert failed == (1, -number) and waiting.got == [signal.SIGKILL]
 
 
@@ -277,5 +281,5 @@ def test_ranks_that_may_be_saving_are_not_killed(monkeypatch, statuses):
     monkeypatch.setattr(launch, "_NOTICE", 0.1)
     monkeypatch.setattr(launch, "_GRACE", 0.3)
     saving = Rank()
-    launch._watch([saving, *map(Rank, statuses)], seconds=5)
+    launch._watch([saving, *map(Rank, statuses)], 5, refuse_to_begin)
     assert saving.got == [signal.SIGTERM]

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 
-from freescale.transport import connect
+from freescale.train import launch
 from freescale.transport.connect import choose_device, take_gpu
-from freescale.transport.shared_gpu import PART, count_queues, list_settings
+from freescale.transport.shared_gpu import PART, GpuBusy, count_queues, list_settings
+
+# rank 1 is refused so often; rank 0 waits for it
+PROGRAM = """
+import os, pathlib, sys, time
+from freescale.cli.errors import exit_cleanly
+from freescale.transport.shared_gpu import GpuBusy
+
+@exit_cleanly
+def main():
+    folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+    before = len(list(folder.glob(rank + "-*")))
+    (folder / f"{rank}-{before}").touch()
+    if rank == "1" and before < int(sys.argv[2]):
+        raise GpuBusy("cuda:1 is busy")
+    (folder / f"met-{rank}").touch()
+    while len(list(folder.glob("met-*"))) < 2:
+        time.sleep(0.02)
+
+main()
+"""
 
 
 @pytest.fixture
@@ -54,30 +77,31 @@ def test_queues_of_all_ranks_fit():
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 
 
-def test_a_gpu_that_another_process_is_leaving_is_asked_again(monkeypatch):
-    answers, asked = [RuntimeError(BUSY)] * 3 + [None], []
-
-    def set_device(device):
-        asked.append(device)
-        if (answer := answers[len(asked) - 1]) is not None:
-            raise answer
-
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(connect.time, "sleep", lambda seconds: None)
-    device = torch.device("cuda", 1)
-    take_gpu(device)
-    assert asked == [device] * 4
-
-
-def test_a_gpu_that_stays_busy_is_named(monkeypatch):
+def test_a_gpu_that_is_busy_is_another_process_to_ask_for(monkeypatch):
     def set_device(device):
         raise RuntimeError(words)
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(connect, "_BUSY_SECONDS", 0.2)
     words = BUSY
-    with pytest.raises(ValueError, match="cuda:1 has been busy for 0 s.*nvidia-smi"):
+    with pytest.raises(GpuBusy, match="cuda:1 is busy.*nvidia-smi"):
         take_gpu(torch.device("cuda", 1))
     words = "CUDA error: out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
         take_gpu(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("refusals", [2, 1000])
+def test_a_rank_whose_gpu_is_busy_is_started_again_alone(tmp_path, monkeypatch, refusals):
+    """The other one waits for it; a GPU that stays busy fails the run."""
+    (tmp_path / "gpu_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(launch, "_NOTICE", 0.2)
+    if refusals > 2:
+        monkeypatch.setattr(launch, "_BUSY", 1.0)
+    ended = launch.run_ranks([str(tmp_path), str(refusals)], 2, module="gpu_program", seconds=30)
+    starts = [len(list(tmp_path.glob(f"{rank}-*"))) for rank in range(2)]
+    if refusals == 2:
+        assert ended.failed is None and starts == [1, 3]
+    else:
+        assert ended.failed == (1, GpuBusy.exit_status) and starts[0] == 1
+    assert "busy" in ended.last_words[1]

@@ -15,18 +15,9 @@ from freescale.transport.shared_gpu import PART, count_sharing
 CPU = torch.device("cpu")
 
 
-def test_a_copy_keeps_its_value_and_what_is_a_copy_stays():
-    copies, value = StateCopies(CPU), torch.arange(6.0)
-    copied, same = copies.take(value), copies.take(value, is_copy=True)
-    copies.seal()
-    value.zero_()
-    copies.finish()
-    assert torch.equal(copied, torch.arange(6.0)) and same is value
-
-
-@pytest.mark.parametrize("room", [0, 24, 40, 1000])  # bytes: for none, one, two or all of them
-def test_copies_of_a_gpu_have_the_values_of_their_moment(room, monkeypatch):
-    """In plain memory. Pieces of two numbers; what has room is brought when all is taken."""
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Plain memory in the place of a GPU's."""
     empty = torch.empty
     monkeypatch.setattr(state_copies, "_is_on_host", lambda value: False)
     monkeypatch.setattr(state_copies, "_PIECE", 8)
@@ -37,6 +28,20 @@ def test_copies_of_a_gpu_have_the_values_of_their_moment(room, monkeypatch):
     monkeypatch.setattr(state_copies, "record_event", lambda **_: done)
     monkeypatch.setattr(state_copies, "new_stream", lambda device: None)
     monkeypatch.setattr(state_copies.torch.cuda, "stream", lambda stream: nullcontext())
+
+
+def test_a_copy_keeps_its_value_and_what_is_a_copy_stays():
+    copies, value = StateCopies(CPU), torch.arange(6.0)
+    copied, same = copies.take(value), copies.take(value, is_copy=True)
+    copies.seal()
+    value.zero_()
+    copies.finish()
+    assert torch.equal(copied, torch.arange(6.0)) and same is value
+
+
+@pytest.mark.parametrize("room", [0, 24, 40, 1000])  # bytes: for none, one, two or all of them
+def test_copies_of_a_gpu_have_the_values_of_their_moment(room, as_on_a_gpu):
+    """Pieces of two numbers; what has room is brought when all is taken."""
     values = [torch.rand(2, 3), torch.tensor(7.0), torch.rand(5), torch.rand(4, 3).t()]
     expected, copies = [value.clone() for value in values], StateCopies(CPU, room)
     copied = [copies.take(value) for value in values]
@@ -48,6 +53,35 @@ def test_copies_of_a_gpu_have_the_values_of_their_moment(room, monkeypatch):
     copies.finish()
     for found, value in zip(copied, [*expected, kept], strict=True):
         assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize("room", [0, 30, 1000])
+def test_small_tensors_of_a_gpu_are_copied_together(as_on_a_gpu, monkeypatch, room):
+    """Views of one copy where there is room: those of a dtype that are small and contiguous."""
+    monkeypatch.setattr(state_copies, "_SMALL", 28)
+    values = {
+        "small": torch.rand(2, 3),
+        "none": torch.rand(0, 3),
+        "turned": torch.rand(2, 3).t(),
+        "one": torch.tensor(7.0),
+        "whole": torch.tensor([3, 4]),
+        "large": torch.rand(9),
+    }
+    expected, copies = (
+        {name: value.clone() for name, value in values.items()},
+        StateCopies(CPU, room),
+    )
+    copied = copies.take_all(values)
+    copies.seal()
+    for value in values.values():
+        value.zero_()
+    copies.finish()
+    assert list(copied) == list(values)
+    for name, value in expected.items():
+        assert torch.equal(copied[name], value) and copied[name].shape == value.shape
+    floats = {"small", "none", "one"}
+    together = {name for name, value in copied.items() if value._base is not None}
+    assert together == {0: set(), 30: floats, 1000: floats | {"whole"}}[room]
 
 
 def test_a_cpu_has_no_memory_beside_the_hosts():

@@ -16,8 +16,8 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
     """Decorates a command so that it ends the process with the status it returns (None: 0).
 
     Errors that a user can mend (ValueError, OSError), and what happened to another rank, are one
-    line and status 1; other errors keep their traceback. Ctrl-C is status 130, and 141 says that
-    nobody reads the output.
+    line and status 1, or the one that an error has (`exit_status`); other errors keep their
+    traceback. Ctrl-C is status 130, and 141 says that nobody reads the output.
     """
 
     @functools.wraps(command)
@@ -37,7 +37,7 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
                 raise
             # The same words on every rank, so that the launcher can say them once.
             print(f"{'freescale: error: ' if own else prefix}{error}", file=sys.stderr)
-            status = 1
+            status = getattr(error, "exit_status", 1)
         sys.stdout.flush()
         sys.stderr.flush()
         if rank is not None:

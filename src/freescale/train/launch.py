@@ -20,6 +20,7 @@ from typing import IO, Protocol
 
 from freescale.train.exit_status import REQUEUE
 from freescale.train.stop_signals import SIGNALS, is_second
+from freescale.transport.shared_gpu import GpuBusy
 
 _LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
 # what tells a rank which one it is
@@ -36,6 +37,7 @@ _NOTICE = 4.0
 _MOURN = 0.5
 _GPUS = Path("/dev/nvidiactl")
 _GRACE = 20.0  # seconds after a failure until they are stopped
+_BUSY = 20.0  # seconds that a GPU may be busy with the end of processes before
 
 
 class RankProcess(Protocol):
@@ -181,20 +183,25 @@ def run_ranks(
     processes: list[RankProcess] = []
     readers: list[threading.Thread] = []
     signals = _Signals(processes)
+
+    def begin(rank: int) -> RankProcess:
+        environment = {**_environment(rank, ranks, port), **extra(rank)}
+        process = (start or start_rank)([sys.executable, "-m", module, *arguments], environment)
+        assert process.stderr is not None
+        words = (process.stderr, rank, said, last_words, lock)
+        readers.append(threading.Thread(target=_relay, args=words, daemon=True))
+        readers[-1].start()
+        return process
+
+    def begin_again(rank: int) -> None:
+        processes[rank] = begin(rank)
+        if signals.first:  # the others have it
+            processes[rank].terminate()
+
     try:
-        for rank in range(ranks):
-            environment = {**_environment(rank, ranks, port), **extra(rank)}
-            process = (start or start_rank)([sys.executable, "-m", module, *arguments], environment)
-            processes.append(process)
-            assert process.stderr is not None
-            readers.append(
-                threading.Thread(
-                    target=_relay, args=(process.stderr, rank, said, last_words, lock), daemon=True
-                )
-            )
-            readers[-1].start()
+        processes.extend(map(begin, range(ranks)))
         signals.all_started()
-        failed, when = _watch(processes, seconds)
+        failed, when = _watch(processes, seconds, begin_again)
         for reader in readers:
             reader.join(timeout=5)
     finally:
@@ -258,19 +265,26 @@ def _relay(
 
 
 def _watch(
-    processes: Sequence[RankProcess], seconds: float | None
+    processes: Sequence[RankProcess], seconds: float | None, begin_again: Callable[[int], None]
 ) -> tuple[tuple[int, int] | None, float]:
     """Waits for all. On the first failure the others get a grace, then are stopped: a short one
     after a death. Returns (rank, status) of the failure, and when there was one.
+
+    A rank whose GPU is busy is started again, while the others wait where all meet.
 
     A rank that a signal killed is the cause of what the others report, also when they were quicker
     to end.
     """
     failed_at, when, told = None, 0.0, False
     failures: list[tuple[int, int]] = []
-    end = time.monotonic() + seconds if seconds is not None else None
+    begun = time.monotonic()
+    end = begun + seconds if seconds is not None else None
     while True:
         ended = {rank: process.poll() for rank, process in enumerate(processes)}
+        if not failures and time.monotonic() < begun + _BUSY:
+            for rank in [rank for rank, status in ended.items() if status == GpuBusy.exit_status]:
+                begin_again(rank)
+                ended[rank] = None
         if not told:  # afterwards they end because of that
             failures = [(rank, status) for rank, status in ended.items() if status]
         if failures and failed_at is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -29,12 +28,11 @@ from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
 from freescale.transport.meeting import meet, shares_store, warn_of_shared_store
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale.transport.shared_gpu import PART, is_divided, list_settings
+from freescale.transport.shared_gpu import PART, GpuBusy, is_divided, list_settings
 from freescale.transport.signs_of_life import SignsOfLife, choose_limit
 
 # seconds that the first rank waits for the last: machines prepare their data at different speeds
 _JOIN_SECONDS = 600.0
-_BUSY_SECONDS = 20.0  # that a GPU may be busy with the end of another process
 # Ranks from which on gloo connects two of them when they first talk: to connect all with all at the
 # start keeps the rank that has the store busy for the square of their number.
 LAZY_FROM = 32
@@ -69,26 +67,21 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
 
 
 def take_gpu(device: torch.device) -> None:
-    """Makes a GPU the current one. One that is busy is asked again for a while: under MPS, and
-    where a GPU is for one process alone, it is until the end of a run before is cleared away.
+    """Makes a GPU the current one.
 
     Raises:
-        ValueError: it stays busy.
+        GpuBusy: under MPS, and where a GPU is for one process alone, until the end of a run before
+            is cleared away.
     """
-    end = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            torch.cuda.set_device(device)
-            return
-        except RuntimeError as error:
-            if "busy or unavailable" not in str(error):
-                raise
-            if time.monotonic() > end:
-                raise ValueError(
-                    f"{device} has been busy for {_BUSY_SECONDS:.0f} s: another process has it "
-                    "(nvidia-smi shows which), or CUDA's MPS has to be started again"
-                ) from error
-        time.sleep(0.1)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        if "busy or unavailable" not in str(error):
+            raise
+        raise GpuBusy(
+            f"{device} is busy: another process has it (nvidia-smi shows which) or has just left "
+            "it, or CUDA's MPS has to be started again"
+        ) from error
 
 
 def connect(
@@ -148,7 +141,6 @@ def connect(
         dist.init_process_group(
             backend,
             timeout=longest,
-            device_id=chosen if chosen.type == "cuda" else None,
             **_open_store(soon, longest),
         )
     except (RuntimeError, ValueError) as error:
@@ -190,7 +182,10 @@ def _join(
     and the limit that follows from `timeout` holds for both."""
     limit = timedelta(seconds=choose_limit(timeout, dist.get_world_size()))
     raise_limit()  # before connections are made
-    group = dist.new_group(timeout=limit)
+    # NCCL meets here, once: in torch's default group it would do so first, for nobody.
+    bound = dist.distributed_c10d._get_default_group().bound_device_id
+    meets = device if device.type == "cuda" and bound is None else None
+    group = dist.new_group(timeout=limit, device_id=meets)
     control = dist.new_group(timeout=limit, backend="gloo")
     made = ProcessGroupTransport(
         device, Ledger(device), group=group, control=control, owner=owner, timeout=limit

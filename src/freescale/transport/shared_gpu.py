@@ -13,6 +13,13 @@ _QUEUES = 64
 _MOST_QUEUES = 32  # of one process
 
 
+class GpuBusy(ValueError):
+    """A GPU is refused for now. Only another process can ask again: CUDA answers a process that
+    was refused the same for ever."""
+
+    exit_status = 76  # of the rank's process, which its launcher starts again
+
+
 def is_divided(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether ranks of this machine were given parts of a GPU."""
     return PART in environment

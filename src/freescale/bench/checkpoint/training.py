@@ -42,7 +42,7 @@ EVERY = 50  # steps between checkpoints
 _WARMUP = 100  # steps, by which every size of batch has its CUDA graph
 _SMALL = Shape("small", 8, 32, 1, 2, cap=60, median=40, negatives=2)
 _ROW_NUMBERS = 3  # of each column of a row: its value and both of Adam's moments
-_BATCHES = 40  # that come again
+_BATCHES = EVERY  # that come again: each turn has the same
 _LIMIT = 600.0  # seconds of a collective
 
 
@@ -69,6 +69,7 @@ class Turn:
     seconds: float
     disk: float  # seconds of them after the last step, until the checkpoint was on the disk
     steps_ms: list[float]  # each, for the host; the second has what saving takes of the main thread
+    save_ms: float  # of it
 
 
 class Measured:
@@ -114,6 +115,7 @@ class Measured:
         if save:
             progress = {"step": self.pipeline.steps}
             self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.reducer)
+        saved = time.perf_counter()
         ends += self.make_steps(EVERY - 1)
         self._synchronize()
         trained = time.perf_counter()
@@ -122,7 +124,7 @@ class Measured:
             self._synchronize()
         end = time.perf_counter()
         each = [1e3 * (after - before) for before, after in itertools.pairwise([begin, *ends])]
-        return Turn(end - begin, end - trained, each)
+        return Turn(end - begin, end - trained, each, 1e3 * (saved - ends[0]))
 
     def is_exact(self) -> bool:
         """Saves, damages the rows in memory and loads: whether they are what they were. A
@@ -183,6 +185,7 @@ def _describe(turns: dict[bool, list[Turn]], exact: bool) -> Row:
         "median_more_percent": 100 * (statistics.median(ratios) - 1),
         "turns_more_percent": [100 * (ratio - 1) for ratio in ratios],
         "waited_for_disk_s": [turn.disk for turn in turns[True]],
+        "save_ms": [turn.save_ms for turn in turns[True]],
         "steps_ms": _average_steps(turns[False]),
         "steps_ms_with_checkpoints": _average_steps(turns[True]),
         "restored_exactly": exact,

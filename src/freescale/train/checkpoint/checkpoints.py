@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from freescale.config import TrainConfig
 from freescale.embedding.capture import Capture
@@ -180,43 +181,68 @@ class Checkpoints:
             )
         self._complete()
         self._finished = None
-        step, transport = int(progress["step"]), self.transport
-        self._run_on_rank_0(lambda: self._refuse_ahead(step))
+        step = int(progress["step"])
         parent = self._choose_parent(model.tables, step)
-        if not self.asynchronous:
-            model.tables.settle()
-        followed = self._consumer if self.full_every > 1 else None
-        contents = run_on_all_ranks(
-            transport,
-            lambda: Contents.collect(
+        deltas = parent.deltas + 1 if parent is not None else 0
+        saving = _Saving(step, tuple(protected), Parent(step, 0, deltas, model.tables))
+
+        def collect() -> Contents:
+            contents = Contents.collect(
                 model,
                 optimizer,
                 progress,
                 reducer,
-                consumer=followed,
+                consumer=self._consumer if self.full_every > 1 else None,
                 delta=parent is not None,
                 copy=self.asynchronous,
-            ),
-        )
-        if parent is not None:
-            contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
-        # Until this one is in its place, nothing can be said to have changed since it.
-        self._parent = None
-        self._saving = _Saving(
-            step,
-            tuple(protected),
-            Parent(step, 0, parent.deltas + 1 if parent is not None else 0, model.tables),
-        )
+            )
+            if parent is not None:
+                contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
+            return contents
+
         if self.asynchronous:
-            if self._beside is None:
-                self._beside = Beside(transport)
-            control, capture = self._beside.transport, Capture(contents.add_sharded)
-            model.tables.capture(capture)
-            self._beside.start(lambda: self._write(contents, control, capture))
+            self._save_beside(saving, collect)
         else:
-            contents.add_sharded()
-            self._finish(lambda: self._write(contents, transport))
+            self._save_now(saving, collect)
         return self.path(step)
+
+    def _save_now(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
+        transport = self.transport
+        self._run_on_rank_0(lambda: self._refuse_ahead(saving.step))
+        saving.parent.tables.settle()
+        contents = run_on_all_ranks(transport, collect)
+        self._begin(saving)
+        contents.add_sharded()
+        self._finish(lambda: self._write(contents, transport))
+
+    def _save_beside(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
+        """No rank waits for another here: the thread that writes tells them what went wrong."""
+        if self._beside is None:
+            self._beside = Beside(self.transport)
+        control, planner = self._beside.transport, self._beside.make_planner()
+        try:
+            contents = collect()
+        except (OSError, ValueError) as error:
+            failed = error  # `error` is gone with this block
+
+            def write() -> None:
+                run_on_all_ranks(control, lambda: _raise(failed))
+        else:
+            capture = Capture(contents.add_sharded)
+            saving.parent.tables.capture(capture)
+
+            def write() -> None:
+                run_on_all_ranks(control, lambda: None)
+                run_on_rank_0(control, lambda: self._refuse_ahead(saving.step), str(self.folder))
+                run_on_all_ranks(control, lambda: await_rows(capture, contents.copies))
+                self._write(contents, control, planner)
+
+        self._begin(saving)
+        self._beside.start(write)
+
+    def _begin(self, saving: _Saving) -> None:
+        """Until it is in its place, nothing can be said to have changed since it."""
+        self._parent, self._saving = None, saving
 
     def wait(self) -> Path | None:
         """Waits for the checkpoint that is being written. A collective.
@@ -246,15 +272,12 @@ class Checkpoints:
                 warnings.warn(f"{error}. Taking one before", stacklevel=4)
 
     def _write(
-        self, contents: Contents, transport: Transport, capture: Capture | None = None
+        self, contents: Contents, transport: Transport, planner: SavePlanner | None = None
     ) -> None:
         """On the main thread, or beside it: then nobody else uses what it does."""
-        copies = contents.copies
-        if capture is not None and copies is not None:
-            run_on_all_ranks(transport, lambda: await_rows(capture, copies))
         saving = self._saving
         assert saving is not None
-        saving.parent.checksum = write_checkpoint(self.files, contents, transport)
+        saving.parent.checksum = write_checkpoint(self.files, contents, transport, planner)
         run_on_rank_0(transport, lambda: self._remove_old(saving), str(self.folder))
 
     def _finish(self, write: Callable[[], None]) -> None:
@@ -268,8 +291,10 @@ class Checkpoints:
         self._parent, self._finished = saving.parent, self.path(saving.step)
 
     def _choose_parent(self, tables: Tables, step: int) -> Parent | None:
-        """The checkpoint whose changes the next one holds; None for a full one. A collective:
-        rank 0 sees the folder."""
+        """The checkpoint whose changes the next one holds; None for a full one. A collective, where
+        some are deltas: rank 0 sees the folder."""
+        if self.full_every == 1:
+            return None
         parent, known = self._parent, b""
         if parent is None or not parent.fits(tables, self._consumer, step, self.full_every):
             parent = None
@@ -382,3 +407,7 @@ class Checkpoints:
                 ),
                 stacklevel=4,
             )
+
+
+def _raise(error: Exception) -> None:
+    raise error

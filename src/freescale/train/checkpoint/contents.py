@@ -72,7 +72,7 @@ class Contents:
         state["format"] = DELTA_FORMAT if delta else FORMAT
         copies = StateCopies(transport.device) if copy else None
         if copies is not None:
-            tensors = {name: copies.take(value) for name, value in tensors.items()}
+            tensors = copies.take_all(tensors)
         tensors |= collect_random(transport)  # copies
         source = _Source(model, consumer, delta, model.tables.mark_state())
         spans: dict[str, Span] | None = {} if delta else None

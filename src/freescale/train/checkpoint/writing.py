@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.embedding.capture import Capture
@@ -25,19 +26,28 @@ from freescale.train.checkpoint.on_all_ranks import (
     run_on_all_ranks,
     run_on_rank_0,
 )
+from freescale.train.checkpoint.paced_planner import PacedPlanner, make_plan_key
 from freescale.train.checkpoint.state_copies import StateCopies
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.threads import start_thread
 
+_AHEAD = 10_000_000  # bytes that torch's writer brings from a device before it writes them
 
-def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Transport) -> int:
+
+def write_checkpoint(
+    files: CheckpointFolder,
+    contents: Contents,
+    transport: Transport,
+    planner: SavePlanner | None = None,
+) -> int:
     """Writes a checkpoint and puts it in its place. A collective.
 
     Args:
         files: the folder of the run's checkpoints.
         contents: what every rank has of it.
         transport: the ranks; of their devices nothing is used.
+        planner: in the place of torch's own.
 
     Returns:
         The checksum of its state.json; on other ranks than 0, 0.
@@ -52,7 +62,7 @@ def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Tra
     try:
         run_on_rank_0(transport, lambda: files.begin(step), failure)
         folder = files.writing_path(step)
-        checksum = _write(folder, contents, transport, failure)
+        checksum = _write(folder, contents, transport, failure, planner)
         run_on_rank_0(transport, lambda: files.finish(step), failure)
     except ValueError:  # all ranks are here, none writes any more
         if transport.rank == 0:
@@ -62,11 +72,12 @@ def write_checkpoint(files: CheckpointFolder, contents: Contents, transport: Tra
     return checksum
 
 
-def await_rows(capture: Capture, copies: StateCopies) -> None:
+def await_rows(capture: Capture, copies: StateCopies | None) -> None:
     """Waits for the copies of the rows, and of all else. ValueError if they could not be made."""
     try:
         capture.wait()
-        copies.finish()
+        if copies is not None:
+            copies.finish()
     except Exception as error:
         raise ValueError(
             f"rows could not be copied into host memory: {describe_error(error)}"
@@ -74,15 +85,22 @@ def await_rows(capture: Capture, copies: StateCopies) -> None:
 
 
 def _refuse_diverged(step: int, contents: Contents) -> None:
-    if name := find_not_finite(contents.tensors, contents.untrained):
+    beside = contents.copies is not None
+    if name := find_not_finite(contents.tensors, contents.untrained, beside=beside):
         raise NotFinite(
             f"{name} is not finite at step {step}, which is therefore not saved: "
             "the checkpoints before it stay"
         )
 
 
-def _write(folder: Path, contents: Contents, transport: Transport, failure: str) -> int:
-    write_tensors(folder, contents.tensors, transport, failure)
+def _write(
+    folder: Path,
+    contents: Contents,
+    transport: Transport,
+    failure: str,
+    planner: SavePlanner | None,
+) -> int:
+    write_tensors(folder, contents.tensors, transport, failure, planner)
     rank, checksum = transport.rank, 0
 
     def sum_files() -> dict[str, list[int]]:
@@ -105,13 +123,20 @@ def _write(folder: Path, contents: Contents, transport: Transport, failure: str)
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Any], transport: Transport, failure: str
+    folder: Path,
+    tensors: Mapping[str, Any],
+    transport: Transport,
+    failure: str,
+    planner: SavePlanner | None = None,
 ) -> None:
     """Named tensors, or dicts of them within each other. A collective."""
+    # A paced planner hands out copies on the host, one at a time.
+    ahead = 0 if planner is not None else _AHEAD
     with explain_errors(failure):
         save(
             dict(tensors),
-            storage_writer=CheckpointWriter(folder, overwrite=True),
+            storage_writer=CheckpointWriter(folder, per_thread_copy_ahead=ahead, overwrite=True),
+            planner=planner,
             **coordinate(transport),
         )
 
@@ -132,6 +157,10 @@ class Beside:
         if isinstance(transport, ProcessGroupTransport):
             self.transport = transport.open_control()
         self._done: Callable[[], None] | None = None
+        self._plans = make_plan_key()
+
+    def make_planner(self) -> SavePlanner:
+        return PacedPlanner(self._plans)
 
     def start(self, work: Callable[[], None]) -> None:
         """Starts `work`; the job before must have been waited for."""

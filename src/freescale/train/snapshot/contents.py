@@ -68,7 +68,7 @@ class SnapshotContents:
         """Everything but the rows of sharded tables. From now on changes of rows are marked."""
         shared, state = collect_rest(model, optimizer, progress, reducer)
         copies = StateCopies(model.transport.device)
-        rest = {f"rest/{name}": copies.take(value) for name, value in shared.items()}
+        rest = copies.take_all({f"rest/{name}": value for name, value in shared.items()})
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}
         state["marks"] = []
         contents = SnapshotContents(rest, state, file, spare, file.current, sends, copies)

@@ -30,7 +30,7 @@ from freescale.train.checkpoint.model import (
 from freescale.train.checkpoint.optimizer import unpack_optimizer
 from freescale.train.checkpoint.packing import Unpacker
 from freescale.train.snapshot.chain import apply_changes
-from freescale.train.snapshot.device_copies import copy_to_device
+from freescale.train.snapshot.device_copies import DeviceCopies
 
 
 def refuse_other(
@@ -78,6 +78,7 @@ def load_state(
     rank, world = transport.rank, transport.world
     errors = carried.allocate(state.get("carried", ()), rank, world, world)
     tables.discard()
+    copies = DeviceCopies()
     with torch.no_grad():
         for name, room in (
             collect_dense(model.module) | unpacker.tensors | random | errors
@@ -86,7 +87,7 @@ def load_state(
         parts = {name: tables.get_local_state(name) for name in tables.specs}
         for name, of in parts.items():
             for part, value in of.items():
-                copy_to_device(value, chain[0][f"table/{name}/{part}"])
+                copies.copy(value, chain[0][f"table/{name}/{part}"])
             for part, value in tables.get_group(name).rows.get_shard_tensors().items():
                 value.copy_(chain[-1][f"shards/{name}/{part}"])
         for tensors in chain[1:]:
