@@ -14,7 +14,8 @@ import freescale
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.finite_check import find_not_finite
 from freescale.train.checkpoint.state_copies import StateCopies, find_room
-from freescale.train.snapshot.device_copies import DeviceCopies
+from freescale.train.snapshot.file_reads import FileReads
+from freescale.train.snapshot.segment import write_segment
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -173,9 +174,11 @@ def test_half_of_what_is_free_is_room_for_copies():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_come_back_in_pieces(rows, dtype):
     """Three, as a table and its row state: the pieces of one are used again for the next."""
-    copies, sources = DeviceCopies(), [torch.rand(rows, 64).to(dtype) for _ in range(3)]
-    found = [torch.zeros(rows, 64, dtype=dtype, device="cuda") for _ in sources]
-    for to, source in zip(found, sources, strict=True):
-        copies.copy(to, source)
-    for to, source in zip(found, sources, strict=True):
-        assert torch.equal(to.cpu(), source)
+    reads, sources = FileReads(), {f"{n}": torch.rand(rows, 64).to(dtype) for n in range(3)}
+    segment = write_segment({}, sources)
+    found = {name: torch.zeros(rows, 64, dtype=dtype, device="cuda") for name in sources}
+    for name, to in found.items():
+        segment.copy(name, to, reads)
+    reads.close()
+    for name, to in found.items():
+        assert torch.equal(to.cpu(), sources[name])

@@ -3,6 +3,8 @@ made anew."""
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,20 @@ def test_threads_sum_what_one_sums(monkeypatch, rows, width, dtype):
     monkeypatch.setattr(native, "_PART", plain.BYTES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert np.array_equal(native.sum_blocks(value), plain.sum_blocks(value))
+
+
+@pytest.mark.parametrize("version", [native, plain], ids=["native", "plain"])
+@pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)
+def test_sums_of_a_file_are_those_of_a_tensor(monkeypatch, rows, width, dtype, version):
+    value = draw(rows, width, dtype)
+    monkeypatch.setattr(native, "_PART", plain.BYTES)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    file = os.memfd_create("test")
+    os.pwrite(file, plain.as_bytes(value).data, 64)
+    assert np.array_equal(version.sum_file(file, 64, value.nbytes), plain.sum_blocks(value))
+    with pytest.raises(OSError, match="a file ends at byte"):
+        version.sum_file(file, 64, value.nbytes + plain.BYTES + 1)
+    os.close(file)
 
 
 @pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)

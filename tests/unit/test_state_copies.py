@@ -84,6 +84,25 @@ def test_small_tensors_of_a_gpu_are_copied_together(as_on_a_gpu, monkeypatch, ro
     assert together == {0: set(), 30: floats, 1000: floats | {"whole"}}[room]
 
 
+def test_a_gpu_is_asked_for_more_than_copies_once_had(as_on_a_gpu, monkeypatch):
+    """Once, and only then."""
+    asked = []
+    monkeypatch.setattr(state_copies, "find_room", lambda device: asked.append(device) or 40)
+    monkeypatch.setattr(state_copies, "_taken_before", {})
+    gpu = torch.device("cuda", 0)
+    StateCopies(gpu).take(torch.rand(8))
+    assert asked == [gpu]
+    again = StateCopies(gpu)
+    again.take(torch.rand(8))
+    assert asked == [gpu]
+    again.take(torch.rand(8))
+    assert asked == [gpu] * 2 and again._used == 64
+    more = StateCopies(gpu)
+    for _ in range(5):  # for the last of them there is no room
+        more.take(torch.rand(8))
+    assert asked == [gpu] * 3 and more._used == 96
+
+
 def test_a_cpu_has_no_memory_beside_the_hosts():
     assert find_room(CPU) == 0
 

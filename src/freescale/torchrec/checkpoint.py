@@ -26,7 +26,7 @@ from freescale.torchrec.checkpoint_source import Source, Take, open_source
 from freescale.torchrec.rows_by_id import collect_block, put_rows
 from freescale.torchrec.sharded_model import ShardedModel
 from freescale.train.checkpoint.delta import mark_all_changed
-from freescale.train.checkpoint.model import collect_dense, shard_over_ranks
+from freescale.train.checkpoint.model import collect_dense, list_state, shard_over_ranks
 from freescale.train.checkpoint.on_all_ranks import (
     describe_error,
     run_on_all_ranks,
@@ -258,7 +258,7 @@ def _collect_dense(model: ShardedModel) -> dict[str, Tensor]:
     """By the names that the user's model gives them."""
     return {
         name.removeprefix("dense/"): value
-        for name, value in collect_dense(model.module.model).items()
+        for name, value in collect_dense(list_state(model.module.model)).items()
     }
 
 

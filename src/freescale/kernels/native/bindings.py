@@ -95,6 +95,7 @@ class NativeLibrary:
         self.count_marks = _declare(library.count_marks, size, at, size, returns=size)
         self.find_marks = _declare(library.find_marks, size, at, size, at)
         self.sum_blocks = _declare(library.sum_blocks, size, *[at] * 4)
+        self.sum_file = _declare(library.sum_file, flag, *[size] * 2, *[at] * 2, returns=size)
         self.replace_rows = _declare(
             library.replace_rows, *[size] * 2, *[at] * 2, flag, at, size, *[at] * 2
         )

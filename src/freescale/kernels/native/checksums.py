@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.native.bindings import address, load_native, require_native
-from freescale.kernels.reference.checksums import BYTES, FACTORS, Words
+from freescale.kernels.reference.checksums import BYTES, FACTORS, Words, cut_short
 
 _FACTORS = FACTORS.ctypes.data
 _PART = 1024 * BYTES  # that is worth a thread
@@ -25,13 +26,32 @@ def sum_blocks(value: Tensor) -> Words:
     nothing else to do, and one thread alone does not get the memory's speed."""
     assert value.is_contiguous()
     data = value.detach().view(-1).view(torch.uint8)
-    threads = min(torch.get_num_threads(), data.numel() // _PART)
+    return _divide(data.numel(), lambda begin, end: _pass_over(data[begin:end], None))
+
+
+def sum_file(file: int, place: int, size: int) -> Words:
+    """As the reference. Large parts by as many threads as torch uses."""
+
+    def add(begin: int, end: int) -> Words:
+        sums = np.empty(-(-(end - begin) // BYTES), np.uint64)
+        arrays = _FACTORS, sums.ctypes.data
+        count = require_native().sum_file(file, place + begin, end - begin, *arrays)
+        if count < end - begin:
+            raise cut_short(place + begin + count)
+        return sums
+
+    return _divide(size, add)
+
+
+def _divide(size: int, add: Callable[[int, int], Words]) -> Words:
+    """The sums of (begin, end), of so many bytes, by several threads where it is worth one."""
+    threads = min(torch.get_num_threads(), size // _PART)
     if threads < 2:
-        return _pass_over(data, None)
-    each = -(-data.numel() // threads // BYTES) * BYTES
+        return add(0, size)
+    each = -(-size // threads // BYTES) * BYTES
     with ThreadPoolExecutor(threads) as pool:
-        parts = torch.split(data, each)
-        return np.concatenate(list(pool.map(lambda part: _pass_over(part, None), parts)))
+        begins = range(0, size, each)
+        return np.concatenate(list(pool.map(lambda at: add(at, min(at + each, size)), begins)))
 
 
 def copy_blocks(value: Tensor, into: Tensor) -> Words:

@@ -8,6 +8,7 @@ up with zeros.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 WORDS = 4096  # of a block
 BYTES = 8 * WORDS
+_READ = 32 * BYTES  # of a file, at a time
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -47,6 +49,23 @@ def sum_blocks(value: Tensor) -> Words:
     last = np.zeros(BYTES, np.uint8)
     last[: data.size - whole.size] = data[whole.size :]
     return np.append(sums, np.dot(last.view(np.uint64), FACTORS))
+
+
+def sum_file(file: int, place: int, size: int) -> Words:
+    """The sums of blocks in bytes [place, place + size) of a file. OSError if it ends before."""
+    parts = [np.empty(0, np.uint64)]
+    for begin in range(0, size, _READ):
+        count = min(_READ, size - begin)
+        data = os.pread(file, count, place + begin)
+        if len(data) < count:
+            raise cut_short(place + begin + len(data))
+        parts.append(sum_blocks(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+    return np.concatenate(parts)
+
+
+def cut_short(place: int) -> OSError:
+    """The error of a file that ends there."""
+    return OSError(f"a file ends at byte {place}, where more of it was expected")
 
 
 def copy_blocks(value: Tensor, into: Tensor) -> Words:

@@ -22,7 +22,12 @@ from freescale.train.checkpoint.delta import follow_changes, is_followed
 from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.loading import load_checkpoint
-from freescale.train.checkpoint.model import collect_dense, name_parameters, pack_extra
+from freescale.train.checkpoint.model import (
+    collect_dense,
+    list_state,
+    name_parameters,
+    pack_extra,
+)
 from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks, run_on_rank_0
 from freescale.train.checkpoint.optimizer import refuse_before_it_steps
 from freescale.train.checkpoint.parent import Parent
@@ -142,8 +147,9 @@ class Checkpoints:
             self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
         def check_names() -> None:
-            collect_dense(model.module)
-            pack_extra(model.module, {})
+            listed = list_state(model.module)
+            collect_dense(listed)
+            pack_extra(listed, {})
             refuse_before_it_steps(optimizer, name_parameters(model))
 
         run_on_all_ranks(self.transport, check_names)

@@ -22,6 +22,7 @@ from freescale.train.checkpoint.model import (
     collect_tables,
     describe_model,
     find_untrained,
+    list_state,
     name_parameters,
     pack_extra,
 )
@@ -68,7 +69,8 @@ class Contents:
             ValueError: names what a checkpoint cannot hold.
         """
         transport = model.transport
-        tensors, state = collect_rest(model, optimizer, progress, reducer)
+        listed = list_state(model.module)
+        tensors, state = collect_rest(model, listed, optimizer, progress, reducer)
         state["format"] = DELTA_FORMAT if delta else FORMAT
         copies = StateCopies(transport.device) if copy else None
         if copies is not None:
@@ -76,7 +78,7 @@ class Contents:
         tensors |= collect_random(transport)  # copies
         source = _Source(model, consumer, delta, model.tables.mark_state())
         spans: dict[str, Span] | None = {} if delta else None
-        contents = Contents(tensors, state, find_untrained(model.module), spans, copies, source)
+        contents = Contents(tensors, state, find_untrained(listed), spans, copies, source)
         contents._add("replicated")
         return contents
 
@@ -113,11 +115,13 @@ class Contents:
 
 def collect_rest(
     model: ShardedModel,
+    listed: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     progress: Mapping[str, Any],
     reducer: Reducer | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All but rows and random state: (tensors that share memory with the model's, plain JSON).
+    `listed`: what `list_state` found of the model's module.
 
     Raises:
         ValueError: names what a checkpoint cannot hold.
@@ -128,16 +132,16 @@ def collect_rest(
         raise ValueError(f"progress must be plain JSON: {error}") from None
     transport, names = model.transport, name_parameters(model)
     beside: dict[str, Tensor] = {}
-    extra = pack_extra(model.module, beside)
+    extra = pack_extra(listed, beside)
     own, shared = pack_optimizer(optimizer, names, beside)
     carried = CompressionState(reducer, names)
-    state = describe_model(model, optimizer) | {"progress": dict(progress)}
+    state = describe_model(model, listed, optimizer) | {"progress": dict(progress)}
     state |= {"ranks": transport.world, "device": transport.device.type}
     state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
     if transport.device.type != "cpu":
         state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
     state |= {"carried": carried.names} if carried.names else {}
-    return collect_dense(model.module) | beside | carried.tensors(transport.rank), state
+    return collect_dense(listed) | beside | carried.tensors(transport.rank), state
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from freescale.train.checkpoint.model import (
     collect_random,
     collect_shards,
     collect_tables,
+    list_state,
     name_parameters,
     refuse_other_model,
     restore_extra,
@@ -56,7 +57,7 @@ def load_checkpoint(
     errors = carried.allocate(
         state.get("carried", ()), transport.rank, transport.world, state["ranks"]
     )
-    own = collect_dense(model.module) | unpacker.tensors | random | errors
+    own = collect_dense(list_state(model.module)) | unpacker.tensors | random | errors
     model.tables.discard()
     tables = collect_tables(model.tables, transport, model.tables.specs)
     own |= collect_shards(model.tables, transport, model.tables.specs)

@@ -27,10 +27,17 @@ def name_parameters(model: ShardedModel) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.module.named_parameters()}
 
 
-def collect_dense(module: nn.Module) -> dict[str, Tensor]:
-    """Named tensors that share memory with the module's: saved from, loaded into."""
+def list_state(module: nn.Module) -> dict[str, Any]:
+    """The module's state as it is, parameters as parameters."""
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    return state
+
+
+def collect_dense(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Named tensors that share memory with the module's: saved from, loaded into. `state`: of
+    `list_state`."""
     tensors: dict[str, Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in state.items():
         if _is_extra(name):
             continue
         if not isinstance(value, Tensor):
@@ -42,14 +49,13 @@ def collect_dense(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def find_untrained(module: nn.Module) -> set[str]:
+def find_untrained(state: Mapping[str, Any]) -> set[str]:
     """Of the dense tensors: buffers and frozen parameters."""
-    trained = {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
+    return {
+        f"dense/{name}"
+        for name, value in state.items()
+        if not (isinstance(value, nn.Parameter) and value.requires_grad)
     }
-    return {name for name in collect_dense(module) if name.removeprefix("dense/") not in trained}
 
 
 def collect_tables(
@@ -117,14 +123,12 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA
 
 
-def pack_extra(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def pack_extra(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """By module."""
-    found = {
-        name: value for name, value in module.state_dict(keep_vars=True).items() if _is_extra(name)
-    }
     return {
         name.rpartition(".")[0]: pack(value, f"extra/{name}", tensors)
-        for name, value in found.items()
+        for name, value in state.items()
+        if _is_extra(name)
     }
 
 
@@ -152,20 +156,17 @@ def restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
 # ---- what it is
 
 
-def describe_model(model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def describe_model(
+    model: ShardedModel, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
     """What a checkpoint says of the model, so that another model is refused before anything is
-    read."""
+    read. `state`: its module's, of `list_state`."""
     tables = model.tables
-    dense = {
-        name: value
-        for name, value in model.module.state_dict().items()
-        if isinstance(value, Tensor)
-    }
     return {
         "dense": {
             name: [list(value.shape), str(value.dtype)]
-            for name, value in dense.items()
-            if not _is_extra(name)
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not _is_extra(name)
         },
         "tables": {
             name: [
@@ -185,7 +186,8 @@ def refuse_other_model(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    here = describe_model(model, optimizer)
+    state = list_state(model.module)
+    here = describe_model(model, state, optimizer)
     for part in ("tables", "dense"):
         for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
             there, now = saved[part].get(name), here[part].get(name)
@@ -196,7 +198,7 @@ def refuse_other_model(
                     f"{there or 'absent'} there, {now or 'absent'} here"
                 )
     if "extra_state" in saved:
-        there, now = set(saved["extra_state"]), set(pack_extra(model.module, {}))
+        there, now = set(saved["extra_state"]), set(pack_extra(state, {}))
         for name in sorted(there ^ now):
             only = "there" if name in there else "here"
             raise ValueError(

@@ -29,11 +29,13 @@ class StateCopies:
     """`take` and `seal` on the threads and streams that have the state; then `finish`, on any."""
 
     def __init__(self, device: torch.device, room: int | None = None) -> None:
-        """`room`: bytes of the device that copies may take; as much as `find_room` finds if
-        None."""
+        """`room`: bytes of the device that copies may take; if None, what they once had and what
+        `find_room` finds."""
         self._device = device
-        self._room = find_room(device) if room is None else room
-        self._used = 0  # of it
+        # What copies once took is there for them: the driver is asked about more, which takes long.
+        self._room = _taken_before.get(device, 0) if room is None else room
+        self._may_ask = room is None and device.type == "cuda"
+        self._used = 0  # of the room
         self._kept: list[tuple[Tensor, Tensor]] = []  # (in host memory, what it will hold)
         self._taken: list[torch.cuda.Event] = []
 
@@ -74,7 +76,7 @@ class StateCopies:
     def _take_together(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Of contiguous ones that are alike: views of one copy."""
         size = sum(value.nbytes for value in values)
-        if self._used + size > self._room:
+        if not self._has_room(size):
             return [self.take(value) for value in values]
         self._use(size)
         flat = torch.cat([value.detach().view(-1) for value in values])
@@ -105,15 +107,20 @@ class StateCopies:
 
     def _keep(self, value: Tensor) -> Tensor | None:
         """A copy on the device, or None for want of room."""
-        if self._used + value.nbytes > self._room:
+        if not self._has_room(value.nbytes):
             return None
         try:
             kept = value.clone(memory_format=torch.contiguous_format)
         except torch.OutOfMemoryError:  # somebody else has the room by now
-            self._room = 0
+            self._room, self._may_ask = 0, False
             return None
         self._use(value.nbytes)
         return kept
+
+    def _has_room(self, size: int) -> bool:
+        if self._used + size > self._room and self._may_ask:
+            self._room, self._may_ask = self._used + find_room(self._device), False
+        return self._used + size <= self._room
 
     def _use(self, size: int) -> None:
         self._used += size
@@ -121,12 +128,12 @@ class StateCopies:
 
 
 def find_room(device: torch.device) -> int:
-    """Bytes of a GPU that copies may take for a while: half of this rank's share of what is free,
-    or as much as they once had. What torch holds beside that is for the next step."""
+    """Bytes of a GPU that copies may take for a while, beside what they have: half of this rank's
+    share of what is free. What torch holds is for the next step."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    return max(free // count_sharing() // 2, _taken_before.get(device, 0))
+    return free // count_sharing() // 2
 
 
 def _is_on_host(value: Tensor) -> bool:

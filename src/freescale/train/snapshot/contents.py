@@ -27,7 +27,7 @@ from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.contents import collect_rest
-from freescale.train.checkpoint.model import collect_random
+from freescale.train.checkpoint.model import collect_random, list_state
 from freescale.train.checkpoint.state_copies import StateCopies
 from freescale.train.snapshot.state_file import StateFile
 
@@ -66,7 +66,8 @@ class SnapshotContents:
         sends: str,
     ) -> SnapshotContents:
         """Everything but the rows of sharded tables. From now on changes of rows are marked."""
-        shared, state = collect_rest(model, optimizer, progress, reducer)
+        listed = list_state(model.module)
+        shared, state = collect_rest(model, listed, optimizer, progress, reducer)
         copies = StateCopies(model.transport.device)
         rest = copies.take_all({f"rest/{name}": value for name, value in shared.items()})
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from freescale.train.checkpoint.files import Damaged
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
+    list_state,
     name_parameters,
     refuse_other_model,
     restore_extra,
@@ -30,7 +31,6 @@ from freescale.train.checkpoint.model import (
 from freescale.train.checkpoint.optimizer import unpack_optimizer
 from freescale.train.checkpoint.packing import Unpacker
 from freescale.train.snapshot.chain import apply_changes
-from freescale.train.snapshot.device_copies import DeviceCopies
 
 
 def refuse_other(
@@ -51,6 +51,7 @@ def load_state(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     reducer: Reducer | None,
+    copy_whole: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Restores a rank. What was deferred is forgotten. A collective.
 
@@ -60,6 +61,7 @@ def load_state(
         model: placed as it was.
         optimizer: of its dense parameters; its settings stay as they are.
         reducer: `pipeline.reducer`.
+        copy_whole: (name, where to) -> copies a large tensor of the first; torch does it if None.
 
     Returns:
         The progress that was saved.
@@ -78,16 +80,18 @@ def load_state(
     rank, world = transport.rank, transport.world
     errors = carried.allocate(state.get("carried", ()), rank, world, world)
     tables.discard()
-    copies = DeviceCopies()
     with torch.no_grad():
         for name, room in (
-            collect_dense(model.module) | unpacker.tensors | random | errors
+            collect_dense(list_state(model.module)) | unpacker.tensors | random | errors
         ).items():
             room.copy_(rest[name])
         parts = {name: tables.get_local_state(name) for name in tables.specs}
         for name, of in parts.items():
             for part, value in of.items():
-                copies.copy(value, chain[0][f"table/{name}/{part}"])
+                if copy_whole is not None:
+                    copy_whole(f"table/{name}/{part}", value)
+                else:
+                    value.copy_(chain[0][f"table/{name}/{part}"])
             for part, value in tables.get_group(name).rows.get_shard_tensors().items():
                 value.copy_(chain[-1][f"shards/{name}/{part}"])
         for tensors in chain[1:]:

@@ -18,6 +18,7 @@ from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks
 from freescale.train.snapshot.chain import check_link, label_link
 from freescale.train.snapshot.choice import Choice, Link, choose_snapshots, explain_none
 from freescale.train.snapshot.exchange import exchange_files
+from freescale.train.snapshot.file_reads import FileReads
 from freescale.train.snapshot.held import open_link
 from freescale.train.snapshot.keeper_link import KeeperLink
 from freescale.train.snapshot.loading import load_state, refuse_other
@@ -70,7 +71,7 @@ class Restoring:
         """
         rank = self.transport.rank
         chain = choice.chains[rank]
-        segments = self._fetch(choice)
+        segments, reads = self._fetch(choice), FileReads()
         try:
             state: dict[str, Any] = run_on_all_ranks(
                 self.transport, lambda: self._check(chain, segments), Damaged
@@ -86,9 +87,14 @@ class Restoring:
                 ]
 
             tensors = run_on_all_ranks(self.transport, verify, Damaged)
-            load_state(state, tensors, model, optimizer, reducer)
+
+            def copy_whole(name: str, to: Tensor) -> None:
+                segments[0].copy(name, to, reads)
+
+            load_state(state, tensors, model, optimizer, reducer, copy_whole)
             return state
         finally:
+            reads.close()
             for segment in segments:
                 segment.close()
 

@@ -27,6 +27,7 @@ from freescale.embedding.memory import get_available_memory
 from freescale.kernels.dispatch import choose_checksums
 from freescale.kernels.reference.checksums import Words, as_bytes
 from freescale.train.checkpoint.files import Damaged
+from freescale.train.snapshot.file_reads import FileReads
 
 _PREAMBLE = struct.Struct("<8sQQI")
 _MAGIC = b"FSSNAP01"
@@ -73,7 +74,7 @@ class Segment:
 
     @property
     def data(self) -> Tensor:
-        """All of the file [size], shared with it."""
+        """All of the file [size], shared with it. Its pages come when they are looked at."""
         return map_file(self.file, self.size, populate=False)
 
     def read(self) -> dict[str, Tensor]:
@@ -83,10 +84,21 @@ class Segment:
     def verify(self, label: str) -> dict[str, Tensor]:
         """As `read`; Damaged, by `label`, if a tensor is not as it was written."""
         tensors = self.read()
-        for name, (_, _, _, checksum) in self.header["tensors"].items():
-            if sum_tensor(tensors[name]) != checksum:
+        for name, (_, _, place, checksum) in self.header["tensors"].items():
+            sums = choose_checksums().sum_file(self.file, place, tensors[name].nbytes)
+            if join_sums(sums) != checksum:
                 raise Damaged(f"{label} is damaged (the checksum of {name} does not match)")
         return tensors
+
+    def copy(self, name: str, to: Tensor, reads: FileReads) -> None:
+        """Copies a tensor to where it belongs; on a GPU by the current stream, which may still be
+        at it when this returns."""
+        dtype, shape, place, _ = self.header["tensors"][name]
+        alike = to.dtype == getattr(torch, dtype) and list(to.shape) == shape
+        if alike and to.is_contiguous():
+            reads.read(self.file, place, to)
+        else:
+            to.copy_(self.read()[name])
 
     def close(self) -> None:
         """The memory stays as long as a keeper has it, or a tensor."""
@@ -153,8 +165,7 @@ def check_room(size: int) -> None:
 
 def map_file(file: int, end: int, begin: int = 0, *, populate: bool = True) -> Tensor:
     """Bytes [begin, end) of a memory file, shared with it; `begin` is a multiple of its pages.
-    `populate`: all of them are there at once, which is right for pages that are new; those that
-    others have filled come quicker when several threads read them."""
+    `populate`: all of its pages are there at once."""
     how = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     memory = mmap.mmap(file, end - begin, flags=how, offset=begin)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -3,10 +3,13 @@
 
 #pragma once
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define BLOCK_WORDS 4096
 #define BLOCK_BYTES (8 * BLOCK_WORDS)
+#define FILE_BLOCKS 8 /* that are read at a time */
 #define ROWS_AHEAD 8 /* that memory is asked for before they are needed */
 
 static uint64_t sum_words(const uint64_t *words, const uint64_t *factors, int64_t count) {
@@ -33,6 +36,25 @@ void sum_blocks(int64_t bytes, const char *data, char *into, const uint64_t *fac
         if (size % 8) sum += read_word(block, size / 8 * 8, size) * factors[size / 8];
         sums[at / BLOCK_BYTES] = sum;
     }
+}
+
+/* The same of bytes [place, place + bytes) of a file, read while a core's cache has them. Returns how
+   many there were: fewer if the file ends, or cannot be read. */
+int64_t sum_file(int32_t file, int64_t place, int64_t bytes, const uint64_t *factors,
+                 uint64_t *sums) {
+    char *room = malloc(FILE_BLOCKS * BLOCK_BYTES);
+    int64_t at = 0;
+    while (room && at < bytes) {
+        int64_t size = bytes - at < FILE_BLOCKS * BLOCK_BYTES ? bytes - at : FILE_BLOCKS * BLOCK_BYTES;
+        int64_t there = 0, count = 1;
+        for (; there < size && count > 0; there += count)
+            count = pread(file, room + there, size - there, place + at + there);
+        if (there < size) break;
+        sum_blocks(size, room, NULL, factors, sums + at / BLOCK_BYTES);
+        at += size;
+    }
+    free(room);
+    return at;
 }
 
 /* Adds the words of bytes [from, to) of data, or takes them away; a word of which a part lies outside

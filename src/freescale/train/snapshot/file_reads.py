@@ -1,0 +1,86 @@
+"""Reads memory files by several threads, into memory that is there: on some machines, to map a page
+takes longer than to copy it, and one thread alone does not get the memory's speed.
+
+What goes to a GPU goes through pinned pieces, two of each thread: the bus has one while the thread
+fills the other. They are few, and the same for all tensors, since to pin memory takes long, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.reference.checksums import as_bytes, cut_short
+from freescale.streams import record_event
+
+_PIECE = 4 << 20  # bytes
+_PIECES = 2  # of each thread
+
+
+class FileReads:
+    """Of one restore. Ends with `close`."""
+
+    def __init__(self) -> None:
+        self._threads = max(1, torch.get_num_threads())
+        self._pool = ThreadPoolExecutor(self._threads, "restore")
+        self._pinned: list[Tensor] = []  # the pieces of each thread
+        self._sent: dict[tuple[int, int], torch.cuda.Event] = {}  # by (thread, piece)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def read(self, file: int, place: int, to: Tensor) -> None:
+        """Fills a contiguous tensor from `place` on: one of a GPU on the current stream, which may
+        still be at it when this returns."""
+        data = to.detach().view(-1).view(torch.uint8)
+        if to.device.type == "cuda":
+            self.read_in_pieces(file, place, data)
+        else:
+            self._divide(data.numel(), lambda _, at, end: fill(file, place + at, data[at:end]))
+
+    def read_in_pieces(self, file: int, place: int, data: Tensor) -> None:
+        """Into bytes of a GPU's memory."""
+        on_gpu = data.device.type == "cuda"
+        if not self._pinned:
+            size = (self._threads, _PIECES, _PIECE)
+            self._pinned = list(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
+        stream = torch.cuda.current_stream(data.device) if on_gpu else None
+
+        def send(thread: int, begin: int, end: int) -> None:
+            for number, at in enumerate(range(begin, end, _PIECE)):
+                turn = number % _PIECES
+                if (thread, turn) in self._sent:
+                    self._sent.pop((thread, turn)).synchronize()
+                piece = self._pinned[thread][turn][: min(_PIECE, end - at)]
+                fill(file, place + at, piece)
+                with torch.cuda.stream(stream):
+                    data[at : at + piece.numel()].copy_(piece, non_blocking=True)
+                    if on_gpu:
+                        self._sent[thread, turn] = record_event()
+
+        self._divide(data.numel(), send)
+
+    def _divide(self, size: int, work: Callable[[int, int, int], None]) -> None:
+        """Runs work(thread, begin, end) on each thread, with its part of so many bytes."""
+        each = max(1, -(-size // self._threads // _PIECE)) * _PIECE
+        running = [
+            self._pool.submit(work, thread, begin, min(begin + each, size))
+            for thread, begin in enumerate(range(0, size, each))
+        ]
+        for part in running:
+            part.result()
+
+
+def fill(file: int, place: int, room: Tensor) -> None:
+    """Reads bytes of a file from `place` on. OSError if it ends before."""
+    left = as_bytes(room).data
+    while left:
+        count = os.preadv(file, [left], place)
+        if not count:
+            raise cut_short(place)
+        left, place = left[count:], place + count
