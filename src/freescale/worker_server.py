@@ -143,9 +143,19 @@ def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> in
 
 def count_workers(config: RunConfig, device: str) -> int:
     """Processes that make the batches of this rank."""
+    return choose_workers(config.data.workers, device, *_count_cores_and_ranks())
+
+
+def count_cores() -> int:
+    """Of this machine, for this rank: torch's own number is 1 under torchrun."""
+    cores, ranks = _count_cores_and_ranks()
+    return max(1, cores // ranks)
+
+
+def _count_cores_and_ranks() -> tuple[int, int]:
+    """Of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return choose_workers(config.data.workers, device, cores, max(1, ranks))
+    return cores, max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def start_early(config: RunConfig) -> WorkerServer | None:

@@ -49,12 +49,11 @@ def test_threads_sum_what_one_sums(monkeypatch, rows, width, dtype):
 def test_sums_of_a_file_are_those_of_a_tensor(monkeypatch, rows, width, dtype, version):
     value = draw(rows, width, dtype)
     monkeypatch.setattr(native, "_PART", plain.BYTES)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     file = os.memfd_create("test")
     os.pwrite(file, plain.as_bytes(value).data, 64)
-    assert np.array_equal(version.sum_file(file, 64, value.nbytes), plain.sum_blocks(value))
+    assert np.array_equal(version.sum_file(file, 64, value.nbytes, 3), plain.sum_blocks(value))
     with pytest.raises(OSError, match="a file ends at byte"):
-        version.sum_file(file, 64, value.nbytes + plain.BYTES + 1)
+        version.sum_file(file, 64, value.nbytes + plain.BYTES + 1, 3)
     os.close(file)
 
 

@@ -18,6 +18,7 @@ PLACE = 64
 @pytest.fixture
 def reads(monkeypatch):
     monkeypatch.setattr(file_reads, "_PIECE", 64)
+    monkeypatch.setattr(file_reads, "count_cores", lambda: 3)
     made = FileReads()
     yield made
     made.close()

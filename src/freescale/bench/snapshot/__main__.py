@@ -1,5 +1,5 @@
 """Snapshots in memory: what they add to a step, and how long a restore takes from memory and from
-disk.
+disk; `restore`: only that.
 
 --device cpu   two ranks
 --device cuda  GPU ranks, which may share one GPU through MPS"""
@@ -14,6 +14,7 @@ from freescale.bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("snapshot", __doc__)
+    parser.add_argument("what", nargs="?", choices=("all", "restore"), default="all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nproc", type=int, help="ranks (default: 2 on CPUs, 4 on GPUs)")
     parser.add_argument("--state", type=float, default=1.0, help="GB of state of a rank")
@@ -32,11 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     plan = Plan(options.device, options.state, options.every, options.turns, options.each)
     if "RANK" in os.environ:
-        bench_rank(plan, to)
+        bench_rank(plan, to, restores_alone=options.what == "restore")
         return 0
     from freescale.bench.common.ranks import start_ranks
 
-    words = [*plan.as_arguments(), *to.as_arguments(), "--nproc", str(ranks)]
+    words = [options.what, *plan.as_arguments(), *to.as_arguments(), "--nproc", str(ranks)]
     return start_ranks("snapshot", words, ranks, options.device, seconds=1800, threads=1)
 
 

@@ -25,12 +25,12 @@ def sum_blocks(value: Tensor) -> Words:
     """As the reference. Large tensors by as many threads as torch uses: whoever sums them has
     nothing else to do, and one thread alone does not get the memory's speed."""
     assert value.is_contiguous()
-    data = value.detach().view(-1).view(torch.uint8)
-    return _divide(data.numel(), lambda begin, end: _pass_over(data[begin:end], None))
+    data, threads = value.detach().view(-1).view(torch.uint8), torch.get_num_threads()
+    return _divide(data.numel(), threads, lambda begin, end: _pass_over(data[begin:end], None))
 
 
-def sum_file(file: int, place: int, size: int) -> Words:
-    """As the reference. Large parts by as many threads as torch uses."""
+def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
+    """As the reference."""
 
     def add(begin: int, end: int) -> Words:
         sums = np.empty(-(-(end - begin) // BYTES), np.uint64)
@@ -40,12 +40,12 @@ def sum_file(file: int, place: int, size: int) -> Words:
             raise cut_short(place + begin + count)
         return sums
 
-    return _divide(size, add)
+    return _divide(size, threads, add)
 
 
-def _divide(size: int, add: Callable[[int, int], Words]) -> Words:
+def _divide(size: int, most: int, add: Callable[[int, int], Words]) -> Words:
     """The sums of (begin, end), of so many bytes, by several threads where it is worth one."""
-    threads = min(torch.get_num_threads(), size // _PART)
+    threads = min(most, size // _PART)
     if threads < 2:
         return add(0, size)
     each = -(-size // threads // BYTES) * BYTES

@@ -51,8 +51,9 @@ def sum_blocks(value: Tensor) -> Words:
     return np.append(sums, np.dot(last.view(np.uint64), FACTORS))
 
 
-def sum_file(file: int, place: int, size: int) -> Words:
-    """The sums of blocks in bytes [place, place + size) of a file. OSError if it ends before."""
+def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
+    """The sums of blocks in bytes [place, place + size) of a file; others may use several threads.
+    OSError if it ends before."""
     parts = [np.empty(0, np.uint64)]
     for begin in range(0, size, _READ):
         count = min(_READ, size - begin)

@@ -16,17 +16,19 @@ from torch import Tensor
 
 from freescale.kernels.reference.checksums import as_bytes, cut_short
 from freescale.streams import record_event
+from freescale.worker_server import count_cores
 
 _PIECE = 4 << 20  # bytes
 _PIECES = 2  # of each thread
+_MOST_THREADS = 8
 
 
 class FileReads:
     """Of one restore. Ends with `close`."""
 
     def __init__(self) -> None:
-        self._threads = max(1, torch.get_num_threads())
-        self._pool = ThreadPoolExecutor(self._threads, "restore")
+        self.threads = min(_MOST_THREADS, count_cores())  # nobody else has anything to do
+        self._pool = ThreadPoolExecutor(self.threads, "restore")
         self._pinned: list[Tensor] = []  # the pieces of each thread
         self._sent: dict[tuple[int, int], torch.cuda.Event] = {}  # by (thread, piece)
 
@@ -47,7 +49,7 @@ class FileReads:
         """Into bytes of a GPU's memory."""
         on_gpu = data.device.type == "cuda"
         if not self._pinned:
-            size = (self._threads, _PIECES, _PIECE)
+            size = (self.threads, _PIECES, _PIECE)
             self._pinned = list(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
         stream = torch.cuda.current_stream(data.device) if on_gpu else None
 
@@ -67,7 +69,7 @@ class FileReads:
 
     def _divide(self, size: int, work: Callable[[int, int, int], None]) -> None:
         """Runs work(thread, begin, end) on each thread, with its part of so many bytes."""
-        each = max(1, -(-size // self._threads // _PIECE)) * _PIECE
+        each = max(1, -(-size // self.threads // _PIECE)) * _PIECE
         running = [
             self._pool.submit(work, thread, begin, min(begin + each, size))
             for thread, begin in enumerate(range(0, size, each))

@@ -82,7 +82,7 @@ class Restoring:
             def verify() -> list[dict[str, Tensor]]:
                 refuse_other(label_link(chain[-1]), state, model, optimizer)
                 return [
-                    segment.verify(label_link(link))
+                    segment.verify(label_link(link), reads.threads)
                     for link, segment in zip(chain, segments, strict=True)
                 ]
 

@@ -81,11 +81,11 @@ class Segment:
         """All tensors, which share memory with the file."""
         return view_tensors(self.data, self.header["tensors"])
 
-    def verify(self, label: str) -> dict[str, Tensor]:
+    def verify(self, label: str, threads: int = 1) -> dict[str, Tensor]:
         """As `read`; Damaged, by `label`, if a tensor is not as it was written."""
         tensors = self.read()
         for name, (_, _, place, checksum) in self.header["tensors"].items():
-            sums = choose_checksums().sum_file(self.file, place, tensors[name].nbytes)
+            sums = choose_checksums().sum_file(self.file, place, tensors[name].nbytes, threads)
             if join_sums(sums) != checksum:
                 raise Damaged(f"{label} is damaged (the checksum of {name} does not match)")
         return tensors
