@@ -166,6 +166,7 @@ def bench_training(plan: Plan, to: Destination) -> None:
                     late = f", {turn.disk:.3f} of them for the disk" if save else ""
                     word = "with" if save else "without"
                     print(f"{word}: {turn.seconds:.3f} s{late}", flush=True)
+                    print("  steps", *(f"{ms:.0f}" for ms in turn.steps_ms), "ms", flush=True)
         row = _describe(turns, measured.is_exact())
         transport.gather_bytes(b"")
     if transport.rank == 0:

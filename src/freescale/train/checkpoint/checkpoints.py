@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -222,29 +223,38 @@ class Checkpoints:
         self._finish(lambda: self._write(contents, transport))
 
     def _save_beside(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
-        """No rank waits for another here: the thread that writes tells them what went wrong."""
+        """No rank waits for another here: the thread that writes tells them what went wrong, once
+        it has the rows. Until then it leaves the interpreter to the step."""
         if self._beside is None:
             self._beside = Beside(self.transport)
         control, planner = self._beside.transport, self._beside.make_planner()
-        try:
-            contents = collect()
-        except (OSError, ValueError) as error:
-            failed = error  # `error` is gone with this block
+        ready = self._begin_copies(saving.parent.tables, collect)
 
-            def write() -> None:
-                run_on_all_ranks(control, lambda: _raise(failed))
-        else:
-            capture = Capture(contents.add_sharded)
-            saving.parent.tables.capture(capture)
-
-            def write() -> None:
-                run_on_all_ranks(control, lambda: None)
-                run_on_rank_0(control, lambda: self._refuse_ahead(saving.step), str(self.folder))
-                run_on_all_ranks(control, lambda: await_rows(capture, contents.copies))
-                self._write(contents, control, planner)
+        def write() -> None:
+            contents = run_on_all_ranks(control, ready)
+            run_on_rank_0(control, lambda: self._refuse_ahead(saving.step), str(self.folder))
+            self._write(contents, control, planner)
 
         self._begin(saving)
         self._beside.start(write)
+
+    def _begin_copies(
+        self, tables: Tables, collect: Callable[[], Contents]
+    ) -> Callable[[], Contents]:
+        """Returns what waits for the copies, and raises what went wrong."""
+        try:
+            contents = collect()
+        except (OSError, ValueError) as error:
+            return functools.partial(_raise, error)
+        capture, copies = Capture(contents.add_sharded), contents.copies
+        assert copies is not None
+        tables.capture(capture)
+
+        def await_copies() -> Contents:
+            await_rows(capture, copies)
+            return contents
+
+        return await_copies
 
     def _begin(self, saving: _Saving) -> None:
         """Until it is in its place, nothing can be said to have changed since it."""
@@ -415,5 +425,5 @@ class Checkpoints:
             )
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: Exception) -> NoReturn:
     raise error

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
 _EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state returns
+_meshes: WeakKeyDictionary[ProcessGroupTransport, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
 
 def name_parameters(model: ShardedModel) -> dict[int, str]:
@@ -108,12 +110,19 @@ def _shard(local: Tensor, rows: int, transport: Transport) -> Tensor:
 
 def shard_over_ranks(local: Tensor, rows: int, transport: ProcessGroupTransport) -> Tensor:
     """Equal blocks of rows, one on each rank, as torch's sharded tensor [rows, ...]."""
-    device = local.device.type
-    group = transport.group if device == "cuda" else transport.control
-    mesh = DeviceMesh.from_group(group, device)
+    mesh = _get_mesh(transport, local.device.type)
     shape = torch.Size((rows, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _get_mesh(transport: ProcessGroupTransport, device: str) -> DeviceMesh:
+    """The ranks, as torch describes them: made once, which takes milliseconds."""
+    known = _meshes.setdefault(transport, {})
+    if device not in known:
+        group = transport.group if device == "cuda" else transport.control
+        known[device] = DeviceMesh.from_group(group, device)
+    return known[device]
 
 
 # ---- what modules keep beside their tensors

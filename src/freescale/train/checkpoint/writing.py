@@ -26,7 +26,7 @@ from freescale.train.checkpoint.on_all_ranks import (
     run_on_all_ranks,
     run_on_rank_0,
 )
-from freescale.train.checkpoint.paced_planner import PacedPlanner, make_plan_key
+from freescale.train.checkpoint.paced_planner import PacedPlanner, Series
 from freescale.train.checkpoint.state_copies import StateCopies
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
@@ -72,12 +72,11 @@ def write_checkpoint(
     return checksum
 
 
-def await_rows(capture: Capture, copies: StateCopies | None) -> None:
+def await_rows(capture: Capture, copies: StateCopies) -> None:
     """Waits for the copies of the rows, and of all else. ValueError if they could not be made."""
     try:
         capture.wait()
-        if copies is not None:
-            copies.finish()
+        copies.finish()
     except Exception as error:
         raise ValueError(
             f"rows could not be copied into host memory: {describe_error(error)}"
@@ -157,10 +156,10 @@ class Beside:
         if isinstance(transport, ProcessGroupTransport):
             self.transport = transport.open_control()
         self._done: Callable[[], None] | None = None
-        self._plans = make_plan_key()
+        self._series = Series()
 
     def make_planner(self) -> SavePlanner:
-        return PacedPlanner(self._plans)
+        return PacedPlanner(self._series)
 
     def start(self, work: Callable[[], None]) -> None:
         """Starts `work`; the job before must have been waited for."""

@@ -1,0 +1,65 @@
+"""Checkpoints of a series are planned once, as long as their tensors are alike, and hold what they
+should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from freescale.train.checkpoint import paced_planner
+from freescale.train.checkpoint.paced_planner import PacedPlanner, Series
+from freescale.train.checkpoint.writing import write_tensors
+from freescale.transport.local import LocalTransport
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The number of tensors of each plan that is made."""
+    make, made = default_planner.create_default_local_save_plan, []
+
+    def make_and_count(tensors, is_coordinator):
+        made.append(len(tensors))
+        return make(tensors, is_coordinator)
+
+    monkeypatch.setattr(default_planner, "create_default_local_save_plan", make_and_count)
+    monkeypatch.setattr(paced_planner, "_PAUSE", 0.0)
+    return made
+
+
+def save(folder, series, **tensors):
+    """Saves, and loads what was saved."""
+    write_tensors(folder, tensors, LocalTransport(), "failed", PacedPlanner(series))
+    found = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    load(found, checkpoint_id=folder, no_dist=True)
+    for name, value in tensors.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_tensors_alike_are_planned_once(tmp_path, plans):
+    one, other = Series(), Series()
+    save(tmp_path / "1", one, rows=torch.rand(4, 3), step=torch.tensor(1.0))
+    save(tmp_path / "2", one, rows=torch.rand(4, 3), step=torch.tensor(2.0))
+    assert plans == [2]
+    save(tmp_path / "3", other, rows=torch.rand(4, 3), step=torch.tensor(3.0))
+    assert plans == [2, 2]
+    save(tmp_path / "4", one, rows=torch.rand(4, 3), step=torch.tensor(4.0))
+    assert plans == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": torch.rand(5, 3)},
+        {"rows": torch.rand(4, 3).double()},
+        {"ids": torch.rand(4, 3)},
+        {"rows": torch.rand(4, 3), "ids": torch.arange(4)},
+    ],
+)
+def test_others_are_planned_anew(tmp_path, plans, changed):
+    series = Series()
+    save(tmp_path / "1", series, rows=torch.rand(4, 3))
+    save(tmp_path / "2", series, **changed)
+    save(tmp_path / "3", series, rows=torch.rand(4, 3))
+    assert plans == [1, len(changed), 1]
