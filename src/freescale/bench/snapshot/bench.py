@@ -355,9 +355,9 @@ def _restore(measured: Measured) -> Row:
 
 def _write(plan: Plan, transport: Transport, rows: list[Row], to: Destination) -> None:
     share = f"{plan.state:g} GB of state a rank, {transport.world} ranks"
-    name, claims = "snapshot-restore", []
+    name, slowest, claims = "snapshot-restore", f", the slowest of {len(rows)}", []
     if "more_percent" in rows[0]:
-        name = "snapshot"
+        name, slowest = "snapshot", ""
         claims.append(
             claim(
                 f"step with snapshots (auto), beside without: {share}",
@@ -369,7 +369,7 @@ def _write(plan: Plan, transport: Transport, rows: list[Row], to: Destination) -
         )
     claims += [
         claim(
-            f"restore from memory, verification included: {share}",
+            f"restore from memory{slowest}, verification included: {share}",
             1.0,
             max(row["memory_seconds"] for row in rows if "memory_seconds" in row),
             "s",
