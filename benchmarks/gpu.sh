@@ -37,8 +37,9 @@ part dynamic-4 150 dynamic step --device cuda --nproc 4
 part host_tables 150 host_tables --device cuda
 part host_tables-4 150 host_tables --device cuda --nproc 4
 part host_tables-torchrec 300 host_tables torchrec --device cuda
-part checkpoint-training-4 250 checkpoint training --device cuda --nproc 4
+part checkpoint-training-4 350 checkpoint training --device cuda --nproc 4 --turns 12
 part snapshot-4 300 snapshot --device cuda --nproc 4 --turns 4
+part snapshot-restore-4 120 snapshot restore --device cuda --nproc 4
 part faults-4 900 faults --device cuda --work "$folder/storms"
 if [ -n "${PEER:-}" ] && [ -n "${EVENTS:-}" ]; then
   part quality-epochs 200 quality --data "$EVENTS" --name "${NAME:-ml-1m-like}" --recipe hstu-small --device cuda --peer "$PEER" --epochs-alone 5

@@ -14,7 +14,7 @@ _MOST_QUEUES = 32  # of one process
 
 
 class GpuBusy(ValueError):
-    """A GPU is refused for now. Only another process can ask again: CUDA answers a process that
+    """A GPU is refused, and only another process can ask again: CUDA answers a process that
     was refused the same for ever."""
 
     exit_status = 76  # of the rank's process, which its launcher starts again

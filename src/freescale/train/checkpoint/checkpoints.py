@@ -178,8 +178,8 @@ class Checkpoints:
             The checkpoint's folder; an asynchronous one is there after `wait`.
 
         Raises:
-            ValueError: something cannot be saved or written, on all ranks; or the asynchronous
-                checkpoint before could not.
+            ValueError: something cannot be saved or written, on all ranks; of an asynchronous
+                checkpoint it is raised by the next call, or by `wait`.
             NotFinite: a weight or optimizer state is not finite.
         """
         if not isinstance(progress, Mapping) or "step" not in progress:
