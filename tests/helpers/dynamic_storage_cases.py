@@ -60,7 +60,7 @@ class Storages:
             slots = storage.make_resident(keys.to(device), Ledger(), marks).unique()
             storage.begin()
             gradients = torch.sin(storage.gather(slots, torch.float32) * 7 + step)
-            storage.update(slots, gradients, step=step, factor=0.1, clip=None)
+            storage.update(storage.find_targets(slots), gradients, step=step, factor=0.1, clip=None)
 
     def look_ahead(self, keys):
         """A batch is made resident, taken back, made again and dropped."""

@@ -168,9 +168,9 @@ def kept(device="cpu"):
     return held
 
 
-def placed(device="cpu", maps=12):
+def placed(device="cpu", maps=24):
     """Missing ids get the entries that the plain twin gives them, in maps full of ties, of ids side
-    by side and of the first and last id."""
+    by side, of such as differ in the lower or upper half alone, and of the first and last id."""
     generator, held = torch.Generator().manual_seed(0), {}
 
     def draw(*bounds):
@@ -180,7 +180,8 @@ def placed(device="cpu", maps=12):
         shards, rows = draw(1, 3), draw(1, 26)
         size, where = shards * rows, torch.device(device)
         plain = id_map.allocate(shards, rows, 0, where)
-        ids = (torch.randperm(4 * size, generator=generator)[:size] - 2 * size) * (1, 3)[number % 2]
+        apart = (1, 3, 1 << 31, (1 << 55) + 5)[number % 4]
+        ids = (torch.randperm(4 * size, generator=generator)[:size] - 2 * size) * apart
         plain.ids.copy_(ids)
         plain.ids[0], plain.ids[-1] = SPECIAL[4], SPECIAL[3]
         plain.last.copy_(torch.randint(-1, draw(1, 12), (size,), generator=generator))

@@ -208,6 +208,8 @@ class Sharded:
             raise_on_all_ranks(error, transport)
         elif error is not None:
             raise error
+        if request.slots is not None:  # once, not for each piece of the gradient
+            request.targets = self.rows.find_targets(request.slots)
         if self._has_default and request.slots is not None:
             assert isinstance(self.rows, DynamicStorage)
             self._redirect(request, self.rows.find_missing(request.slots), transport)
@@ -248,9 +250,10 @@ class Sharded:
             else:
                 put_rows(request.rows, part.requested, rows)
 
-        run_pipelined(
-            parts, lambda part: self._look_up(request, part, transport), store, transport.lines
-        )
+        lines = transport.lines
+        if self.rows.weight.is_cuda:
+            lines += 1  # a piece waits for the device's other work longer than it travels
+        run_pipelined(parts, lambda part: self._look_up(request, part, transport), store, lines)
 
     def push_gradients(
         self,
@@ -303,8 +306,8 @@ class Sharded:
             self.rows.update(*sum_gradients(received.to(self.rows.weight.dtype)), **options)
 
     def _prepare_sums(self, request: Request, part: RequestPart) -> SumGradients:
-        assert request.slots is not None
-        return group_duplicates(_select_served(request.slots, part), self.rows.weight)
+        assert request.targets is not None
+        return group_duplicates(_select_served(request.targets, part), self.rows.weight)
 
     # ---- the blocking forms
 

@@ -253,14 +253,15 @@ class LocalGroup:
         if isinstance(request, Request):
             gradient = request.take_gradient().to(self._encoding).to(self.rows.weight.dtype)
             assert request.slots is not None
-            return request.slots, gradient
+            return self.rows.find_targets(request.slots), gradient
         copied = request.copied
         if copied is not None and copied.rows is not None and copied.rows.grad is not None:
             # those that were read in the table, by their places in the copy
             gradients = request.gradients.move(copied.index.parts, request.find_copied)
-            return copied.owned, sum_readings(gradients, copied.rows.grad, copied.rows.shape[0])
+            sums = sum_readings(gradients, copied.rows.grad, copied.rows.shape[0])
+            return self.rows.find_targets(copied.owned), sums
         rows, values = request.gradients.take()
-        return SortedRows.of(rows), values
+        return SortedRows.of(self.rows.find_targets(rows)), values
 
     def update(self, collected: Collected, **options: Unpack[UpdateOptions]) -> None:
         """Updates the rows that `collect` found."""

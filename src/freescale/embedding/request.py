@@ -194,6 +194,7 @@ class Request:
     log_q: Tensor | None = None  # [u] float32, of the index's keys, where the table counts draws
     log_q_handle: Handle | None = None  # the same on its way
     slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
+    targets: Tensor | None = None  # [sum(receive)] where their gradients go
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
     gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
     # rows that the previous batch does not read: pulled while it computes
@@ -224,7 +225,7 @@ class Request:
 
     def list_tensors(self) -> list[Tensor]:
         """What a request was made of: whoever reads on another stream says so."""
-        more = (self.slots, self.log_q, self.counted, self.drawn)
+        more = (self.slots, self.targets, self.log_q, self.counted, self.drawn)
         found = [self.owned, self.index.keys, *self.index.parts]
         return found + [each for each in more if each is not None]
 

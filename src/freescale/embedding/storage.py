@@ -125,11 +125,15 @@ class RowStorage(ABC):
         """Slots [n] -> their rows [n, width]."""
         return gather_rows(self.weight, slots, dtype)
 
+    def find_targets(self, slots: Tensor) -> Tensor:
+        """The slots [n] that the gradients of what is read from slots [n] update."""
+        return slots
+
     def update(
         self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
     ) -> None:
-        """Unique slots [u] and the summed gradients [u, width] of their rows; on a GPU a slot of -1
-        is none."""
+        """Unique slots [u], of `find_targets`, and the summed gradients [u, width] of their rows;
+        on a GPU a slot of -1 is none."""
         if clip is not None:
             gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
         self._update(slots, gradients, step=step, factor=factor)
@@ -137,8 +141,8 @@ class RowStorage(ABC):
     def update_readings(
         self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
     ) -> None:
-        """Slots, sorted, and the gradients [n, width] of all that read them: `update` by the sum of
-        each row's. In one go where that gives the same bits."""
+        """Slots, of `find_targets`, sorted, and the gradients [n, width] of all that read them:
+        `update` by the sum of each row's. In one go where that gives the same bits."""
         if clip is None and self._has_kernel and not isinstance(self.optimizer, RowWiseAdagrad):
             self._update(slots, gradients, step=step, factor=factor)
             return

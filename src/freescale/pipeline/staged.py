@@ -354,7 +354,7 @@ class Staged(Schedule):
         current.requests = current.requests or self.tables.request(current.micro)
         self.tables.fetch(current.requests)
         for _, request in self._sharded(current):
-            self.ahead.borrow(request.owned, request.slots, request.index.keys)
+            self.ahead.borrow(request.owned, request.slots, request.targets, request.index.keys)
 
     def _await_rows(self, current: StagedBatch) -> None:
         """Waits for stages 4 and 6; from now on the model can read the rows of `current`."""

@@ -167,7 +167,8 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
             missing = kernels.order(held, missing)
             kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
             missing = replace(missing, counts=missing.wanted)
-        new, came, sums = kernels.place(held, missing, batch=0, limit=0, **order)
+        told = torch.zeros(3, dtype=torch.int64)
+        new, came, sums = kernels.place(held, missing, batch=0, limit=0, told=told, **order)
         for known in ((sums, came), ()):
             kernels.swap_contents(held, new, *known)
         kernels.find_again(held, keys, looked)

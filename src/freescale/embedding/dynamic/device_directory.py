@@ -124,6 +124,7 @@ class DeviceDirectory:
                 missing,
                 batch=batch,
                 by_count=evict == "lfu",
+                told=self._numbers.host,
                 tell=lambda sums: self._numbers.send(sums, removed),
                 **bounds,
             )
@@ -244,28 +245,25 @@ class _Numbers:
     """A few integers on their way from the device, which goes on meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
-        self._kept: list[int] = []
-        self._copied = record_event_on(device)  # None on a CPU
-        self._pinned: dict[int, Tensor] = {}  # by how many there are
-        if device.type == "cuda":
-            room = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=True)
-            self._pinned = {count: room[:count] for count in (_SUMS, _SUMS + 1)}
-            self._host, self._count = room.numpy(), 0
+        self._there = record_event_on(device)  # None on a CPU
+        # Written by kernels: a copy would be between two of them, and as long as one.
+        pinned = self._there is not None
+        room = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=pinned)
+        self.host, self._rest = room[:_SUMS], room[_SUMS:]
+        self._values, self._count = room.numpy(), 0
 
     def send(self, values: Tensor, more: Tensor | None) -> None:
-        """After the current stream's work so far. Before the next ones, `read` them."""
-        values = values if more is None else torch.cat([values, more])
-        if self._copied is None or not values.is_cuda:
-            self._kept = values.tolist()
-            return
-        self._count = values.numel()
-        self._pinned[self._count].copy_(values, non_blocking=True)
-        self._copied.record(current_stream(values.device))
+        """After the current stream's work so far, which writes `values` to `host`. Before the next
+        ones, `read` them."""
+        self._count = _SUMS if more is None else _SUMS + 1
+        if more is not None:
+            self._rest.copy_(more, non_blocking=True)
+        if self._there is not None and values.is_cuda:
+            self._there.record(current_stream(values.device))
 
     def read(self) -> list[int]:
         """Waits for them."""
-        if self._copied is None:
-            return self._kept
-        self._copied.synchronize()
-        found: list[int] = self._host[: self._count].tolist()
+        if self._there is not None:
+            self._there.synchronize()
+        found: list[int] = self._values[: self._count].tolist()
         return found

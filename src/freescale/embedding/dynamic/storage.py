@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
@@ -43,7 +43,8 @@ from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
-_SPARE = 4  # by a fourth more rows than with the last batch may come unawaited
+_SPARE = 4  # by a fourth more rows than with the last batches may come unawaited
+_FADING = 8  # what came with a batch counts for an eighth less with each one after it
 _ALIGNED = 32  # what is left begins at an address for which kernels are compiled
 _KEPT = 2  # decisions: of the batch that computes, and of the one after it
 
@@ -86,7 +87,7 @@ class DynamicStorage(RowStorage):
         self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
         self._deciding: Deciding | None = None  # what the device decides about the last one
         self._undone = 0  # the last ones of them
-        self._inserted = 0  # rows, by the last batch
+        self._inserted = 0  # rows, by one of the last batches
         self._early: dict[str, Tensor] = {}  # what was in the slots of rows that are in already
         self._begun = 0  # batches whose step has begun
         self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
@@ -186,7 +187,7 @@ class DynamicStorage(RowStorage):
 
     def _begin_insert(self, slots: Tensor, ids: Tensor, total: Tensor) -> None:
         """Inserts rows before it is known how many there are, `total` [1]: as many as came with the
-        batch before, and some more. The device has work while the host waits for the number."""
+        batches before, and some more. The device has work while the host waits for the number."""
         room = min(slots.numel(), self._inserted + self._inserted // _SPARE)
         room -= room % _ALIGNED
         self._early = self._insert_in_place(slots, ids, room, total) if room else {}
@@ -195,7 +196,8 @@ class DynamicStorage(RowStorage):
         """Inserts those that are left. Returns what was in all of the slots [m], by part, and maybe
         anything behind it."""
         early, self._early = self._early, {}
-        self._inserted = count = slots.numel()
+        count = slots.numel()
+        self._inserted = max(count, self._inserted - self._inserted // _FADING)
         room = early["rows"].shape[0] if early else 0
         if early and room >= count:
             return early
@@ -287,15 +289,14 @@ class DynamicStorage(RowStorage):
     def update(
         self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
     ) -> None:
-        self.inner.update(self._spend(slots), gradients, step=step, factor=factor, clip=clip)
+        self.inner.update(slots, gradients, step=step, factor=factor, clip=clip)
 
     def update_readings(
         self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
     ) -> None:
-        slots = replace(slots, rows=self._spend(slots.rows))
         self.inner.update_readings(slots, gradients, step=step, factor=factor, clip=clip)
 
-    def _spend(self, slots: Tensor) -> Tensor:
+    def find_targets(self, slots: Tensor) -> Tensor:
         """Gradients of the row that is read as zeros go to the one that is never read."""
         assert self._slots is not None
         zero, spent = self._slots

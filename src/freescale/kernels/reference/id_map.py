@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class IdMap:
     last: Tensor  # [shards * rows] int32, batch of the last use; EMPTY: no id
     count: Tensor  # [shards * rows] int32, batches that used it
     words: Tensor  # [shards, buckets, 8] int32: where ids are found (triton/id_map.py), or nothing
+    zeros: Any = None  # what else these kernels need
 
     @property
     def nbytes(self) -> int:
@@ -179,12 +181,13 @@ def place(
     limit: int,
     by_count: bool,
     evicts: bool,
+    told: Tensor | None = None,
     tell: Callable[[Tensor], None] = lambda sums: None,
 ) -> tuple[Contents, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
     (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
-    as they are on their way.
+    as they are on their way: also to `told` [3], which may be pinned memory of the host.
 
     Returns:
         what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
@@ -208,6 +211,8 @@ def place(
     contents = Contents(order, ones * batch, counts, missing.ids[from_])
     sums = [len(order), int((~empty)[order].sum()), int(missing.wanted.sum())]
     summed = torch.tensor(sums, device=order.device)
+    if told is not None:
+        told.copy_(summed)
     tell(summed)
     return contents, torch.empty_like(contents.ids), summed
 

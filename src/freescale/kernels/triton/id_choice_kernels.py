@@ -2,11 +2,12 @@
 each of them gets.
 
 A shard decides for itself, so that a program for each needs no other: it looks for the bounds in
-(count, last use, id) up to which entries go, each step a walk through the shard. Every other step
-is where the bound would be if entries lay evenly, the ones between halve what is left: few steps
-for ids as they come, and never more than twice those of a bisection. The search ends as soon as a
-bound has the right number of entries below it. A shard of few rows is read once and walked through
-in registers: HELD says so, and then `held` is (last uses, counts, ids) of all its entries.
+(count, last use, id) up to which entries go, one after the other, each step a walk through the
+shard. Two of three steps are where the bound would be if entries lay evenly, the third one halves
+what is left: few steps for ids as they come, and never more than three times those of a bisection.
+The search ends as soon as a bound has the right number of entries below it. The words of a shard of
+few rows are read once for a bound and walked through in registers: HELD says so. They are 32 bits
+each, ids in two halves: the fewer registers, the more programs wait for memory beside each other.
 
 Sums over all shards are those of the last program that is through: no kernel is launched for them.
 """
@@ -18,8 +19,10 @@ import triton
 import triton.language as tl
 
 from freescale.kernels.triton.id_map_kernels import (
-    BOTTOM,
+    CHOSEN,
+    CLAIMED,
     ID,
+    MARK,
     MOST,
     SIGN,
     TOP,
@@ -31,9 +34,16 @@ from freescale.kernels.triton.id_map_kernels import (
     unmix,
 )
 
-# Words at the head of the scratch memory: how many programs of two kernels are through.
-CLAIMED = tl.constexpr(4)
-CHOSEN = tl.constexpr(8)
+# What entries are ordered by, one level after the other; the words of an entry that these are.
+BY_USES = tl.constexpr(0)
+BY_LAST = tl.constexpr(1)
+BY_UPPER = tl.constexpr(2)  # half of the id
+BY_LOWER = tl.constexpr(3)
+LOWER = tl.constexpr(0)
+UPPER = tl.constexpr(1)
+LAST_USE = tl.constexpr(2)
+COUNT = tl.constexpr(3)
+LOWER_SIGN = tl.constexpr(-(2**31))  # lower halves have none: flipped, they are ordered as numbers
 
 
 @triton.jit
@@ -77,33 +87,41 @@ def _scan(counts, starts, shards, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sum(counts, shards, BLOCK: tl.constexpr):
-    """As `_scan`, without what is before each."""
-    total = tl.zeros([BLOCK], tl.int64)
+def _scan_and_sum(counts, starts, others, more, shards, BLOCK: tl.constexpr):
+    """As `_scan`; returns also the sums of the `others`, and of `more`. Each step waits for memory,
+    once for all of them."""
+    before = tl.full((), 0, tl.int64)
+    other = tl.zeros([BLOCK], tl.int32)
+    third = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, shards, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        total += tl.load(counts + at, mask=at < shards, other=0, cache_modifier=".cg").to(tl.int64)
-    return tl.sum(total, 0)
+        each = tl.load(counts + at, mask=at < shards, other=0, cache_modifier=".cg")
+        other += tl.load(others + at, mask=at < shards, other=0, cache_modifier=".cg")
+        third += tl.load(more + at, mask=at < shards, other=0, cache_modifier=".cg")
+        tl.store(starts + at, before + tl.cumsum(each, 0) - each, mask=at < shards)
+        before += tl.sum(each, 0).to(tl.int64)
+    return before, tl.sum(other, 0).to(tl.int64), tl.sum(third, 0).to(tl.int64)
 
 
 @triton.jit(
-    do_not_specialize=["shards", "padded", "first_shard"],
+    do_not_specialize=["number", "shards", "padded", "first_shard"],
     do_not_specialize_on_alignment=["keys", "counted"],
 )
 def claim_kernel(
-    keys, counted, scratch, choices, shards, padded, first_shard,
+    keys, counted, totals, number, scratch, choices, shards, padded, first_shard,
     COUNTED: tl.constexpr, BLOCK: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """numbers[j]: the number of the key at places[j] among the missing ones of its shard, in any
     order; -1 for those that do not count, and all but one of equal ones. Claims are 0 before,
     afterwards an open-addressing table of the ones that count, each with its place counted from 1.
-    What shards want is 0 before; the last program scans it."""
+    What shards want is 0 before; the last program scans it, and says for the kernels behind this
+    one how many places there are: totals[number]."""
     wanted, claims, _, places = split_scratch(scratch, shards, padded)
     starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
     size = 2 * padded
     program = tl.program_id(0)
     j = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(scratch)
+    total = tl.load(totals + number)
     there = j < total
     i = tl.load(places + j, mask=there, other=0)
     active = there
@@ -131,6 +149,23 @@ def claim_kernel(
     if program < programs:  # noqa: SIM102 - with `and`, all programs would count
         if _is_last(scratch + CLAIMED, programs):
             _scan(wanted, starts, shards, SHARD_BLOCK)
+            tl.store(scratch, total)
+
+
+@triton.jit
+def _collect(keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr):
+    """Puts missing ids in the range of their shard, where claims were: all programs together."""
+    _, _, missing, places = split_scratch(scratch, shards, padded)
+    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
+    total = tl.load(scratch)
+    for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        rank = tl.load(numbers + j, mask=j < total, other=-1)
+        there = rank >= 0
+        i = tl.load(places + j, mask=there, other=0)
+        hash = load_hashes(keys, i, there)
+        start = tl.load(starts + find_shard(hash) - first_shard, mask=there, other=0)
+        tl.store(missing + start + rank, unmix(hash).to(tl.int64, bitcast=True), mask=there)
 
 
 @triton.jit(
@@ -139,16 +174,8 @@ def claim_kernel(
 def collect_kernel(
     keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Puts missing ids in the range of their shard, where claims were."""
-    _, _, missing, places = split_scratch(scratch, shards, padded)
-    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
-    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rank = tl.load(numbers + j, mask=j < tl.load(scratch), other=-1)
-    there = rank >= 0
-    i = tl.load(places + j, mask=there, other=0)
-    hash = load_hashes(keys, i, there)
-    start = tl.load(starts + find_shard(hash) - first_shard, mask=there, other=0)
-    tl.store(missing + start + rank, unmix(hash).to(tl.int64, bitcast=True), mask=there)
+    """For who wants them before entries are chosen."""
+    _collect(keys, scratch, choices, shards, padded, first_shard, BLOCK)
 
 
 @triton.jit
@@ -178,111 +205,106 @@ def order_kernel(scratch, choices, shards, padded, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_entries(
-    ids, last, count, first, begin, rows, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """(last uses, counts, ids) of entries of a shard, from `begin` on; behind it, none may go.
-    Without BY_COUNT the last uses stand for the counts, which nobody reads."""
-    at = begin + tl.arange(0, BLOCK)
-    used = tl.load(last + (first + at) * USE, mask=at < rows, other=MOST)
-    uses = used
-    if BY_COUNT:
-        uses = tl.load(count + (first + at) * USE, mask=at < rows, other=0)
-    id = tl.load(ids + (first + at) * ID, mask=at < rows, other=0)
-    return used, uses, id
+def _load_entries(entries, at, rows):
+    """(lower and upper halves of ids, last uses, counts) of entries of a shard; MOST behind it. By
+    one load of 16 bytes for each entry: word by word, the lines that a warp reads from are four
+    times as many, and the cache looks for each of them."""
+    place = tl.arange(0, USE)[None, :]
+    words = tl.load(
+        entries + at[:, None] * USE + place, mask=(at < rows)[:, None], other=MOST
+    )  # fmt: skip
+    lower = tl.sum(tl.where(place == LOWER, words, 0), 1) ^ LOWER_SIGN
+    upper = tl.sum(tl.where(place == UPPER, words, 0), 1)
+    used = tl.sum(tl.where(place == LAST_USE, words, 0), 1)
+    return lower, upper, used, tl.sum(tl.where(place == COUNT, words, 0), 1)
 
 
 @triton.jit
-def _is_up_to(
-    entries, limit, most_uses, latest, bound, LEVEL: tl.constexpr, BY_COUNT: tl.constexpr
+def _load_candidates(
+    entries, begin, rows, limit, most_uses, latest, upper,
+    LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Which entries may go and are, at a level of the order (0: count, 1: last use, 2: id), not
-    above `bound`; at the levels before, equal to `most_uses` and `latest`."""
-    used, uses, id = entries
+    """(Which entries of a shard, from `begin` on, may go and have the count, last use and upper
+    half of an id that are given, as far as these are of levels before LEVEL; the words that they
+    are ordered by at LEVEL)."""
+    lower_half, upper_half, used, uses = _load_entries(entries, begin + tl.arange(0, BLOCK), rows)
     able = (used >= 0) & (used < limit)
+    word = used
     if BY_COUNT:
-        able = able & ((uses <= bound) if LEVEL == 0 else (uses == most_uses))
-    if LEVEL == 1:
-        able = able & (used <= bound)
-    if LEVEL == 2:
-        able = able & (used == latest) & (id <= bound)
-    return able
+        if LEVEL == BY_USES:
+            word = uses
+        else:
+            able = able & (uses == most_uses)
+    if LEVEL >= BY_UPPER:
+        able = able & (used == latest)
+        word = upper_half
+    if LEVEL >= BY_LOWER:
+        able = able & (upper_half == upper)
+        word = lower_half
+    return able, word
 
 
 @triton.jit
-def _count_up_to(
-    ids, last, count, held, first, rows, limit, most_uses, latest, bound,
+def _find_range(
+    entries, rows, limit, most_uses, latest, upper,
     LEVEL: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many entries of a shard `_is_up_to` finds."""
-    total = tl.zeros([BLOCK], tl.int32)
-    if HELD:
-        total += _is_up_to(held, limit, most_uses, latest, bound, LEVEL, BY_COUNT).to(tl.int32)
-    else:
-        for begin in range(0, rows, BLOCK):
-            part = _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
-            able = _is_up_to(part, limit, most_uses, latest, bound, LEVEL, BY_COUNT)
-            total += able.to(tl.int32)
-    return tl.sum(total, 0)
+    """(The least word of the candidates; the greatest; the words of the last block, MOST where
+    there is no candidate)."""
+    low = tl.zeros([BLOCK], tl.int32) + MOST
+    high = tl.zeros([BLOCK], tl.int32) + MARK
+    held = low
+    for begin in range(0, BLOCK if HELD else rows, BLOCK):
+        able, word = _load_candidates(
+            entries, begin, rows, limit, most_uses, latest, upper, LEVEL, BY_COUNT, BLOCK
+        )
+        held = tl.where(able, word, MOST)
+        low = tl.minimum(low, held)
+        high = tl.maximum(high, tl.where(able, word, MARK))
+    return tl.min(low, 0), tl.max(high, 0), held
 
 
 @triton.jit
-def _guess(low, high, need, below, above, LEVEL: tl.constexpr):
+def _guess(low, high, need, below, above):
     """Where `need` entries would be not above, if from `below` at `low` to `above` at `high` their
     number grew evenly; below `high`."""
     share = (need - below + 0.5) / (above - below + 1.0).to(tl.float64)  # well below 1
-    if LEVEL == 2:  # ids: their distance may be more than 63 bits
-        width = (high - low).to(tl.uint64, bitcast=True)
-        step = (width.to(tl.float64) * share).to(tl.uint64).to(tl.int64, bitcast=True)
-    else:
-        step = ((high - low).to(tl.float64) * share).to(tl.int32)
-    return tl.minimum(low + step, high - 1)
+    width = high.to(tl.int64) - low
+    step = (width.to(tl.float64) * share).to(tl.int64)
+    return (low + tl.minimum(step, width - 1)).to(tl.int32)
 
 
 @triton.jit
 def _search(
-    ids, last, count, held, first, rows, limit, most_uses, latest, low, high, need, above,
+    entries, rows, limit, most_uses, latest, upper, held, low, high, need, above,
     LEVEL: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(A bound in [low, high] that `need` entries are not above or, if none is found, the least one
-    that more are not above; how many of those that are equal to it are needed, 0 for all; how many
-    these are, if not all are needed). None is below `low`, and `above`, which are more than `need`,
-    are not above `high`."""
+    """(A bound in [low, high] that `need` candidates are not above or, if none is found, the least
+    one that more are not above; how many of those that are equal to it are needed, 0 for all; how
+    many these are, if not all are needed). None is below `low`, and `above`, which are more than
+    `need`, are not above `high`. HELD: `held` are the words of all of them, and MOST, which no
+    bound reaches that is tried."""
     below = need * 0
     turn = need * 0
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, without a sum
-        middle = tl.where(turn == 0, _guess(low, high, need, below, above, LEVEL), middle)
-        turn = 1 - turn
-        there = _count_up_to(
-            ids, last, count, held, first, rows, limit, most_uses, latest, middle,
-            LEVEL, HELD, BY_COUNT, BLOCK,
-        )  # fmt: skip
+        middle = tl.where(turn < 2, _guess(low, high, need, below, above), middle)
+        turn = tl.where(turn < 2, turn + 1, 0)
+        total = tl.zeros([BLOCK], tl.int32)
+        if HELD:
+            total += (held <= middle).to(tl.int32)
+        else:
+            for begin in range(0, rows, BLOCK):
+                able, word = _load_candidates(
+                    entries, begin, rows, limit, most_uses, latest, upper, LEVEL, BY_COUNT, BLOCK
+                )
+                total += (able & (word <= middle)).to(tl.int32)
+        there = tl.sum(total, 0)
         below = tl.where(there <= need, there, below)
         above = tl.where(there < need, above, there)
         low = tl.where(there < need, middle + 1, tl.where(there == need, middle, low))
         high = tl.where(there < need, high, middle)
     return low, need - below, above - below
-
-
-@triton.jit
-def _find_tied_ids(
-    ids, last, count, held, first, rows, most_uses, latest,
-    HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(least, greatest) id of the entries that are equal but for it."""
-    least = tl.zeros([BLOCK], tl.int64) + TOP
-    greatest = tl.zeros([BLOCK], tl.int64) + BOTTOM
-    for begin in range(0, rows, BLOCK):
-        used, uses, id = (
-            held if HELD else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
-        )
-        tied = used == latest
-        if BY_COUNT:
-            tied = tied & (uses == most_uses)
-        least = tl.minimum(least, tl.where(tied, id, TOP))
-        greatest = tl.maximum(greatest, tl.where(tied, id, BOTTOM))
-    return tl.min(least, 0), tl.max(greatest, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "limit"])
@@ -304,16 +326,23 @@ def room_kernel(
     tl.store(room + shard, tl.minimum(want, tl.sum(total, 0)))
 
 
-@triton.jit(do_not_specialize=["shards", "padded", "rows", "limit"])
+@triton.jit(
+    do_not_specialize=["shards", "padded", "first_shard", "rows", "limit"],
+    do_not_specialize_on_alignment=["keys"],
+)
 def choose_kernel(
-    ids, last, count, scratch, choices, sums, shards, padded, rows, limit,
+    ids, keys, scratch, choices, sums, told, shards, padded, first_shard, rows, limit,
     BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+    SCAN: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for a shard: as many entries as its missing ids want, if there are so many. The
+    """Collects the missing ids, if their keys are given, and nobody reads them here.
+    A program for a shard: as many entries as its missing ids want, if there are so many. The
     lowest empty ones, ascending, and behind them the first ones in the order of eviction, also
     ascending by their number: `assign_kernel` puts them in that order. Chosen are their numbers in
     the shard. The last program scans how many each shard has taken, and sums up what shards have
-    taken, evicted and wanted: sums [3]."""
+    taken, evicted and wanted: sums [3], and told [3], if there is one."""
+    if keys is not None:
+        _collect(keys, scratch, choices, shards, padded, first_shard, SCAN)
     # Triton's loops know no name of two types: `_` is another one below.
     wanted, claims, missing, places = split_scratch(scratch, shards, padded)
     starts, targets, taken, evicted, ordered, numbers, chosen = _split_choices(
@@ -322,76 +351,93 @@ def choose_kernel(
     shard = tl.program_id(0).to(tl.int64)
     want = tl.load(wanted + shard)
     start = tl.load(starts + shard)
-    first = shard * rows
+    entries = (ids + shard * rows * ID).to(tl.pointer_type(tl.int32), bitcast=True)
     empties = want * 0
     need = want * 0
     if want > 0:
-        held = _load_entries(ids, last, count, first, 0, rows, BY_COUNT, BLOCK)
         empty = tl.zeros([BLOCK], tl.int32)
         able = tl.zeros([BLOCK], tl.int32)
-        oldest = tl.zeros([BLOCK], tl.int32) + MOST
-        fewest = tl.zeros([BLOCK], tl.int32) + MOST
-        highest = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, rows, BLOCK):
-            used, uses, _ = (
-                held
-                if HELD
-                else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
-            )
+        low = tl.zeros([BLOCK], tl.int32) + MOST
+        high = tl.zeros([BLOCK], tl.int32)
+        held = low
+        for begin in range(0, BLOCK if HELD else rows, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            rest, half, used, uses = _load_entries(entries, at, rows)
             empty += (used < 0).to(tl.int32)
             if EVICTS:
                 old = (used >= 0) & (used < limit)
                 able += old.to(tl.int32)
-                oldest = tl.minimum(oldest, tl.where(old, used, MOST))
+                word = used
                 if BY_COUNT:
-                    fewest = tl.minimum(fewest, tl.where(old, uses, MOST))
-                    highest = tl.maximum(highest, tl.where(old, uses, 0))
-        empties = tl.minimum(tl.sum(empty, 0), want)
-        ables = tl.sum(able, 0)
+                    word = uses
+                    high = tl.maximum(high, tl.where(old, word, 0))
+                held = tl.where(old, word, MOST)
+                low = tl.minimum(low, held)
+        if HELD:  # one sum for both: a block has fewer entries than 16 bits count
+            pair = tl.sum(empty | (able << 16), 0)
+            empties = tl.minimum(pair & 0xFFFF, want)
+            ables = pair >> 16
+        else:
+            empties = tl.minimum(tl.sum(empty, 0), want)
+            ables = tl.sum(able, 0)
         need = tl.minimum(ables, want - empties)
         # (count, last use, id) up to which entries go: as yet, all
         most_uses = want * 0 + MOST
         latest = want * 0 + limit
-        greatest = first * 0 + TOP
+        upper = want * 0 + MOST
+        lower = want * 0 + MOST
         if (need > 0) & (need < ables):
             left = need
             tied = ables
+            least = tl.min(low, 0)
+            most = want * 0 + limit - 1
             if BY_COUNT:
                 most_uses, left, tied = _search(
-                    ids, last, count, held, first, rows, limit, most_uses, latest,
-                    tl.min(fewest, 0), tl.max(highest, 0), left, tied,
-                    0, HELD, BY_COUNT, BLOCK,
+                    entries, rows, limit, most_uses, latest, latest, held, least, tl.max(high, 0),
+                    left, tied, BY_USES, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
+                if left > 0:
+                    least, most, held = _find_range(
+                        entries, rows, limit, most_uses, latest, latest,
+                        BY_LAST, HELD, BY_COUNT, BLOCK,
+                    )  # fmt: skip
             if left > 0:
                 latest, left, tied = _search(
-                    ids, last, count, held, first, rows, limit, most_uses, latest,
-                    tl.min(oldest, 0), want * 0 + limit - 1, left, tied,
-                    1, HELD, BY_COUNT, BLOCK,
+                    entries, rows, limit, most_uses, latest, latest, held, least, most,
+                    left, tied, BY_LAST, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
             if left > 0:
-                low, high = _find_tied_ids(
-                    ids, last, count, held, first, rows, most_uses, latest, HELD, BY_COUNT, BLOCK
+                least, most, held = _find_range(
+                    entries, rows, limit, most_uses, latest, latest, BY_UPPER, HELD, BY_COUNT, BLOCK
                 )
-                greatest, left, tied = _search(
-                    ids, last, count, held, first, rows, limit, most_uses, latest, low, high, left,
-                    tied, 2, HELD, BY_COUNT, BLOCK,
+                upper, left, tied = _search(
+                    entries, rows, limit, most_uses, latest, latest, held, least, most,
+                    left, tied, BY_UPPER, HELD, BY_COUNT, BLOCK,
                 )  # fmt: skip
+                if left > 0:
+                    least, most, held = _find_range(
+                        entries, rows, limit, most_uses, latest, upper,
+                        BY_LOWER, HELD, BY_COUNT, BLOCK,
+                    )  # fmt: skip
+                    lower, left, tied = _search(
+                        entries, rows, limit, most_uses, latest, upper, held, least, most,
+                        left, tied, BY_LOWER, HELD, BY_COUNT, BLOCK,
+                    )  # fmt: skip
         empty_before = want * 0
         before = want * 0
-        for begin in range(0, rows, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            used, uses, id = (
-                held
-                if HELD
-                else _load_entries(ids, last, count, first, begin, rows, BY_COUNT, BLOCK)
-            )
+        for begin in range(0, rows, SCAN):
+            at = begin + tl.arange(0, SCAN)
+            rest, half, used, uses = _load_entries(entries, at, rows)
             free = used < 0
             goes = free & False
             if EVICTS:
-                sooner = (used < latest) | ((used == latest) & (id <= greatest))
+                old = (used >= 0) & (used < limit) & (need > 0)
+                same = old & (used == latest)
+                sooner = (half < upper) | ((half == upper) & (rest <= lower))
+                sooner = (used < latest) | (same & sooner)
                 if BY_COUNT:
                     sooner = (uses < most_uses) | ((uses == most_uses) & sooner)
-                goes = (used >= 0) & (used < limit) & (need > 0) & sooner
+                goes = old & sooner
             # One scan for both: a block has fewer entries than 16 bits count.
             both = free.to(tl.int32) | (goes.to(tl.int32) << 16)
             ranks = tl.cumsum(both, 0) - both
@@ -406,9 +452,16 @@ def choose_kernel(
     tl.store(evicted + shard, need)
     programs = tl.num_programs(0)
     if _is_last(scratch + CHOSEN, programs):
-        tl.store(sums, _scan(taken, targets, programs, BLOCK))
-        tl.store(sums + 1, _sum(evicted, programs, BLOCK))
-        tl.store(sums + 2, _sum(wanted, programs, BLOCK))
+        all_taken, all_evicted, all_wanted = _scan_and_sum(
+            taken, targets, evicted, wanted, programs, SHARD_BLOCK
+        )
+        tl.store(sums, all_taken)
+        tl.store(sums + 1, all_evicted)
+        tl.store(sums + 2, all_wanted)
+        if told is not None:
+            tl.store(told, all_taken)
+            tl.store(told + 1, all_evicted)
+            tl.store(told + 2, all_wanted)
 
 
 @triton.jit(do_not_specialize=["shards", "padded", "rows", "batch"])

@@ -4,8 +4,8 @@
     look up    every id of a batch: its bucket, one sector, and the entry it names, another one; in
                the same pass last uses and counts of those that have a row, and a list of the others
     missing    these, each once, by shard; without a sort of the batch
-    place      a program for a shard looks for as many entries as its missing ids want; another one
-               gives them these, in order
+    place      they are collected, and a program for a shard looks for as many entries as they want;
+               another one gives them these, in order
     swap       ids out of the buckets, entries exchanged, ids into the buckets
 
     read       ids are looked up and their rows gathered, in one pass
@@ -30,6 +30,7 @@ from freescale.kernels.triton.id_map_memory import (
     Listed,
     LookedUp,
     Noted,
+    Zeros,
     allocate_choices,
     allocate_noted,
     allocate_scratch,
@@ -38,6 +39,7 @@ from freescale.kernels.triton.id_map_memory import (
 from freescale.kernels.triton.launch import (
     RowLaunch,
     count_blocks,
+    is_recording,
     launch_kernel,
     require_gpu,
     round_up_to_power_of_two,
@@ -49,12 +51,14 @@ WORDS = 8  # of a bucket: 7 entries and one about them
 ROWS_OF_BUCKET = 4
 # Entries of a program. Searches read 8 words for each and wait for memory; a program of `choose`
 # goes through the entries of a shard, some ten times, and orders few of them: a shard of up to
-# HELD_ROWS in registers, 16 entries a thread, one of more block by block.
+# HELD_ROWS in registers, 16 entries a thread, one of more block by block. What takes many registers
+# for an entry goes through SCAN_BLOCK at a time.
 FIND_BLOCK, FIND_WARPS = 128, 4
-BLOCK = 256
+BLOCK = 128
 SHARD_BLOCK = 1024
 HELD_ROWS = 4096
 HELD_ROWS_OF_WARP = 512
+SCAN_BLOCK = 512
 ORDER_BLOCK = 32
 WARPS = 4
 # Rows whose buckets, entries and columns are on their way: many, and none waits for another warp.
@@ -68,7 +72,7 @@ def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> 
     require_gpu(device, "kernels.reference.id_map")
     plain = reference.allocate(shards, rows, first_shard, device)
     words = torch.zeros(shards, count_buckets(rows), WORDS, dtype=torch.int32, device=device)
-    return replace(plain, words=words)
+    return replace(plain, words=words, zeros=Zeros(device))
 
 
 def count_buckets(rows: int) -> int:
@@ -125,16 +129,18 @@ def look_up(
     # Until the first launch the device waits for the host.
     found = torch.empty(n, dtype=torch.int64, device=device)
     uses = allocate_noted(n, 2, device)
-    scratch = allocate_scratch(n, map.shards, device)
+    # The kernel clears it, if it is launched.
+    scratch = allocate_scratch(n, map.shards, device, zero=not n or is_recording())
+    number = map.zeros.take()
     _launch(
         look_up_kernel, n, device, FIND_BLOCK, map.words, map.ids, map.last, map.count, keys, found,
-        uses.memory, scratch, pad(map.shards), uses.padded, n, absent, batch, *_measure(map),
-        COUNTS=counted is None, num_warps=FIND_WARPS,
+        uses.memory, scratch, map.zeros.words, number, pad(map.shards), uses.padded, n, absent,
+        batch, *_measure(map), COUNTS=counted is None, num_warps=FIND_WARPS,
     )  # fmt: skip
     if counted is not None:
         _launch(mark_counted_kernel, n, device, BLOCK, map.count, found, counted, n, absent)
         _launch(count_marked_kernel, n, device, BLOCK, map.count, uses.memory, n)
-    return LookedUp(found, uses, scratch)
+    return LookedUp(found, uses, scratch, number)
 
 
 def find_again(map: IdMap, keys: Tensor, lookup: LookedUp, absent: int = -1) -> None:
@@ -159,19 +165,18 @@ def swap_uses(map: IdMap, uses: Noted) -> None:
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | None) -> Listed:
-    """The ids of those keys [n] that have no entry, not ordered yet. Of ids that are never
-    `counted` none is listed."""
-    from freescale.kernels.triton.id_choice_kernels import claim_kernel, collect_kernel
+    """The ids of those keys [n] that have no entry, neither collected nor ordered yet. Of ids that
+    are never `counted` none is listed."""
+    from freescale.kernels.triton.id_choice_kernels import claim_kernel
 
     n, device = keys.numel(), keys.device
     choices = allocate_choices(n, map.shards, device)
-    missing = Listed(n, map.shards, lookup.scratch, choices)
+    missing = Listed(n, map.shards, lookup.scratch, choices, keys)
     memory = missing.scratch, missing.choices, *missing.sizes
     _launch(
-        claim_kernel, n, device, BLOCK, keys, counted, *memory, map.first_shard,
-        COUNTED=counted is not None, SHARD_BLOCK=SHARD_BLOCK,
+        claim_kernel, n, device, BLOCK, keys, counted, map.zeros.words, lookup.number, *memory,
+        map.first_shard, COUNTED=counted is not None, SHARD_BLOCK=SHARD_BLOCK,
     )  # fmt: skip
-    _launch(collect_kernel, n, device, BLOCK, keys, *memory, map.first_shard)
     if not n:
         choices.zero_()
     return missing
@@ -179,13 +184,15 @@ def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | N
 
 def order(map: IdMap, missing: Listed) -> Missing:
     """The same ids, ordered: for whoever reads them before `place`."""
-    from freescale.kernels.triton.id_choice_kernels import order_kernel
+    from freescale.kernels.triton.id_choice_kernels import collect_kernel, order_kernel
 
-    if missing.n and map.shards:
-        with use_device(missing.scratch.device):
+    n, memory = missing.n, (missing.scratch, missing.choices, *missing.sizes)
+    device = missing.scratch.device
+    _launch(collect_kernel, n, device, BLOCK, missing.keys, *memory, map.first_shard)
+    if n and map.shards:
+        with use_device(device):
             launch_kernel(
-                order_kernel, (map.shards,), missing.scratch, missing.choices, *missing.sizes,
-                BLOCK=ORDER_BLOCK, num_warps=1,
+                order_kernel, (map.shards,), *memory, BLOCK=ORDER_BLOCK, num_warps=1
             )  # fmt: skip
     return Missing(missing.ordered, missing.wanted, missing.starts)
 
@@ -212,12 +219,13 @@ def place(
     limit: int,
     by_count: bool,
     evicts: bool,
+    told: Tensor | None = None,
     tell: Callable[[Tensor], None] = lambda sums: None,
 ) -> tuple[Noted, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
     (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
-    as they are on their way.
+    as they are on their way: also to `told` [3], which may be pinned memory of the host.
 
     Returns:
         what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
@@ -230,20 +238,24 @@ def place(
     n, device = missing.n, missing.scratch.device
     sums = torch.empty(3, dtype=torch.int64, device=device)
     if not n or not map.shards:
-        tell(sums.zero_())
+        sums.zero_()
+        if told is not None:
+            told.copy_(sums, non_blocking=True)
+        tell(sums)
         return allocate_noted(n, 3, device), missing.ids, sums
-    held, memory = (map.ids, map.last, map.count), (missing.scratch, missing.choices)
+    memory = missing.scratch, missing.choices
     with use_device(device):
         launch_kernel(
-            choose_kernel, (map.shards,), *held, *memory, sums, *missing.sizes, map.rows, limit,
-            BY_COUNT=by_count, EVICTS=evicts, **_divide(map.rows),
+            choose_kernel, (map.shards,), map.ids, missing.keys, *memory, sums, told,
+            *missing.sizes, map.first_shard, map.rows, limit, BY_COUNT=by_count, EVICTS=evicts,
+            SCAN=SCAN_BLOCK, SHARD_BLOCK=SHARD_BLOCK, **_divide(map.rows),
         )  # fmt: skip
         tell(sums)
         placed = allocate_noted(n, 3, device)
         launch_kernel(
-            assign_kernel, (map.shards,), *held, *memory, missing.counts, placed.memory,
-            *missing.sizes, map.rows, batch, ORDERS=not missing.is_ordered, BY_COUNT=by_count,
-            OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK, num_warps=1,
+            assign_kernel, (map.shards,), map.ids, map.last, map.count, *memory, missing.counts,
+            placed.memory, *missing.sizes, map.rows, batch, ORDERS=not missing.is_ordered,
+            BY_COUNT=by_count, OCCURRED=missing.counts is not None, BLOCK=ORDER_BLOCK, num_warps=1,
         )  # fmt: skip
     return placed, missing.ids, sums
 
@@ -251,9 +263,9 @@ def place(
 def _list(map: IdMap, missing: Missing) -> Listed:
     """With the memory that kernels need. `missing`: ordered."""
     n, device = missing.ids.numel(), missing.ids.device
-    scratch = allocate_scratch(n, map.shards, device)
+    scratch = allocate_scratch(n, map.shards, device, zero=True)
     choices = allocate_choices(n, map.shards, device)
-    listed = Listed(n, map.shards, scratch, choices, missing.counts, is_ordered=True)
+    listed = Listed(n, map.shards, scratch, choices, None, missing.counts, is_ordered=True)
     listed.wanted.copy_(missing.wanted)
     listed.starts.copy_(missing.starts)
     listed.ordered[:n].copy_(missing.ids)

@@ -32,8 +32,11 @@ TOP = tl.constexpr(2**63 - 1)
 BOTTOM = tl.constexpr(-(2**63))
 MOST = tl.constexpr(2**31 - 1)
 MARK = tl.constexpr(-(2**31))
-# Words of scratch memory before all others. The first one is the number of keys without an entry.
+# Words of scratch memory before all others. The first one is the number of keys without an entry;
+# the next ones say how many programs of two kernels are through.
 HEAD = tl.constexpr(32)
+CLAIMED = tl.constexpr(4)
+CHOSEN = tl.constexpr(8)
 
 
 # ---- hashes, in unsigned 64 bits
@@ -154,21 +157,31 @@ def find_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "shards", "padded", "n", "absent", "batch", "first_shard", "rows", "buckets", "row_bits",
+        "number", "shards", "padded", "n", "absent", "batch", "first_shard", "rows", "buckets",
+        "row_bits",
     ],
     do_not_specialize_on_alignment=["keys"],
 )  # fmt: skip
 def look_up_kernel(
-    words, ids, last, count, keys, found, noted, scratch, shards, padded,
+    words, ids, last, count, keys, found, noted, scratch, numbers, number, shards, padded,
     n, absent, batch, first_shard, rows, buckets, row_bits,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found[i]: the entry of keys[i], or `absent`, and i among the places, whose number is 0
-    before. Of the readings of an entry one is the first to exchange its last use: it notes what was
-    there. COUNTS: and counts the batch."""
+    """found[i]: the entry of keys[i], or `absent`, and i among the places, how many of which there
+    are says numbers[number], 0 before. Of the readings of an entry one is the first to exchange its
+    last use: it notes what was there. COUNTS: and counts the batch. Whatever of the scratch memory
+    has to be 0 for the kernels behind this one is so afterwards."""
     entries, lasts, counts, _ = split_noted(noted, padded)
-    _, _, _, places = split_scratch(scratch, shards, padded)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wanted, _, claims, places = split_scratch(scratch, shards, padded)
+    program = tl.program_id(0).to(tl.int64)
+    i = program * BLOCK + tl.arange(0, BLOCK)
+    tl.store(claims + i, tl.zeros([BLOCK], tl.int64), mask=i < padded)
+    for begin in range(program * BLOCK, shards, tl.num_programs(0) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(wanted + at, tl.zeros([BLOCK], tl.int32), mask=at < shards)
+    if program == 0:
+        tl.store(scratch + CLAIMED, 0)
+        tl.store(scratch + CHOSEN, 0)
     hash = load_hashes(keys, i, i < n)
     entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, BLOCK)
     there = entry >= 0
@@ -183,7 +196,7 @@ def look_up_kernel(
     if COUNTS:
         tl.store(count + entry * USE, tl.where(held == MOST, held, held + 1), mask=first)
     missing = ((i < n) & (entry < 0)).to(tl.int32)
-    begin = tl.atomic_add(scratch, tl.sum(missing, 0), sem="relaxed")
+    begin = tl.atomic_add(numbers + number, tl.sum(missing, 0), sem="relaxed")
     tl.store(places + begin + tl.cumsum(missing, 0) - 1, i.to(tl.int32), mask=missing != 0)
 
 

@@ -7,9 +7,10 @@ begins at a multiple of 128 bytes.
 
     noted      entries [padded] int64; last uses, counts [padded] int32; ids [padded] int64, if they
                change. What is swapped with the map, now and when the batch is taken back.
-    scratch    int32, 0 at first: HEAD words, among them the number of keys without an entry; what
-               shards want [shards]; claims of keys [2 padded], afterwards the missing ids, then
-               those that have got an entry; places of keys without one [padded].
+    scratch    int32: HEAD words, among them the number of keys without an entry; what shards want
+               [shards]; claims of keys [2 padded], afterwards the missing ids, then those that
+               have got an entry; places of keys without one [padded]. Where something has to be 0,
+               the first kernel makes it so: until then the device would wait for the host.
     choices    int64: starts and targets of shards [shards]; what they have taken and evicted
                [shards] int32; missing ids in order [padded]; their numbers, and the rows that were
                chosen for them [padded] int32.
@@ -25,6 +26,7 @@ from torch import Tensor
 from freescale.kernels.triton.launch import count_blocks
 
 HEAD = 32  # words
+_ZEROS = 1024
 
 
 def pad(n: int) -> int:
@@ -68,6 +70,23 @@ def allocate_noted(n: int, rows: int, device: torch.device) -> Noted:
     return Noted(torch.empty(rows, pad(n), dtype=torch.int64, device=device), n)
 
 
+class Zeros:
+    """Words of a device's memory that are 0, one for each batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.words = torch.zeros(_ZEROS, dtype=torch.int32, device=device)
+        self._taken = 0
+
+    def take(self) -> int:
+        """The number of one that nobody has had. Work that was given to the device with the words
+        before is before that with this one."""
+        if self._taken == _ZEROS:
+            self.words.zero_()
+            self._taken = 0
+        self._taken += 1
+        return self._taken - 1
+
+
 @dataclass(frozen=True)
 class LookedUp:
     """`reference.id_map.Lookup`."""
@@ -75,20 +94,24 @@ class LookedUp:
     found: Tensor  # [n] int64; nothing else is kept with it
     uses: Noted
     scratch: Tensor
+    number: int  # of the word that says how many keys have no entry
 
 
-def allocate_scratch(n: int, shards: int, device: torch.device) -> Tensor:
-    return torch.zeros(HEAD + pad(shards) + 3 * pad(n), dtype=torch.int32, device=device)
+def allocate_scratch(n: int, shards: int, device: torch.device, *, zero: bool) -> Tensor:
+    allocate = torch.zeros if zero else torch.empty
+    return allocate(HEAD + pad(shards) + 3 * pad(n), dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
 class Listed:
-    """`reference.id_map.Missing`, those of a shard in any order."""
+    """`reference.id_map.Missing`, those of a shard in any order; or, while there are keys, not
+    collected yet."""
 
     n: int  # at most
     shards: int
     scratch: Tensor
     choices: Tensor
+    keys: Tensor | None  # [n]
     counts: Tensor | None = None
     is_ordered: bool = False
 

@@ -9,7 +9,6 @@ import triton.language as tl
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of freescale.random
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)
-TURN = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
@@ -25,9 +24,22 @@ def _draw(id, seed, column):
     """Of the standard normal distribution, for ids [R, 1] and columns [1, W] of the table with this
     seed."""
     key = _derive(_derive(seed, id), column.to(tl.uint64))
-    first = ((key >> 40).to(tl.float32) + 0.5) * (2.0**-24)  # 24 bits: exact, and never 0
-    second = (key & 0xFFFFFFFF).to(tl.float32) * (2.0**-32)
-    return tl.sqrt_rn(-2.0 * tl.log(first)) * tl.cos(second * TURN)
+    # Numbers of 32 bits become floats four times as fast as those of 64.
+    first = ((key >> 40).to(tl.uint32).to(tl.float32) + 0.5) * (2.0**-24)  # exact, and never 0
+    second = key.to(tl.uint32).to(tl.float32) * (2.0**-32)
+    return tl.sqrt_rn(-2.0 * tl.log(first)) * _cos_of_turns(second)
+
+
+@triton.jit
+def _cos_of_turns(x):
+    """cos(2 pi x) for x in [0, 1], to 2e-7: the sine of an angle of up to a quarter. A cosine of
+    any angle takes four times as long, and these draws are most of what the kernel has to do."""
+    angle = tl.abs(x - 0.5) - 0.25
+    square = angle * angle
+    factor = 39.536705333336506 * square - 76.54978219071661
+    factor = factor * square + 81.60100406844559
+    factor = factor * square - 41.34165503133288
+    return angle * (factor * square + 6.283185160089086)
 
 
 @triton.jit(do_not_specialize=["count", "std"])
