@@ -18,6 +18,7 @@ import termios
 import threading
 from contextlib import suppress
 from ctypes import CFUNCTYPE, byref, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
+from itertools import count
 
 from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
 
@@ -26,26 +27,36 @@ NOT_READY = 600
 HELD: list[object] = []  # callbacks, as long as the process
 
 
-def make_driver() -> Driver:
-    """A driver whose events are over at one look and not at another."""
-    draw = random.Random(0)
+class ByChance:
+    """Events that are over at one look and not at another."""
+
+    def __init__(self):
+        self._draw = random.Random(0)
+
+    def record(self, event, stream):
+        return 0
+
+    def query(self, event):
+        return NOT_READY if self._draw.random() < 0.5 else 0
+
+
+def make_driver(events) -> Driver:
+    """A driver with these events."""
+    numbers = count(1)
 
     def copy(to, of, size, stream):
         ctypes.memmove(to, of, size)
         return 0
 
-    def query(event):
-        return NOT_READY if draw.random() < 0.5 else 0
-
     def create(place, flags):
-        place[0] = 1
+        place[0] = next(numbers)
         return 0
 
     one = CFUNCTYPE(c_int, c_void_p)
     functions = [
         CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(copy),
-        CFUNCTYPE(c_int, c_void_p, c_void_p)(lambda event, stream: 0),
-        one(query),
+        CFUNCTYPE(c_int, c_void_p, c_void_p)(events.record),
+        one(events.query),
         CFUNCTYPE(c_int, ctypes.POINTER(c_uint64), c_uint)(create),
         one(lambda event: 0),
         one(lambda context: 0),
@@ -58,14 +69,14 @@ class Rank:
     """A channel, its ring and its ends of the sockets: `out` and `into` by peer; `rings`: those of
     peers in the same machine."""
 
-    def __init__(self, library, rank, world, out, into, rings, device):
+    def __init__(self, library, rank, world, out, into, rings, device, events=None):
         self.library, self.rank, self.world, self.out, self.into = library, rank, world, out, into
         self.rings, self.device = rings, device
         self.gate = library.gate_new(0.001)
         slots = 2 * sum(1 for peer in out if peer not in rings) if device else 0
         self.inbox = ctypes.create_string_buffer(max(1, slots * INBOX))
         ring = (ctypes.addressof(rings[rank]), SLOTS, SLOT, TOGETHER)
-        driver = byref(make_driver()) if device else None
+        driver = byref(make_driver(events or ByChance())) if device else None
         inbox = (ctypes.addressof(self.inbox), slots, INBOX)
         self.channel = library.channel_new(
             world, rank, *ring, *inbox, self.gate, 0.0, driver, None, None
@@ -118,8 +129,9 @@ def connect_streams():
     return calling, called
 
 
-def join_ranks(library, world, alone, device):
-    """`world` ranks; those in `alone` are reached by streams, the others share memory."""
+def join_ranks(library, world, alone, device, events=None):
+    """`world` ranks; those in `alone` are reached by streams, the others share memory. `events`: of
+    the driver of each."""
     out, into = ([{} for _ in range(world)] for _ in range(2))
     rings = [ctypes.create_string_buffer(SLOTS * SLOT) for _ in range(world)]
     for one in range(world):
@@ -134,7 +146,16 @@ def join_ranks(library, world, alone, device):
         for rank in range(world)
     ]
     return [
-        Rank(library, rank, world, out[rank], into[rank], seen[rank], device)
+        Rank(
+            library,
+            rank,
+            world,
+            out[rank],
+            into[rank],
+            seen[rank],
+            device,
+            events[rank] if events else None,
+        )
         for rank in range(world)
     ]
 

@@ -60,6 +60,20 @@ static bool watch_receiving(Channel *c, nfds_t *count) {
     return false;
 }
 
+/* Whether a piece waits for its copy alone. No event is asked again here: one that has happened
+   since `hand_over` looked would be taken for handed over, and its peer would wait for this rank
+   until that is tired of sleeping. */
+static bool has_pieces_to_hand_over(Channel *c) {
+    for (int i = 0; i < c->staged_count; i++) {
+        const StagedSlot *staged = staged_at(c, i);
+        for (int j = 0; j < staged->count; j++) {
+            const Piece *piece = &staged->pieces[j];
+            if (!is_handed_over(piece) && !c->blocked[piece->peer]) return true;
+        }
+    }
+    return false;
+}
+
 /* The same for the sending direction. */
 static bool watch_sending(Channel *c, nfds_t *count) {
     if (c->sending == c->submitted) return false;
@@ -77,11 +91,7 @@ static bool watch_sending(Channel *c, nfds_t *count) {
         }
     }
     /* a free slot: the gate has opened, or the event has happened, since it was looked at */
-    bool naps = !open || (wants_slot && !awaits_answers);
-    for (int i = 0; i < c->staged_count && !transfer->on_host; i++) {
-        naps |= !has_happened(c, staged_at(c, i)->event);
-    }
-    return naps;
+    return !open || (wants_slot && !awaits_answers) || has_pieces_to_hand_over(c);
 }
 
 /* Sleeps until a socket has something for the first transfer of either direction, at most
