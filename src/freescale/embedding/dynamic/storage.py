@@ -43,8 +43,7 @@ from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
-_SPARE = 4  # by a fourth more rows than with the last batches may come unawaited
-_FADING = 8  # what came with a batch counts for an eighth less with each one after it
+_SPARE = 4  # by a fourth more rows than with either of the last two batches may come unawaited
 _ALIGNED = 32  # what is left begins at an address for which kernels are compiled
 _KEPT = 2  # decisions: of the batch that computes, and of the one after it
 
@@ -87,7 +86,7 @@ class DynamicStorage(RowStorage):
         self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
         self._deciding: Deciding | None = None  # what the device decides about the last one
         self._undone = 0  # the last ones of them
-        self._inserted = 0  # rows, by one of the last batches
+        self._inserted = (0, 0)  # rows, by each of the last two batches
         self._early: dict[str, Tensor] = {}  # what was in the slots of rows that are in already
         self._begun = 0  # batches whose step has begun
         self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
@@ -186,9 +185,11 @@ class DynamicStorage(RowStorage):
         self._decisions.append(decision)
 
     def _begin_insert(self, slots: Tensor, ids: Tensor, total: Tensor) -> None:
-        """Inserts rows before it is known how many there are, `total` [1]: as many as came with the
-        batches before, and some more. The device has work while the host waits for the number."""
-        room = min(slots.numel(), self._inserted + self._inserted // _SPARE)
+        """Inserts rows before it is known how many there are, `total` [1]: as many as came with one
+        of the two batches before, and some more. The device has work while the host waits for the
+        number."""
+        most = max(self._inserted)
+        room = min(slots.numel(), most + most // _SPARE)
         room -= room % _ALIGNED
         self._early = self._insert_in_place(slots, ids, room, total) if room else {}
 
@@ -197,7 +198,7 @@ class DynamicStorage(RowStorage):
         anything behind it."""
         early, self._early = self._early, {}
         count = slots.numel()
-        self._inserted = max(count, self._inserted - self._inserted // _FADING)
+        self._inserted = (self._inserted[-1], count)
         room = early["rows"].shape[0] if early else 0
         if early and room >= count:
             return early

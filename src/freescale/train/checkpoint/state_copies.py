@@ -20,7 +20,8 @@ from freescale.transport.shared_gpu import count_sharing
 # Bytes of a piece: an engine of the GPU ends one copy before it begins another, and this one takes
 # some 80 us of the bus.
 _PIECE = 4 << 20
-_SMALL = 1 << 20  # bytes of a tensor that is copied together with others
+_SMALL = 16 << 20  # bytes of a tensor that is copied together with others
+_TOGETHER = 64 << 20  # bytes of these, at most: torch rounds up what is pinned to powers of two
 # By device: bytes that copies of one moment have taken. torch keeps them for the next.
 _taken_before: dict[torch.device, int] = {}
 
@@ -60,13 +61,9 @@ class StateCopies:
 
     def take_all(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `take`, of many: small ones of a GPU that are of one dtype are copied together, since
-        each by itself takes some 20 us of the caller, and more of the thread that writes it."""
-        alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name, value in values.items():
-            if not _is_on_host(value) and value.is_contiguous() and value.nbytes <= _SMALL:
-                alike.setdefault((value.device, value.dtype), []).append(name)
+        each by itself takes some 50 us of the caller, and more of the thread that writes it."""
         taken: dict[str, Tensor] = {}
-        for names in alike.values():
+        for names in _group_alike(values):
             taken |= zip(names, self._take_together([values[name] for name in names]), strict=True)
         return {
             name: taken[name] if name in taken else self.take(value)
@@ -125,6 +122,23 @@ class StateCopies:
     def _use(self, size: int) -> None:
         self._used += size
         _taken_before[self._device] = max(self._used, _taken_before.get(self._device, 0))
+
+
+def _group_alike(values: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of those that can be copied together."""
+    groups: list[list[str]] = []
+    last: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for name, value in values.items():
+        if _is_on_host(value) or not value.is_contiguous() or value.nbytes > _SMALL:
+            continue
+        kind = value.device, value.dtype
+        if kind not in last or sizes[kind] + value.nbytes > _TOGETHER:
+            last[kind], sizes[kind] = [], 0
+            groups.append(last[kind])
+        last[kind].append(name)
+        sizes[kind] += value.nbytes
+    return groups
 
 
 def find_room(device: torch.device) -> int:

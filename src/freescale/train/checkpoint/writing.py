@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.embedding.capture import Capture
 from freescale.train.checkpoint.contents import Contents
@@ -131,13 +131,17 @@ def write_tensors(
     """Named tensors, or dicts of them within each other. A collective."""
     # A paced planner hands out copies on the host, one at a time.
     ahead = 0 if planner is not None else _AHEAD
+    writer = CheckpointWriter(folder, per_thread_copy_ahead=ahead, overwrite=True)
+    save = state_dict_saver.save if planner is None else _find_plain_save()
     with explain_errors(failure):
-        save(
-            dict(tensors),
-            storage_writer=CheckpointWriter(folder, per_thread_copy_ahead=ahead, overwrite=True),
-            planner=planner,
-            **coordinate(transport),
-        )
+        save(dict(tensors), storage_writer=writer, planner=planner, **coordinate(transport))
+
+
+def _find_plain_save() -> Callable[..., object]:
+    """What is behind torch's `save`, which asks each tensor first whether it has a state_dict and
+    writes two lines of a log about that: with hundreds of them, several milliseconds in which a
+    step beside it stands still. It is torch's own; without it, `save`."""
+    return getattr(state_dict_saver, "_save_state_dict", state_dict_saver.save)
 
 
 def coordinate(transport: Transport) -> dict[str, Any]:
