@@ -14,6 +14,7 @@ from torch import Tensor
 
 from freescale.embedding.collision import MarkedRows, Masks, divide_rows
 from freescale.embedding.request import Request, RequestPart, split_request
+from freescale.streams import begin_reading
 from freescale.transport.api import Transport
 
 FindLocal = Callable[[Tensor], Tensor]
@@ -63,6 +64,7 @@ def compare_requests(
     find_local: FindLocal,
     transport: Transport,
     masks: Masks,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[list[RequestPart], list[RequestPart]]:
     """Divides both requests by the rows that they share. On the caller's thread and stream.
 
@@ -70,6 +72,7 @@ def compare_requests(
         current, following: requests of consecutive batches.
         find_local: makes local rows, as their owner knows them, of keys.
         masks: finds the shared rows, on their owner.
+        meanwhile: is called while a GPU divides them, once what travels has arrived.
 
     Returns:
         The parts of the current and of the following request. The first part of each has the shared
@@ -91,8 +94,11 @@ def compare_requests(
             side.adopt_marks(told[place::2])
         lists = [rows for side in sides for rows in side.list_rows(find_local)]
         positions, counts = divide_rows(lists)
-        # One trip to the host for all split sizes.
-        by_list, numbers = iter(positions), iter(counts.tolist())
+        sizes_told = begin_reading(counts)  # one trip to the host for all split sizes
+    if meanwhile is not None:
+        meanwhile()
+    with transport.ledger.span("compare"):
+        by_list, numbers = iter(positions), iter(sizes_told())
         first, second = (side.split(by_list, numbers, transport.world) for side in sides)
         return first, second
 

@@ -175,18 +175,26 @@ class Sharded:
         return _join(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
     def compare(
-        self, current: Request, following: Request, transport: Transport, masks: Masks
+        self,
+        current: Request,
+        following: Request,
+        transport: Transport,
+        masks: Masks,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
         one. Where both have few rows, nothing is deferred and no row is early: whatever the batches
-        share, that is right. A collective otherwise."""
+        share, that is right. A collective otherwise. Calls `meanwhile` while a GPU is at it."""
         if current.few and following.few and masks is collision_masks:
             urgent, current.deferred = current.whole, []
             following.late, following.early = following.whole, []
             shared = masks(current.owned, following.owned)[1]
             following.collisions = int(np.count_nonzero(shared.numpy()))
+            if meanwhile is not None:
+                meanwhile()
         else:
-            parts = compare_requests(current, following, self.layout.find_local, transport, masks)
+            find_local = self.layout.find_local
+            parts = compare_requests(current, following, find_local, transport, masks, meanwhile)
             (urgent, *current.deferred), (following.late, *following.early) = parts
             following.collisions = sum(following.late.receive)
         with transport.ledger.span("compare"):

@@ -180,7 +180,7 @@ class Staged(Schedule):
         """Runs beside the forward and backward of `current`."""
         try:
             if self._on_host:
-                self._find_shared(current, following)
+                self._find_shared(current, following, make_resident=False)
                 meanwhile = partial(self._make_resident, following)
             else:
                 meanwhile = partial(self._prepare_rows, current, following)
@@ -204,15 +204,16 @@ class Staged(Schedule):
             trim_heap(sum(request.bytes_of_rows for _, request in self._sharded(following)))
 
     def _prepare_rows(self, current: StagedBatch, following: StagedBatch | None) -> None:
-        """Stages 1 and 2, lane `ahead`; then rows are made resident."""
-        self._find_shared(current, following)
-        self._make_resident(following)
+        """Stages 1 and 2, lane `ahead`; rows are made resident while the device is at stage 2."""
+        self._find_shared(current, following, make_resident=True)
 
-    def _find_shared(self, current: StagedBatch, following: StagedBatch | None) -> None:
+    def _find_shared(
+        self, current: StagedBatch, following: StagedBatch | None, *, make_resident: bool
+    ) -> None:
         """Stages 1 and 2, lane `ahead`."""
         if following is not None:
             self._request_ids(following)
-            self._compare(current, following)
+            self._compare(current, following, make_resident)
         current.compared.reach()
 
     def _request_ids(self, following: StagedBatch) -> None:
@@ -223,14 +224,17 @@ class Staged(Schedule):
         for _, request in self._sharded(following):
             self.ahead.borrow(*request.list_tensors())
 
-    def _compare(self, current: StagedBatch, following: StagedBatch) -> None:
-        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share."""
+    def _compare(self, current: StagedBatch, following: StagedBatch, make_resident: bool) -> None:
+        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share; with
+        `make_resident`, they bring the rows meanwhile."""
+        transport = self.ahead.transport
         pairs = zip(self._sharded(current), self._sharded(following), strict=True)
         for (group, now), (_, then) in pairs:
-            group.compare(now, then, self.ahead.transport, self._masks)
+            bring = partial(group.make_resident, then, transport) if make_resident else None
+            group.compare(now, then, transport, self._masks, bring)
 
     def _make_resident(self, following: StagedBatch | None) -> None:
-        """At the beginning of stage 3, lane `ahead`: the owners bring the rows to where the device
+        """At the beginning of stage 3, lane `ahead` of a CPU: the owners bring the rows to where it
         reaches them. Those of `current` and of the batch before stay there: their gradients are on
         the way."""
         if following is None:
