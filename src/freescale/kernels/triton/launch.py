@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from freescale.kernels.triton.compile_worker import settle_keys
-from freescale.kernels.triton.launch_plan import Block, LaunchPlan
+from freescale.kernels.triton.launch_plan import (
+    Block,
+    LaunchPlan,
+    Shortcut,
+    write_fit_function,
+)
 
 _NOTHING = nullcontext()
 
@@ -141,6 +146,10 @@ class _Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.plans = kernel, dict[tuple[type, ...], LaunchPlan]()
+        # By constants and options; None: there is none for these. Without names of what is neither,
+        # of which there would be one for each value.
+        self.shortcuts = dict[tuple[Any, ...], Shortcut | None]()
+        self.takes_shortcuts = True
         self.direct = not is_interpreted() and _can_run_compiled()
         self.names = tuple(kernel.arg_names)
         self._hooks: Any = None
@@ -178,18 +187,40 @@ class _Launcher:
     def _launch_compiled(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
+        device, shortcut = _get_current_device(), None
+        if self.takes_shortcuts:
+            shortcut = self.shortcuts.get(tuple(named.items()))
+            if shortcut is not None and shortcut.device == device:
+                fitting = shortcut.fit(arguments)
+                if fitting is not None:
+                    _run(device, grid, shortcut.run, shortcut.function, shortcut.metadata, fitting)
+                    return
         values, options = self._bind(arguments, named)
-        device = _get_current_device()
         plan = self._find_plan(values)
         key, handed = plan.build_key(device, options, values)
         there = plan.compiled.get(key)
         if there is None:
             plan.keep(key, self._launch_by_triton(grid, arguments, named))
             return
-        run, function, metadata = there
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        width, height, depth = (*grid, 1, 1)[:3]
-        run(width, height, depth, stream, function, metadata, None, None, None, *handed)
+        if self.takes_shortcuts and shortcut is None:
+            self._add_shortcut(device, there, arguments, named, values[len(arguments) :])
+        _run(device, grid, *there, handed)
+
+    def _add_shortcut(
+        self,
+        device: int,
+        compiled: tuple[Any, Any, Any],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        constants: list[Any],
+    ) -> None:
+        """For launches like this one, if there is none."""
+        given = self.kernel.params[len(arguments) :]
+        self.takes_shortcuts = all(parameter.is_constexpr for parameter in given)
+        fixed = tuple(named.items())
+        if self.takes_shortcuts and fixed not in self.shortcuts:
+            fit = write_fit_function(self.kernel.params, arguments, constants)
+            self.shortcuts[fixed] = None if fit is None else Shortcut(device, compiled, fit)
 
     def _find_plan(self, values: Sequence[Any]) -> LaunchPlan:
         types = tuple(map(type, values))
@@ -217,6 +248,20 @@ class _Launcher:
     ) -> Any:
         described = {name: describe_block(value) for name, value in named.items()}
         return self.kernel[grid](*map(describe_block, arguments), **described)
+
+
+def _run(
+    device: int,
+    grid: tuple[int, ...],
+    run: Any,
+    function: Any,
+    metadata: Any,
+    handed: Sequence[Any],
+) -> None:
+    """Launches a compiled kernel on the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    width, height, depth = (*grid, 1, 1)[:3]
+    run(width, height, depth, stream, function, metadata, None, None, None, *handed)
 
 
 def describe_block(value: Any) -> Any:

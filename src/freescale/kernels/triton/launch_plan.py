@@ -42,6 +42,79 @@ class LaunchPlan:
         self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
 
 
+class Shortcut:
+    """One compiled version of a kernel, for launches with the same constants.
+
+    `fit(arguments)` returns the values as they are handed over if this is the version for these
+    arguments, and None if that has to be found out: it looks at their types, not at all that a key
+    consists of.
+    """
+
+    def __init__(self, device: int, compiled: tuple[Any, Any, Any], fit: Fit) -> None:
+        self.device, self.fit = device, fit
+        self.run, self.function, self.metadata = compiled
+
+
+Fit = Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
+
+
+def write_fit_function(
+    parameters: Sequence[Any], arguments: Sequence[Any], constants: Sequence[Any]
+) -> Fit | None:
+    """For launches by `arguments` like these, in front of such `constants`; None where versions
+    depend on more than types and alignment: numbers that are specialised, blocks."""
+    names = [f"v{number}" for number in range(len(arguments))]
+    aligned, numbers, wrong = list[str](), list[str](), list[str]()
+    handed, lines = list[str](), list[str]()
+    known: dict[str, Any] = {}
+    for name, parameter, value in zip(names, parameters, arguments, strict=False):
+        free = parameter.do_not_specialize
+        handed.append(name)
+        if value is None:
+            wrong.append(f"{name} is not None")
+        elif isinstance(value, Tensor):
+            address = handed[-1] = f"address_{name}"
+            lines.append(f"        {address} = {name}.data_ptr()")
+            known[f"dtype_{name}"] = value.dtype
+            wrong.append(f"{name}.dtype is not dtype_{name}")
+            if not free and not parameter.do_not_specialize_on_alignment:
+                if value.data_ptr() % 16:
+                    wrong.append(f"not {address} & 15")
+                else:
+                    aligned.append(address)
+        elif type(value) is float and not parameter.is_constexpr:
+            wrong.append(f"{name}.__class__ is not float")
+        elif type(value) is int and free and not parameter.is_constexpr:
+            numbers.append(name)
+            if not -LIMIT <= value < LIMIT:
+                return None
+        else:
+            return None
+    if aligned:
+        wrong.append(f"({' | '.join(aligned)}) & 15")
+    for number, constant in enumerate(constants):
+        known[f"constant_{number}"] = constant
+        handed.append(f"constant_{number}")
+    if numbers:
+        classes = " is ".join(f"{name}.__class__" for name in numbers)
+        wrong.append(f"not ({classes} is int)")
+        wrong.append(f"min({', '.join(numbers)}, 0) < {-LIMIT}")
+        wrong.append(f"max({', '.join(numbers)}, 0) >= {LIMIT}")
+    text = [
+        "def fit(arguments):",
+        "    try:",
+        f"        {', '.join(names)}, = arguments",
+        *lines,
+        "    except (AttributeError, ValueError):",
+        "        return None",
+        *([f"    if {' or '.join(wrong)}:", "        return None"] if wrong else []),
+        f"    return ({', '.join(handed)},)",
+    ]
+    exec("\n".join(text), known)
+    fit: Fit = known["fit"]
+    return fit
+
+
 def _write_key_function(
     parameters: Sequence[Any], types: Sequence[type]
 ) -> Callable[[int, dict[str, Any], Sequence[Any]], tuple[Key, Sequence[Any]]]:
