@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from freescale.train.checkpoint import paced_planner
@@ -46,6 +48,41 @@ def test_tensors_alike_are_planned_once(tmp_path, plans):
     assert plans == [2, 2]
     save(tmp_path / "4", one, rows=torch.rand(4, 3), step=torch.tensor(4.0))
     assert plans == [2, 2]
+
+
+def test_a_plan_that_was_not_finished_is_made_anew(tmp_path, plans, monkeypatch):
+    """It may have been on other ranks, which write by it since: the plan before is theirs no
+    more."""
+    series, rows = Series(), torch.rand(4, 3)
+    save(tmp_path / "1", series, rows=rows)
+
+    def fail(self, plan):
+        raise OSError("no room")
+
+    with monkeypatch.context() as during:
+        during.setattr(DefaultSavePlanner, "finish_plan", fail)
+        with pytest.raises(ValueError, match="failed: no room"):
+            save(tmp_path / "2", series, rows=rows, ids=rows)
+    save(tmp_path / "3", series, rows=rows)
+    assert plans == [1, 2, 1]
+    save(tmp_path / "4", series, rows=rows)
+    assert plans == [1, 2, 1]
+
+
+@pytest.mark.parametrize("stage", ["write_data", "finish"])
+def test_what_cannot_be_written_by_a_plan_is_said(tmp_path, plans, monkeypatch, stage):
+    series, rows = Series(), torch.rand(4, 3)
+    save(tmp_path / "1", series, rows=rows)
+
+    def fail(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as during:
+        during.setattr(FileSystemWriter, stage, fail)
+        with pytest.raises(ValueError, match="failed: the disk is full"):
+            save(tmp_path / "2", series, rows=rows)
+    save(tmp_path / "3", series, rows=rows)
+    assert plans == [1]
 
 
 @pytest.mark.parametrize(

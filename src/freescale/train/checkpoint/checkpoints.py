@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlanner
 
 from freescale.config import TrainConfig
 from freescale.embedding.capture import Capture
@@ -31,6 +30,7 @@ from freescale.train.checkpoint.model import (
 )
 from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks, run_on_rank_0
 from freescale.train.checkpoint.optimizer import refuse_before_it_steps
+from freescale.train.checkpoint.paced_planner import PacedPlanner
 from freescale.train.checkpoint.parent import Parent
 from freescale.train.checkpoint.writing import Beside, await_rows, write_checkpoint
 from freescale.transport.api import Transport
@@ -288,7 +288,7 @@ class Checkpoints:
                 warnings.warn(f"{error}. Taking one before", stacklevel=4)
 
     def _write(
-        self, contents: Contents, transport: Transport, planner: SavePlanner | None = None
+        self, contents: Contents, transport: Transport, planner: PacedPlanner | None = None
     ) -> None:
         """On the main thread, or beside it: then nobody else uses what it does."""
         saving = self._saving

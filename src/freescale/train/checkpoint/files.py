@@ -172,7 +172,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> int:
     # which a step beside it has to wait.
     lines = (f"{json.dumps(key)}: {json.dumps(of)}" for key, of in plain.items())
     with open(folder / _STATE, "w", encoding="utf-8") as file:
-        file.write(",\n".join([f'{{"checksum": {checksum}', *lines]) + "}\n")
+        file.write(",\n".join([f'{{"checksum": {checksum}', *lines]) + "}")
         file.flush()
         os.fsync(file.fileno())
     return checksum
