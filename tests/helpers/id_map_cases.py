@@ -20,7 +20,7 @@ from freescale.embedding.storage import draw_initial_rows
 from freescale.kernels.reference import draws, id_map
 from freescale.kernels.triton import draws as triton_draws
 from freescale.kernels.triton import id_map as triton_id_map
-from freescale.kernels.triton import row_exchange
+from freescale.kernels.triton import id_map_memory, row_exchange
 from freescale.random import derive, hash_name, mix
 from helpers.dynamic_streams import SPECIAL, id_in
 
@@ -166,6 +166,16 @@ def kept(device="cpu"):
         nbytes = {each.data_ptr(): each.nbytes() for each in memory}
         held[f"batch {number}"] = sum(nbytes.values()) == 48 * len(keys)
     return held
+
+
+def zeros_again(device="cpu"):
+    """Words that were 0 for two batches are so again for the third."""
+    before, id_map_memory.ZEROS = id_map_memory.ZEROS, 2
+    try:
+        shards = (4094, 4096)
+        return compare(Dynamic(9 * SHARDS), shards, draw_stream(shards, 20, 7, 30), device)
+    finally:
+        id_map_memory.ZEROS = before
 
 
 def placed(device="cpu", maps=24):
@@ -362,6 +372,7 @@ CASES = {
     "rebuilt": rebuilt,
     "exchanged": exchanged,
     "placed": placed,
+    "zeros again": zeros_again,
     "read": read,
     "drawn": drawn,
 }
@@ -371,6 +382,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # several blocks of a shard: the interpreter is slow
     triton_id_map.SHARD_BLOCK, triton_id_map.ORDER_BLOCK, triton_id_map.BLOCK = 16, 4, 32
-    triton_id_map.HELD_ROWS, triton_id_map.HELD_ROWS_OF_WARP = 8, 4
+    triton_id_map.HELD_ROWS, triton_id_map.HELD_ROWS_OF_WARP, triton_id_map.SCAN_BLOCK = 8, 4, 4
     with by_kernels(triton_id_map):
         print(json.dumps({name: case("cpu") for name, case in CASES.items()}))

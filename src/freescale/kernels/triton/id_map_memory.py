@@ -26,7 +26,7 @@ from torch import Tensor
 from freescale.kernels.triton.launch import count_blocks
 
 HEAD = 32  # words
-_ZEROS = 1024
+ZEROS = 1024  # words
 
 
 def pad(n: int) -> int:
@@ -74,13 +74,13 @@ class Zeros:
     """Words of a device's memory that are 0, one for each batch."""
 
     def __init__(self, device: torch.device) -> None:
-        self.words = torch.zeros(_ZEROS, dtype=torch.int32, device=device)
+        self.words = torch.zeros(ZEROS, dtype=torch.int32, device=device)
         self._taken = 0
 
     def take(self) -> int:
         """The number of one that nobody has had. Work that was given to the device with the words
         before is before that with this one."""
-        if self._taken == _ZEROS:
+        if self._taken == self.words.numel():
             self.words.zero_()
             self._taken = 0
         self._taken += 1
