@@ -180,10 +180,10 @@ class Staged(Schedule):
         """Runs beside the forward and backward of `current`."""
         try:
             if self._on_host:
-                self._find_shared(current, following, make_resident=False)
+                self._find_shared(current, following)
                 meanwhile = partial(self._make_resident, following)
             else:
-                meanwhile = partial(self._prepare_rows, current, following)
+                meanwhile = partial(self._find_shared, current, following)
             spent = self._push_deferred_gradients(previous, self.ahead.transport, meanwhile)
             if current.captured is not None:  # all of i-1 is applied, nothing of i
                 for capture in captures:
@@ -203,17 +203,11 @@ class Staged(Schedule):
         if self._on_host:
             trim_heap(sum(request.bytes_of_rows for _, request in self._sharded(following)))
 
-    def _prepare_rows(self, current: StagedBatch, following: StagedBatch | None) -> None:
-        """Stages 1 and 2, lane `ahead`; rows are made resident while the device is at stage 2."""
-        self._find_shared(current, following, make_resident=True)
-
-    def _find_shared(
-        self, current: StagedBatch, following: StagedBatch | None, *, make_resident: bool
-    ) -> None:
+    def _find_shared(self, current: StagedBatch, following: StagedBatch | None) -> None:
         """Stages 1 and 2, lane `ahead`."""
         if following is not None:
             self._request_ids(following)
-            self._compare(current, following, make_resident)
+            self._compare(current, following)
         current.compared.reach()
 
     def _request_ids(self, following: StagedBatch) -> None:
@@ -224,13 +218,13 @@ class Staged(Schedule):
         for _, request in self._sharded(following):
             self.ahead.borrow(*request.list_tensors())
 
-    def _compare(self, current: StagedBatch, following: StagedBatch, make_resident: bool) -> None:
-        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share; with
-        `make_resident`, they bring the rows meanwhile."""
+    def _compare(self, current: StagedBatch, following: StagedBatch) -> None:
+        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share. On a
+        GPU they make the rows resident while the device is at it."""
         transport = self.ahead.transport
         pairs = zip(self._sharded(current), self._sharded(following), strict=True)
         for (group, now), (_, then) in pairs:
-            bring = partial(group.make_resident, then, transport) if make_resident else None
+            bring = None if self._on_host else partial(group.make_resident, then, transport)
             group.compare(now, then, transport, self._masks, bring)
 
     def _make_resident(self, following: StagedBatch | None) -> None:

@@ -40,6 +40,20 @@ static int64_t readable_bytes(const Channel *c, const Transfer *transfer, int pe
     return bytes + HEADER_BYTES - c->header_have[peer];
 }
 
+/* Whether a piece waits for its copy alone. No event is asked again here: one that has happened
+   since `hand_over` looked would be taken for handed over, and its peer would wait for this rank
+   until that is tired of sleeping. */
+static bool has_pieces_to_hand_over(Channel *c) {
+    for (int i = 0; i < c->staged_count; i++) {
+        const StagedSlot *staged = staged_at(c, i);
+        for (int j = 0; j < staged->count; j++) {
+            const Piece *piece = &staged->pieces[j];
+            if (!is_handed_over(piece) && !c->blocked[piece->peer]) return true;
+        }
+    }
+    return false;
+}
+
 /* Adds the sockets that the receiving direction waits for. Whether it waits for something that has
    no socket: an event of the GPU, or the gate. */
 static bool watch_receiving(Channel *c, nfds_t *count) {
@@ -56,20 +70,6 @@ static bool watch_receiving(Channel *c, nfds_t *count) {
             set_low_water(c, peer, readable_bytes(c, transfer, peer));
         }
         watch(c, count, c->receive_socket[peer], POLLIN);
-    }
-    return false;
-}
-
-/* Whether a piece waits for its copy alone. No event is asked again here: one that has happened
-   since `hand_over` looked would be taken for handed over, and its peer would wait for this rank
-   until that is tired of sleeping. */
-static bool has_pieces_to_hand_over(Channel *c) {
-    for (int i = 0; i < c->staged_count; i++) {
-        const StagedSlot *staged = staged_at(c, i);
-        for (int j = 0; j < staged->count; j++) {
-            const Piece *piece = &staged->pieces[j];
-            if (!is_handed_over(piece) && !c->blocked[piece->peer]) return true;
-        }
     }
     return false;
 }
