@@ -30,6 +30,8 @@ class StagedBatch:
     preparation: BatchPreparation
     allocated: Moment  # its rows have memory: both lanes may fill it
     compared: Moment  # the rows that it shares with the following batch are known
+    requested: Moment  # lane `input` has asked for its rows, unless another lane is to do that
+    requesting: list[Collective] = field(default_factory=list)  # collectives of lane `input` for it
     requests: list[Request] = field(default_factory=list)  # one per group of tables
     # [u, width] of each sharded group, until the last of them is sent
     gradients: list[Tensor] = field(default_factory=list)
@@ -52,10 +54,12 @@ class IncomingBatch:
         that, asks the owners for their rows."""
         self._proceeds = threading.Event()
         self.agreed = Moment(torch.device("cpu"))  # the ranks have agreed: none has left
+        self._completed = Moment(lane.device)  # the batch is here; its rows are not asked for yet
         self._preparation, self._lane, self._split = preparation, lane, split
         self._request = request
-        self._collectives: list[Collective] = []  # collectives of the agreement
-        self._batch: StagedBatch | None = None  # once the job is done; None: the data has ended
+        self._agreeing: list[Collective] = []  # collectives of the agreement, ...
+        self._completing: list[Collective] = []  # ... and those after it, up to the batch
+        self._batch: StagedBatch | None = None  # once it is here; None: the data has ended
         self.job: Job = lane.submit(self._prepare)
 
     def proceed(self) -> None:
@@ -67,15 +71,16 @@ class IncomingBatch:
         begin = ledger.clock.stamp()
         with ledger.span("await batch"):
             self.agreed.wait()
-        collectives, self._collectives = self._collectives, []
+        collectives, self._agreeing = self._agreeing, []
         ledger.record_wait(collectives, begin)
 
     def wait(self, ledger: Ledger) -> tuple[StagedBatch | None, Agreement]:
-        """The main thread and its stream wait for the batch; None if there is none, on any rank."""
+        """The main thread and its stream wait for the batch, not for the request of its rows; None
+        if there is none, on any rank."""
         begin = ledger.clock.stamp()
         with ledger.span("await batch"):
-            self.job.wait()
-        ledger.record_wait(self._collectives + self._lane.side.take(), begin)
+            self._completed.wait()
+        ledger.record_wait(self._agreeing + self._completing, begin)
         for batch in self._batch.micro if self._batch is not None else ():
             for tensor in batch.tensors():
                 self._lane.lend(tensor)
@@ -84,28 +89,30 @@ class IncomingBatch:
 
     def _prepare(self) -> None:
         """On the thread and stream of the lane, over its channel."""
-        try:
-            self._preparation.take()
-            self._proceeds.wait()
-            self._preparation.agree()
-        except BaseException as error:
-            self.agreed.fail(error)
-            raise
-        self._collectives = self._lane.side.take()
-        self.agreed.reach()
-        batch, agreement = self._preparation.complete()
-        if agreement.ready:
-            device = self._lane.device
-            self._batch = StagedBatch(
-                batch,
-                agreement,
-                self._split(batch),
-                self._preparation,
-                allocated=Moment(device),
-                compared=Moment(device),
-            )
-            if self._request is not None:
-                self._batch.requests = self._request(self._batch.micro)
+        with self._completed.reached_by():
+            with self.agreed.reached_by():
+                self._preparation.take()
+                self._proceeds.wait()
+                self._preparation.agree()
+                self._agreeing = self._lane.side.take()
+            batch, agreement = self._preparation.complete()
+            if agreement.ready:
+                device = self._lane.device
+                self._batch = StagedBatch(
+                    batch,
+                    agreement,
+                    self._split(batch),
+                    self._preparation,
+                    allocated=Moment(device),
+                    compared=Moment(device),
+                    requested=Moment(device),
+                )
+            self._completing = self._lane.side.take()
+        if self._batch is not None:
+            with self._batch.requested.reached_by():
+                if self._request is not None:
+                    self._batch.requests = self._request(self._batch.micro)
+                    self._batch.requesting = self._lane.side.take()
 
 
 @dataclass
@@ -139,6 +146,13 @@ class InFlight:
         jobs, self.jobs = self.jobs, []
         for job in jobs:
             job.wait()
+
+    def settle(self) -> None:
+        """As `wait_for_jobs`, and what lane `input` has asked of the tables is over: the caller
+        changes them. Between steps."""
+        self.wait_for_jobs()
+        if self.incoming is not None:
+            self.incoming.job.wait()
 
     def finish_input(self) -> None:
         """Waits until the lane `input` has ended: the caller may close the data, which it reads."""

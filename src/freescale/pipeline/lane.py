@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -45,6 +45,16 @@ class Moment:
     def fail(self, error: BaseException) -> None:
         self._error = error
         self._reached.set()
+
+    @contextmanager
+    def reached_by(self) -> Iterator[None]:
+        """Reached at the end of the context; fails with its error."""
+        try:
+            yield
+            self.reach()
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def wait(self, host: bool = False) -> None:
         """What this thread issues from now on happens after the moment; with `host`, the moment

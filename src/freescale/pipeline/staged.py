@@ -205,14 +205,15 @@ class Staged(Schedule):
 
     def _find_shared(self, current: StagedBatch, following: StagedBatch | None) -> None:
         """Stages 1 and 2, lane `ahead`."""
-        if following is not None:
-            self._request_ids(following)
-            self._compare(current, following)
-        current.compared.reach()
+        with current.compared.reached_by():
+            if following is not None:
+                self._request_ids(following)
+                self._compare(current, following)
 
     def _request_ids(self, following: StagedBatch) -> None:
-        """Stage 1, lane `ahead`, unless lane `input` has done it: deduplicates the ids and sends
-        them to the owners of the rows."""
+        """Stage 1, lane `ahead`, unless lane `input` does it: deduplicates the ids and sends them
+        to the owners of the rows."""
+        following.requested.wait(host=True)
         if not following.requests:
             following.requests = self.tables.request(following.micro, self.ahead.transport)
         for _, request in self._sharded(following):
@@ -332,7 +333,6 @@ class Staged(Schedule):
         assert incoming is not None
         incoming.proceed()
         batch, agreement = incoming.wait(self.ledger)
-        self._in_flight.incoming = None
         self._check_agreed(agreement)
         return batch
 
@@ -349,6 +349,9 @@ class Staged(Schedule):
         """Fetches all rows of the first batch, blocking."""
         if not self.tables.placed:
             self.tables.place(current.batch)
+        begin = self.ledger.clock.stamp()
+        current.requested.wait()
+        self.ledger.record_wait(current.requesting, begin)
         current.requests = current.requests or self.tables.request(current.micro)
         self.tables.fetch(current.requests)
         for _, request in self._sharded(current):
@@ -359,7 +362,8 @@ class Staged(Schedule):
         begin = self.ledger.clock.stamp()
         with self.ledger.span("arrive"):
             self._in_flight.wait_for_jobs()
-        self.ledger.record_wait(self.ahead.side.take() + self.urgent.side.take(), begin)
+        sides = self.ahead.side.take() + self.urgent.side.take()
+        self.ledger.record_wait(current.requesting + sides, begin)
         if self._in_flight.replaced:
             self._in_flight.replaced = False
             for group, request in self._sharded(current):
@@ -384,7 +388,7 @@ class Staged(Schedule):
     def flush(self) -> None:
         """Applies the deferred gradients: afterwards the tables are those of the serial schedule. A
         collective."""
-        self._in_flight.wait_for_jobs()
+        self._in_flight.settle()
         self._push_deferred_gradients(self._in_flight.take_unsettled(), self.transport)
         for capture in self._in_flight.take_captures():
             capture.make()
@@ -404,7 +408,7 @@ class Staged(Schedule):
     def discard(self) -> None:
         """Forgets the deferred gradients and the rows that were pulled ahead. A collective."""
         self.finish_captures()
-        self._in_flight.wait_for_jobs()
+        self._in_flight.settle()
         self._in_flight.take_unsettled()
         self._in_flight.replaced = True
 
