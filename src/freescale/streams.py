@@ -107,3 +107,8 @@ class InTurn:
             yield
         finally:
             self._reached.record(stream)  # streams that wait for it wait for what it was before
+
+    def wait(self) -> None:
+        """The host waits for the last work."""
+        if self._reached is not None:
+            self._reached.synchronize()

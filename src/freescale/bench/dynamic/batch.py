@@ -95,8 +95,8 @@ def fill(storage: DynamicStorage, count: int, ledger: Ledger) -> int:
 
 def _use(storage: DynamicStorage, keys: Tensor, ledger: Ledger) -> None:
     slots = storage.make_resident(keys, ledger)
-    storage.begin()
     storage.gather(slots, torch.float32)
+    storage.begin()
 
 
 def _time(device: torch.device, work: Callable[[], object]) -> float:

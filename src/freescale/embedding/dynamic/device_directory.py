@@ -10,10 +10,9 @@ The decisions are those of directory.py, to the id; the map is in the memory of 
     4. they are looked up again
 
 All of it is work of the current stream. The host reads a few numbers: what the ledger reports, and
-how many rows have to be drawn; with `Seen(n)` also the ids without a row. They are on their way
-before the map changes, and the host waits for them in `finish` alone: between `begin` and that it
-may do something else, or give the device more to do. Work on the map is in the order of the calls,
-whichever threads and streams they come from.
+how many rows have to be drawn; with `Seen(n)` also the ids without a row. It waits for them in
+`finish` alone: between `begin` and that it may do something else, or give the device more to do.
+Work on the map is in the order of the calls, whichever threads and streams they come from.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
 from freescale.kernels.dispatch import choose_id_map
 from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
-from freescale.streams import InTurn, current_stream, record_event_on
+from freescale.streams import InTurn
 
-_SUMS = 3  # over shards, that kernels make
+_SUMS = 3  # over shards, that kernels make and write to the host; and how many rows were swept
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ class DeviceDirectory:
         shards = first_shard, last_shard
         self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
-        self._numbers = _Numbers(device)
+        # Written by kernels: a copy would be between two of them, and as long as one.
+        told = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._told, self._told_swept, self._numbers = told[:_SUMS], told[_SUMS:], told.numpy()
         self.used = 0  # entries that hold an id
         self._in_turn = InTurn(device)  # on the map
 
@@ -112,7 +113,7 @@ class DeviceDirectory:
         bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
         with self._in_turn():
             looked = kernels.look_up(self.map, keys, counted, batch, absent)
-            swept, removed = self._sweep(batch)
+            swept = self._sweep(batch)
             missing, admitted = kernels.list_missing(self.map, keys, looked, counted), None
             if self._waiting is not None:
                 missing = kernels.order(self.map, missing)
@@ -124,20 +125,20 @@ class DeviceDirectory:
                 missing,
                 batch=batch,
                 by_count=evict == "lfu",
-                told=self._numbers.host,
-                tell=lambda sums: self._numbers.send(sums, removed),
+                told=self._told,
                 **bounds,
             )
             kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)
-        self.batches += 1
         return Deciding(looked.found, looked.uses, swept, placed, came, sums, admitted)
 
     def finish(self, deciding: Deciding) -> Decided:
         """Waits for the numbers of what was begun."""
         swept, admitted = deciding.swept, deciding.admitted
-        inserted, evicted, wanted, *swept_rows = self._numbers.read()
-        gone = sum(swept_rows)
+        self._in_turn.wait()
+        inserted, evicted, wanted, gone = self._numbers.tolist()
+        gone = gone if swept is not None else 0
+        self.batches += 1
         new = self._kernels.shorten(deciding.placed, inserted)
         rows = inserted - evicted - gone
         self.used += rows
@@ -160,22 +161,23 @@ class DeviceDirectory:
             changes=DeviceChanges(deciding.uses, swept if gone else None, new, rows, admitted),
         )
 
-    def _sweep(self, batch: int) -> tuple[Contents | None, Tensor | None]:
-        """(what was there before, how many went [1]) of the shard whose turn it is."""
+    def _sweep(self, batch: int) -> Contents | None:
+        """What was there before, in the shard whose turn it is. Tells the host how many went."""
         evict, (first, last), rows = self._rules.evict, self._shards, self.map.rows
         turn = batch % SHARDS
         if not isinstance(evict, After) or not first <= turn < last:
-            return None, None
+            return None
         begin = (turn - first) * rows
         held = self.map.last[begin : begin + rows]
         goes = (held != EMPTY) & (held < batch - evict.steps)
         entries = torch.arange(begin, begin + rows, device=self._device)
         nothing = torch.zeros_like(held)
-        swept = self._kernels.note(
+        swept: Contents = self._kernels.note(
             torch.where(goes, entries, -1), nothing + EMPTY, nothing, torch.zeros_like(entries)
         )
         self._kernels.swap_contents(self.map, swept)
-        return swept, goes.sum().view(1)
+        self._told_swept.copy_(goes.sum().view(1), non_blocking=True)
+        return swept
 
     def find(self, keys: Tensor, absent: int = -1) -> Tensor:
         """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
@@ -239,31 +241,3 @@ class DeviceDirectory:
         """What was read of `get_tensors` on the current stream is before the next work."""
         with self._in_turn():
             pass
-
-
-class _Numbers:
-    """A few integers on their way from the device, which goes on meanwhile."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._there = record_event_on(device)  # None on a CPU
-        # Written by kernels: a copy would be between two of them, and as long as one.
-        pinned = self._there is not None
-        room = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=pinned)
-        self.host, self._rest = room[:_SUMS], room[_SUMS:]
-        self._values, self._count = room.numpy(), 0
-
-    def send(self, values: Tensor, more: Tensor | None) -> None:
-        """After the current stream's work so far, which writes `values` to `host`. Before the next
-        ones, `read` them."""
-        self._count = _SUMS if more is None else _SUMS + 1
-        if more is not None:
-            self._rest.copy_(more, non_blocking=True)
-        if self._there is not None and values.is_cuda:
-            self._there.record(current_stream(values.device))
-
-    def read(self) -> list[int]:
-        """Waits for them."""
-        if self._there is not None:
-            self._there.synchronize()
-        found: list[int] = self._values[: self._count].tolist()
-        return found

@@ -88,6 +88,7 @@ class DynamicStorage(RowStorage):
         self._undone = 0  # the last ones of them
         self._inserted = (0, 0)  # rows, by each of the last two batches
         self._early: dict[str, Tensor] = {}  # what was in the slots of rows that are in already
+        self._late = 0  # batches with which more rows came than were in already
         self._begun = 0  # batches whose step has begun
         self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
         self._uncounted: deque[dict[str, int]] = deque()  # of batches whose step has not begun
@@ -129,9 +130,10 @@ class DynamicStorage(RowStorage):
     ) -> Tensor:
         """The device decides, and begins to draw rows, while the host goes on."""
         deciding = directory.begin(rows, counted, self._zero)
+        placed = deciding.placed.entries
+        self._begin_insert(placed, deciding.new_ids, deciding.total)
         self._slots = [self._zero, self._spent]
-        self._begin_insert(deciding.placed.entries, deciding.new_ids, deciding.total)
-        self._decisions.append(_Decision(None, None, deciding.placed.entries, {}))
+        self._decisions.append(_Decision(None, None, placed, {}))
         self._deciding = deciding
         return deciding.entries
 
@@ -152,8 +154,12 @@ class DynamicStorage(RowStorage):
             self._deciding = None  # last: who finds it so does not ask for the lock
 
     def gather(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self._early:
+            self.settle()
+        # Before the host knows how many rows have come: the device has work while it waits.
+        late, read = self._late, super().gather(slots, dtype)
         self.settle()
-        return super().gather(slots, dtype)
+        return read if late == self._late else super().gather(slots, dtype)
 
     def _note(self, figures: BatchFigures) -> None:
         """For the ledger: the decisions about a batch, and the table after them."""
@@ -202,6 +208,7 @@ class DynamicStorage(RowStorage):
         room = early["rows"].shape[0] if early else 0
         if early and room >= count:
             return early
+        self._late += 1
         late = self._insert_in_place(slots[room:], ids[room:], count - room)
         if not early:
             return late

@@ -12,7 +12,6 @@ behind what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,12 +181,11 @@ def place(
     by_count: bool,
     evicts: bool,
     told: Tensor | None = None,
-    tell: Callable[[Tensor], None] = lambda sums: None,
 ) -> tuple[Contents, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
-    (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
-    as they are on their way: also to `told` [3], which may be pinned memory of the host.
+    (last use, id), or of (count, last use, id). Changes nothing. Writes the
+    sums to `told` [3], too, which may be pinned memory of the host.
 
     Returns:
         what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
@@ -213,7 +211,6 @@ def place(
     summed = torch.tensor(sums, device=order.device)
     if told is not None:
         told.copy_(summed)
-    tell(summed)
     return contents, torch.empty_like(contents.ids), summed
 
 

@@ -17,7 +17,6 @@ the buckets; how ids lie in these does, and nobody sees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -220,12 +219,11 @@ def place(
     by_count: bool,
     evicts: bool,
     told: Tensor | None = None,
-    tell: Callable[[Tensor], None] = lambda sums: None,
 ) -> tuple[Noted, Tensor, Tensor]:
     """Where missing ids go, in their order: into the empty entries of their shard, the lowest
     first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
-    (last use, id), or of (count, last use, id). Changes nothing. Calls `tell` with the sums as soon
-    as they are on their way: also to `told` [3], which may be pinned memory of the host.
+    (last use, id), or of (count, last use, id). Changes nothing. Writes the
+    sums to `told` [3], too, which may be pinned memory of the host.
 
     Returns:
         what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
@@ -241,7 +239,6 @@ def place(
         sums.zero_()
         if told is not None:
             told.copy_(sums, non_blocking=True)
-        tell(sums)
         return allocate_noted(n, 3, device), missing.ids, sums
     memory = missing.scratch, missing.choices
     with use_device(device):
@@ -250,7 +247,6 @@ def place(
             *missing.sizes, map.first_shard, map.rows, limit, BY_COUNT=by_count, EVICTS=evicts,
             SCAN=SCAN_BLOCK, SHARD_BLOCK=SHARD_BLOCK, **_divide(map.rows),
         )  # fmt: skip
-        tell(sums)
         placed = allocate_noted(n, 3, device)
         launch_kernel(
             assign_kernel, (map.shards,), map.ids, map.last, map.count, *memory, missing.counts,
