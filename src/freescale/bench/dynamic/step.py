@@ -102,7 +102,7 @@ def choose_setting(
 ) -> StepSetting:
     """Defaults for what is not given (None): sizes of an H200 that four ranks share, or of a
     CPU, where nothing is kept."""
-    sizes = {"rows": 50_000_000, "steps": 60, "samples": 64}
+    sizes = {"rows": 50_000_000, "steps": 120, "samples": 64}
     if device == "cpu":
         sizes = {"rows": 10 * SHARDS, "steps": 20, "samples": 8}
     chosen = {name: given.get(name) or size for name, size in sizes.items()}
