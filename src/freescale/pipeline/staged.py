@@ -227,7 +227,6 @@ class Staged(Schedule):
         for (group, now), (_, then) in pairs:
             bring = None if self._on_host else partial(group.make_resident, then, transport)
             group.compare(now, then, transport, self._masks, bring)
-            group.rows.settle()  # on this stream: others use what it has made
 
     def _make_resident(self, following: StagedBatch | None) -> None:
         """At the beginning of stage 3, lane `ahead` of a CPU: the owners bring the rows to where it
