@@ -79,12 +79,12 @@ def expected(ranks, pieces):
 def test_pieces_are_not_too_small():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [count_pieces(size << 20, cpu) for size in (0, 1, 3, 8, 9999)] == [1, 1, 2, 8, 64]
-    assert [count_pieces(size << 20, cuda) for size in (0, 4, 31, 32, 9999)] == [1, 1, 4, 8, 64]
-    assert [count_pieces(256 << 20, cuda, ranks) for ranks in (8, 256, 512, 4096, 1 << 20)] == [
+    assert [count_pieces(size << 20, cuda) for size in (0, 8, 63, 64, 9999)] == [1, 1, 4, 8, 64]
+    assert [count_pieces(512 << 20, cuda, ranks) for ranks in (8, 512, 1024, 4096, 1 << 20)] == [
         64,
         64,
         32,
-        4,
+        8,
         1,
     ]
 

@@ -64,7 +64,9 @@ def test_small_tensors_of_a_gpu_are_copied_together(as_on_a_gpu, monkeypatch, ro
         "none": torch.rand(0, 3),
         "turned": torch.rand(2, 3).t(),
         "one": torch.tensor(7.0),
-        "whole": torch.tensor([3, 4]),
+        "whole": torch.tensor([3]),
+        "wholes": torch.tensor([4, 5]),
+        "alone": torch.tensor([True]),
         "large": torch.rand(9),
     }
     expected, copies = (
@@ -79,9 +81,9 @@ def test_small_tensors_of_a_gpu_are_copied_together(as_on_a_gpu, monkeypatch, ro
     assert list(copied) == list(values)
     for name, value in expected.items():
         assert torch.equal(copied[name], value) and copied[name].shape == value.shape
-    floats = {"small", "none", "one"}
+    floats = {"small", "one"}
     together = {name for name, value in copied.items() if value._base is not None}
-    assert together == {0: set(), 30: floats, 1000: floats | {"whole"}}[room]
+    assert together == {0: set(), 30: floats, 1000: floats | {"whole", "wholes"}}[room]
 
 
 def test_a_gpu_is_asked_for_more_than_copies_once_had(as_on_a_gpu, monkeypatch):

@@ -28,8 +28,9 @@ Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 __all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows", "is_few"]
 
 # Bulk traffic travels in pieces, so that the buffers of both ends stay small beside the batch.
-# Smallest size of a piece: an AllToAll of less is all latency.
-_LEAST_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
+# Smallest size of a piece: an AllToAll of less is all latency. On a GPU that is mostly the host's:
+# a piece takes a millisecond or two of a lane, which shares the interpreter with the compute.
+_LEAST_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 # Smallest share of a piece for one rank: with thousands of ranks, less is all latency.
 _LEAST_MESSAGE = 16 << 10
 _MOST_PIECES = 64

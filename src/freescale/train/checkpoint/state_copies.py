@@ -9,9 +9,10 @@ waits for a piece at most. Without room the pieces go over the bus at once, in t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _utils
 
 from freescale.streams import new_stream, record_event
 from freescale.transport.event_waits import wait_for_event
@@ -22,6 +23,8 @@ from freescale.transport.shared_gpu import count_sharing
 _PIECE = 4 << 20
 _SMALL = 16 << 20  # bytes of a tensor that is copied together with others
 _TOGETHER = 64 << 20  # bytes of these, at most: torch rounds up what is pinned to powers of two
+_flatten: Any = _utils._flatten_dense_tensors  # torch does not annotate these
+_unflatten: Any = _utils._unflatten_dense_tensors
 # By device: bytes that copies of one moment have taken. torch keeps them for the next.
 _taken_before: dict[torch.device, int] = {}
 
@@ -73,13 +76,13 @@ class StateCopies:
     def _take_together(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Of contiguous ones that are alike: views of one copy."""
         size = sum(value.nbytes for value in values)
-        if not self._has_room(size):
+        if len(values) == 1 or not self._has_room(size):
             return [self.take(value) for value in values]
         self._use(size)
-        flat = torch.cat([value.detach().view(-1) for value in values])
-        sizes = [value.numel() for value in values]
-        parts = torch.split(self.take(flat, is_copy=True), sizes)
-        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+        # Made for gradients; a view of each in Python takes the caller longer than all else.
+        with torch.no_grad():
+            flat = self.take(_flatten(values), is_copy=True)
+        return list(_unflatten(flat, values))
 
     def seal(self) -> None:
         """What was taken since the last call was taken on the current stream."""
@@ -151,7 +154,7 @@ def find_room(device: torch.device) -> int:
 
 
 def _is_on_host(value: Tensor) -> bool:
-    return value.device.type == "cpu"
+    return value.is_cpu
 
 
 def cut_alike(copied: Tensor, value: Tensor, most: int) -> list[tuple[Tensor, Tensor]]:
