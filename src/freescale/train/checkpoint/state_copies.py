@@ -19,8 +19,8 @@ from freescale.transport.event_waits import wait_for_event
 from freescale.transport.shared_gpu import count_sharing
 
 # Bytes of a piece: an engine of the GPU ends one copy before it begins another, and this one takes
-# some 80 us of the bus.
-_PIECE = 4 << 20
+# some 160 us of the bus. Smaller ones take the interpreter from the step more often.
+_PIECE = 8 << 20
 _SMALL = 16 << 20  # bytes of a tensor that is copied together with others
 _TOGETHER = 64 << 20  # bytes of these, at most: torch rounds up what is pinned to powers of two
 _flatten: Any = _utils._flatten_dense_tensors  # torch does not annotate these
