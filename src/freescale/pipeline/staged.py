@@ -26,7 +26,8 @@ forward only and, before it, for the dense sums, which begin during the backward
 On GPUs, and between CPUs of several machines, lane `input` also does stage 1, a step earlier. A
 message between machines takes as long as many rows, and the link would be idle while a step begins
 with two of them; on a GPU the host waits for the device to know how many ids go to whom, and the
-lane that the next forward waits for would stand still meanwhile.
+lane that the next forward waits for would stand still meanwhile. The step of i ends without waiting
+for it: stage 2 of the next one does.
 
 On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
 of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send apart what is so
