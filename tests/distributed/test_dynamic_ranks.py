@@ -4,11 +4,10 @@ serial to the bit, with balancing; and checkpoints that another number of ranks 
 from __future__ import annotations
 
 import torch
-from helpers.collisions import batch_of, in_pieces, share_of
+from helpers.collisions import StagedAsOnGpus, batch_of, in_pieces, share_of
 from helpers.dynamic_streams import CHURN, RULES, build, list_local_rows
 from helpers.ranks import run_ranks
 
-from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
 
@@ -33,15 +32,6 @@ def _train(transport, schedule, folder=None, saved=()):
     pipeline.close()
     dense = torch.cat([value.detach().reshape(-1) for value in parallel.module.parameters()])
     return losses, *list_local_rows(parallel), dense
-
-
-class StagedAsOnGpus(Staged):
-    """In the order in which lanes of a GPU do it: ids a step earlier, decisions while batches are
-    compared."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self._on_host, self._requests_early = False, True
 
 
 def _both(transport, folder):

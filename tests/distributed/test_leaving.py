@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.collisions import batch_of, build, colliding, share_of, state_of
+from helpers.collisions import (
+    StagedAsOnGpus,
+    batch_of,
+    build,
+    colliding,
+    share_of,
+    state_of,
+)
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.toys import Clicks
 from helpers.wires import wired
@@ -26,7 +33,7 @@ from freescale.transport.failures import RemoteError
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 
-SCHEDULES = ("serial", "staged")
+SCHEDULES = ("serial", "staged", StagedAsOnGpus)
 
 
 def stream(transport, steps=12, seed=0):
@@ -76,16 +83,15 @@ def _rolled_back(transport, folder, schedule, inside):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_rollback_is_exact(world, inside, tmp_path):
-    expected, actual = (
+    expected, *others = (
         run_ranks(world, _rolled_back, str(tmp_path), schedule, inside) for schedule in SCHEDULES
     )
-    for (losses, restored, end), (staged_losses, staged_restored, staged_end) in zip(
-        expected, actual, strict=True
-    ):
-        assert (
-            same(restored, staged_restored) == same(end, staged_end) == []
-            and losses == staged_losses
-        )
+    for actual in others:
+        for (losses, restored, end), (staged_losses, staged_restored, staged_end) in zip(
+            expected, actual, strict=True
+        ):
+            assert same(restored, staged_restored) == same(end, staged_end) == []
+            assert losses == staged_losses
 
 
 # ---- another pipeline
@@ -114,6 +120,7 @@ def _handed_over(transport, schedule, second):
 @pytest.mark.parametrize("world", [1, 2])
 def test_another_pipeline_takes_over(world):
     cases = [("serial", "serial"), ("staged", "staged"), ("staged", "serial")]
+    cases.append((StagedAsOnGpus, StagedAsOnGpus))
     expected, *others = (run_ranks(world, _handed_over, *case) for case in cases)
     for actual in others:
         for (losses, state), (actual_losses, actual_state) in zip(expected, actual, strict=True):
@@ -136,11 +143,12 @@ def _left_and_gone_on(transport, schedule, options):
 
 @pytest.mark.parametrize(("world", "options"), [(1, False), (2, False), (2, True)])
 def test_batches_that_were_taken_belong_to_the_next_run(world, options):
-    expected, actual = (
+    expected, *others = (
         run_ranks(world, _left_and_gone_on, schedule, options) for schedule in SCHEDULES
     )
-    for (numbers, state), (staged_numbers, staged_state) in zip(expected, actual, strict=True):
-        assert numbers == staged_numbers == list(range(12)) and same(state, staged_state) == []
+    for actual in others:
+        for (numbers, state), (staged_numbers, staged_state) in zip(expected, actual, strict=True):
+            assert numbers == staged_numbers == list(range(12)) and same(state, staged_state) == []
 
 
 def _data_fails(transport, schedule):
@@ -161,9 +169,10 @@ def _data_fails(transport, schedule):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_step_before_a_failure_of_the_data_is_made(world):
-    expected, actual = (run_ranks(world, _data_fails, schedule) for schedule in SCHEDULES)
-    for (steps, state), (staged_steps, staged_state) in zip(expected, actual, strict=True):
-        assert steps == staged_steps == 6 and same(state, staged_state) == []
+    expected, *others = (run_ranks(world, _data_fails, schedule) for schedule in SCHEDULES)
+    for actual in others:
+        for (steps, state), (staged_steps, staged_state) in zip(expected, actual, strict=True):
+            assert steps == staged_steps == 6 and same(state, staged_state) == []
 
 
 def test_an_iterator_may_fill_its_buffers_again():
@@ -195,7 +204,7 @@ def _one_leaves(transport, schedule, options):
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("serial", False), ("serial", True), ("staged", False), ("staged", True)],
+    [(schedule, options) for schedule in SCHEDULES for options in (False, True)],
 )
 def test_a_rank_that_leaves_alone_says_so(schedule, options):
     """The transport's own limit is half of the test's: who waited for it would not be in time."""

@@ -8,6 +8,7 @@ comparison.
 from __future__ import annotations
 
 import random
+import threading
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from helpers.collisions import (
     ITEMS,
     STEPS,
+    StagedAsOnGpus,
     batch_of,
     build,
     colliding,
@@ -394,6 +396,41 @@ def _broken_lane(transport):
 
 def _crash(current, following):
     raise RuntimeError("no masks today")
+
+
+def test_no_step_waits_for_the_request_of_the_batch_after_next(monkeypatch):
+    """Lane `input` asks for its rows once the step is over."""
+    _, pipeline = build(LocalTransport(), StagedAsOnGpus)
+    over, choose = threading.Semaphore(0), pipeline.schedule._choose_request
+
+    def choose_late():
+        request = choose()
+
+        def request_late(micro):
+            assert over.acquire(timeout=20), "the step waits for it"
+            return request(micro)
+
+        return request_late if request is not None else None
+
+    monkeypatch.setattr(pipeline.schedule, "_choose_request", choose_late)
+    steps = 0
+    for _ in pipeline.run([batch_of(ids, n) for n, ids in enumerate(colliding(0.4))]):
+        over.release()
+        steps += 1
+    assert steps == STEPS
+
+
+def test_an_error_of_a_request_is_raised_by_the_step_that_needs_it(monkeypatch):
+    _, pipeline = build(LocalTransport(), StagedAsOnGpus)
+
+    def crash(micro):
+        raise RuntimeError("no ids today")
+
+    monkeypatch.setattr(pipeline.schedule, "_choose_request", lambda: crash)
+    steps = pipeline.run([batch_of(ids, n) for n, ids in enumerate(colliding(0.4, steps=4))])
+    with pytest.raises(RuntimeError, match="no ids today"):
+        list(steps)
+    assert not any(lane._thread for lane in pipeline.schedule.lanes)
 
 
 def test_errors_of_a_lane_are_raised_by_the_step():
