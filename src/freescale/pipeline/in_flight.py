@@ -121,7 +121,7 @@ class InFlight:
 
     jobs: list[Job] = field(default_factory=list)  # of the lanes `ahead` and `urgent`
     unsettled: StagedBatch | None = None  # the last step's, while some gradients are deferred
-    incoming: IncomingBatch | None = None  # what the lane `input` prepares
+    incoming: IncomingBatch | None = None  # what the lane `input` prepares, or has prepared last
     newest: BatchPreparation | None = None  # of the last batch that was begun
     replaced: bool = False  # the tables were replaced after rows were pulled ahead
     captures: list[Capture] = field(default_factory=list)  # of the rows after the last step
