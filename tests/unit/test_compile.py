@@ -293,7 +293,7 @@ def list_variants():
 
 
 @pytest.mark.parametrize(
-    "module, name", [("id_choice", "claim"), ("id_choice", "order"), ("id_map", "put_in")]
+    "module, name", [("id_missing", "claim"), ("id_missing", "order"), ("id_map", "put_in")]
 )
 def test_keys_differ_wherever_triton_compiles_differently(module, name):
     """Of launches that differ in one argument, among them tensors that may lie anywhere, and

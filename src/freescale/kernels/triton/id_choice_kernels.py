@@ -1,5 +1,4 @@
-"""The Triton kernels of `id_map` that decide: which ids of a batch want an entry, and which entry
-each of them gets.
+"""The Triton kernels of `id_map` that decide which entry each id of a batch without one gets.
 
 A shard decides for itself, so that a program for each needs no other: it looks for the bounds in
 (count, last use, id) up to which entries go, one after the other, each step a walk through the
@@ -20,18 +19,19 @@ import triton.language as tl
 
 from freescale.kernels.triton.id_map_kernels import (
     CHOSEN,
-    CLAIMED,
     ID,
     MARK,
     MOST,
-    SIGN,
-    TOP,
     USE,
-    find_shard,
-    load_hashes,
     split_noted,
     split_scratch,
-    unmix,
+)
+from freescale.kernels.triton.id_missing_kernels import (
+    collect,
+    is_last,
+    order,
+    scan_and_sum,
+    split_choices,
 )
 
 # What entries are ordered by, one level after the other; the words of an entry that these are.
@@ -44,164 +44,6 @@ UPPER = tl.constexpr(1)
 LAST_USE = tl.constexpr(2)
 COUNT = tl.constexpr(3)
 LOWER_SIGN = tl.constexpr(-(2**31))  # lower halves have none: flipped, they are ordered as numbers
-
-
-@triton.jit
-def _split_choices(choices, shards, padded):
-    """(where shards begin among missing ids, and among those that get an entry; how many they get,
-    and of them by eviction; missing ids in order; the number of each among those of its shard, and
-    chosen entries): see id_map.py."""
-    taken = (choices + 2 * shards).to(tl.pointer_type(tl.int32), bitcast=True)
-    ordered = choices + 3 * shards
-    numbers = (ordered + padded).to(tl.pointer_type(tl.int32), bitcast=True)
-    return choices, choices + shards, taken, taken + shards, ordered, numbers, numbers + padded
-
-
-# ---- ids without an entry, by shard
-
-
-@triton.jit
-def _is_last(through, programs):
-    """Whether this program is the last of so many to come here, counted by `through` [1] from 0
-    on. It sees what all of them have written before."""
-    # All threads of a program have written when one of them counts it, and all threads of the last
-    # one read when that one has counted all: a barrier is between them, and each count acquires
-    # what those before it have released.
-    tl.debug_barrier()
-    before = tl.atomic_add(through, 1, sem="acq_rel")
-    tl.debug_barrier()
-    return before == programs - 1
-
-
-@triton.jit
-def _scan(counts, starts, shards, BLOCK: tl.constexpr):
-    """starts[shard]: the sum of the counts before it. Returns the sum of all. Counts are of other
-    programs, hence past the first cache."""
-    before = tl.full((), 0, tl.int64)
-    for begin in range(0, shards, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        each = tl.load(counts + at, mask=at < shards, other=0, cache_modifier=".cg")
-        tl.store(starts + at, before + tl.cumsum(each, 0) - each, mask=at < shards)
-        before += tl.sum(each, 0).to(tl.int64)
-    return before
-
-
-@triton.jit
-def _scan_and_sum(counts, starts, others, more, shards, BLOCK: tl.constexpr):
-    """As `_scan`; returns also the sums of the `others`, and of `more`. Each step waits for memory,
-    once for all of them."""
-    before = tl.full((), 0, tl.int64)
-    other = tl.zeros([BLOCK], tl.int32)
-    third = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, shards, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        each = tl.load(counts + at, mask=at < shards, other=0, cache_modifier=".cg")
-        other += tl.load(others + at, mask=at < shards, other=0, cache_modifier=".cg")
-        third += tl.load(more + at, mask=at < shards, other=0, cache_modifier=".cg")
-        tl.store(starts + at, before + tl.cumsum(each, 0) - each, mask=at < shards)
-        before += tl.sum(each, 0).to(tl.int64)
-    return before, tl.sum(other, 0).to(tl.int64), tl.sum(third, 0).to(tl.int64)
-
-
-@triton.jit(
-    do_not_specialize=["number", "shards", "padded", "first_shard"],
-    do_not_specialize_on_alignment=["keys", "counted"],
-)
-def claim_kernel(
-    keys, counted, totals, number, scratch, choices, shards, padded, first_shard,
-    COUNTED: tl.constexpr, BLOCK: tl.constexpr, SHARD_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """numbers[j]: the number of the key at places[j] among the missing ones of its shard, in any
-    order; -1 for those that do not count, and all but one of equal ones. Claims are 0 before,
-    afterwards an open-addressing table of the ones that count, each with its place counted from 1.
-    What shards want is 0 before; the last program scans it, and says for the kernels behind this
-    one how many places there are: totals[number]."""
-    wanted, claims, _, places = split_scratch(scratch, shards, padded)
-    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
-    size = 2 * padded
-    program = tl.program_id(0)
-    j = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(totals + number)
-    there = j < total
-    i = tl.load(places + j, mask=there, other=0)
-    active = there
-    if COUNTED:
-        active = active & (tl.load(counted + i, mask=there, other=0) != 0)
-    hash = load_hashes(keys, i, there)
-    key = (hash ^ SIGN).to(tl.int64, bitcast=True)
-    place = (((hash >> 8) & 0xFFFFFFFF).to(tl.int64) * size) >> 32
-    first = active & (j < 0)
-    while tl.max(active.to(tl.int32), 0) > 0:
-        # A comparison has no mask: where there is nothing to do, it is with what never stands
-        # there. So only missing keys may come here: the others would all wait for one place.
-        expected = tl.where(active, 0, -1)
-        held = tl.atomic_cas(claims + place, expected, i + 1, sem="relaxed")
-        mine = active & (held == 0)
-        first = first | mine
-        other = tl.load(keys + held - 1, mask=active & (held > 0), other=0)
-        active = active & (held > 0) & (other != key)
-        place = tl.where(active, tl.where(place + 1 < size, place + 1, 0), place)
-    one = tl.zeros([BLOCK], tl.int32) + 1
-    shard = find_shard(hash) - first_shard
-    rank = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
-    tl.store(numbers + j, tl.where(first, rank, -1), mask=there)
-    programs = tl.maximum(1, tl.cdiv(total, BLOCK))  # that have something to do
-    if program < programs:  # noqa: SIM102 - with `and`, all programs would count
-        if _is_last(scratch + CLAIMED, programs):
-            _scan(wanted, starts, shards, SHARD_BLOCK)
-            tl.store(scratch, total)
-
-
-@triton.jit
-def _collect(keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr):
-    """Puts missing ids in the range of their shard, where claims were: all programs together."""
-    _, _, missing, places = split_scratch(scratch, shards, padded)
-    starts, _, _, _, _, numbers, _ = _split_choices(choices, shards, padded)
-    total = tl.load(scratch)
-    for begin in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
-        j = begin + tl.arange(0, BLOCK)
-        rank = tl.load(numbers + j, mask=j < total, other=-1)
-        there = rank >= 0
-        i = tl.load(places + j, mask=there, other=0)
-        hash = load_hashes(keys, i, there)
-        start = tl.load(starts + find_shard(hash) - first_shard, mask=there, other=0)
-        tl.store(missing + start + rank, unmix(hash).to(tl.int64, bitcast=True), mask=there)
-
-
-@triton.jit(
-    do_not_specialize=["shards", "padded", "first_shard"], do_not_specialize_on_alignment=["keys"]
-)
-def collect_kernel(
-    keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr
-):  # fmt: skip
-    """For who wants them before entries are chosen."""
-    _collect(keys, scratch, choices, shards, padded, first_shard, BLOCK)
-
-
-@triton.jit
-def _order(missing, want, start, ordered, BLOCK: tl.constexpr):
-    """The missing ids of a shard, ascending."""
-    for begin in range(0, want, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        mine = tl.load(missing + start + at, mask=at < want, other=0)
-        rank = tl.zeros([BLOCK], tl.int32)
-        for other in range(0, want, BLOCK):
-            near = other + tl.arange(0, BLOCK)
-            theirs = tl.load(missing + start + near, mask=near < want, other=TOP)
-            rank += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
-        tl.store(ordered + start + rank, mine, mask=at < want)
-
-
-@triton.jit(do_not_specialize=["shards", "padded"])
-def order_kernel(scratch, choices, shards, padded, BLOCK: tl.constexpr):
-    """Ascending in each shard: a program for one."""
-    wanted, _, missing, _ = split_scratch(scratch, shards, padded)
-    starts, _, _, _, ordered, _, _ = _split_choices(choices, shards, padded)
-    shard = tl.program_id(0)
-    _order(missing, tl.load(wanted + shard), tl.load(starts + shard), ordered, BLOCK)
-
-
-# ---- which entries they get
 
 
 @triton.jit
@@ -342,10 +184,10 @@ def choose_kernel(
     the shard. The last program scans how many each shard has taken, and sums up what shards have
     taken, evicted and wanted: sums [3], and told [3], if there is one."""
     if keys is not None:
-        _collect(keys, scratch, choices, shards, padded, first_shard, SCAN)
+        collect(keys, scratch, choices, shards, padded, first_shard, SCAN)
     # Triton's loops know no name of two types: `_` is another one below.
     wanted, claims, missing, places = split_scratch(scratch, shards, padded)
-    starts, targets, taken, evicted, ordered, numbers, chosen = _split_choices(
+    starts, targets, taken, evicted, ordered, numbers, chosen = split_choices(
         choices, shards, padded
     )
     shard = tl.program_id(0).to(tl.int64)
@@ -451,8 +293,8 @@ def choose_kernel(
     tl.store(taken + shard, empties + need)
     tl.store(evicted + shard, need)
     programs = tl.num_programs(0)
-    if _is_last(scratch + CHOSEN, programs):
-        all_taken, all_evicted, all_wanted = _scan_and_sum(
+    if is_last(scratch + CHOSEN, programs):
+        all_taken, all_evicted, all_wanted = scan_and_sum(
             taken, targets, evicted, wanted, programs, SHARD_BLOCK
         )
         tl.store(sums, all_taken)
@@ -473,7 +315,7 @@ def assign_kernel(
     Notes them from targets[shard] on. ORDERS: puts the missing ids in their order before. OCCURRED:
     their counts are given."""
     wanted, _, missing, _ = split_scratch(scratch, shards, padded)
-    starts, targets, taken, evicted, ordered, _, chosen = _split_choices(choices, shards, padded)
+    starts, targets, taken, evicted, ordered, _, chosen = split_choices(choices, shards, padded)
     entries, lasts, counts, new_ids = split_noted(noted, padded)
     shard = tl.program_id(0).to(tl.int64)
     total = tl.load(taken + shard)
@@ -481,7 +323,7 @@ def assign_kernel(
     start = tl.load(starts + shard)
     target = tl.load(targets + shard)
     if ORDERS:
-        _order(missing, tl.where(total > 0, tl.load(wanted + shard), 0), start, ordered, BLOCK)
+        order(missing, tl.where(total > 0, tl.load(wanted + shard), 0), start, ordered, BLOCK)
         tl.debug_barrier()  # other threads of the program have written what one reads below
     for begin in range(0, total, BLOCK):
         at = begin + tl.arange(0, BLOCK)

@@ -166,7 +166,7 @@ def swap_uses(map: IdMap, uses: Noted) -> None:
 def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | None) -> Listed:
     """The ids of those keys [n] that have no entry, neither collected nor ordered yet. Of ids that
     are never `counted` none is listed."""
-    from freescale.kernels.triton.id_choice_kernels import claim_kernel
+    from freescale.kernels.triton.id_missing_kernels import claim_kernel
 
     n, device = keys.numel(), keys.device
     choices = allocate_choices(n, map.shards, device)
@@ -183,7 +183,7 @@ def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | N
 
 def order(map: IdMap, missing: Listed) -> Missing:
     """The same ids, ordered: for whoever reads them before `place`."""
-    from freescale.kernels.triton.id_choice_kernels import collect_kernel, order_kernel
+    from freescale.kernels.triton.id_missing_kernels import collect_kernel, order_kernel
 
     n, memory = missing.n, (missing.scratch, missing.choices, *missing.sizes)
     device = missing.scratch.device

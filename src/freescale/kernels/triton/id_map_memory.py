@@ -2,7 +2,7 @@
 
 For the host an allocation is as long as a launch, and so are two views of a tensor. What is kept
 for as long as something else is therefore one tensor with it, and kernels find its parts: in
-`split_noted`, `split_scratch` (id_map_kernels.py) and `_split_choices` (id_choice_kernels.py). Each
+`split_noted`, `split_scratch` (id_map_kernels.py) and `split_choices` (id_missing_kernels.py). Each
 begins at a multiple of 128 bytes.
 
     noted      entries [padded] int64; last uses, counts [padded] int32; ids [padded] int64, if they
