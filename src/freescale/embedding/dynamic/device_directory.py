@@ -30,7 +30,7 @@ from freescale.kernels.dispatch import choose_id_map
 from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
 from freescale.streams import InTurn
 
-_SUMS = 3  # over shards, that kernels make and write to the host; and how many rows were swept
+_SUMS = 3  # over shards, which kernels write to the host; behind them, how many rows were swept
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from freescale.kernels.triton.id_map_kernels import (
 def split_choices(choices, shards, padded):
     """(where shards begin among missing ids, and among those that get an entry; how many they get,
     and of them by eviction; missing ids in order; the number of each among those of its shard, and
-    chosen entries): see id_map.py."""
+    chosen entries): see id_map_memory.py."""
     taken = (choices + 2 * shards).to(tl.pointer_type(tl.int32), bitcast=True)
     ordered = choices + 3 * shards
     numbers = (ordered + padded).to(tl.pointer_type(tl.int32), bitcast=True)
