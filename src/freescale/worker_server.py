@@ -143,19 +143,24 @@ def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> in
 
 def count_workers(config: RunConfig, device: str) -> int:
     """Processes that make the batches of this rank."""
-    return choose_workers(config.data.workers, device, *_count_cores_and_ranks())
+    return choose_workers(config.data.workers, device, _count_all_cores(), _count_ranks())
 
 
-def count_cores() -> int:
-    """Of this machine, for this rank: torch's own number is 1 under torchrun."""
-    cores, ranks = _count_cores_and_ranks()
-    return max(1, cores // ranks)
+def count_cores(ranks: int | None = None) -> int:
+    """The cores of each of `ranks` ranks of this machine; by default, of this rank. torch's own
+    number is 1 under torchrun."""
+    return max(1, _count_all_cores() // (ranks or _count_ranks()))
 
 
-def _count_cores_and_ranks() -> tuple[int, int]:
-    """Of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return cores, max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def _count_all_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _count_ranks() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def start_early(config: RunConfig) -> WorkerServer | None:

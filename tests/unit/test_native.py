@@ -171,6 +171,28 @@ def test_rowwise_adagrad_of_rows_is_that_of_plain_torch(width):
         assert not torch.equal(mine, before)
 
 
+@pytest.mark.parametrize("threads", [3, 8])
+def test_threads_change_no_bit_of_an_update(threads, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.rand(3, 4000, 65, generator=generator)
+    rows = torch.randperm(4000, generator=generator)[:3001]
+    gradients = torch.randn(3001, 65, generator=generator)
+    found = []
+    for count in (1, threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        adam, adagrad, whole = (tables.clone().unbind() for _ in range(3))
+        options = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
+        row_updates.adam(*adam, rows, gradients, step=2, **options)
+        total = adagrad[1][:, 0].contiguous()
+        row_updates.rowwise_adagrad(adagrad[0], total, rows, gradients, lr=0.1, eps=1e-8)
+        lists = [[each.clone()] for each in (whole[0], tables[1], *whole[1:], torch.ones(()))]
+        assert row_updates.adam_tensors(*lists, weight_decay=0.1, **options)
+        found.append([*adam, adagrad[0], total, *(each for one in lists for each in one)])
+    for alone, shared in zip(*found, strict=True):
+        assert torch.equal(alone, shared)
+    assert not torch.equal(found[0][0], tables[0])
+
+
 def test_what_is_no_number_stays_none():
     rows, index = torch.randn(9, 4), torch.arange(5)
     outputs = torch.randn(3, 4)

@@ -29,7 +29,7 @@ def way(request, monkeypatch):
 )
 @pytest.mark.parametrize("threads", [1, 3, 100])
 def test_equals_indexing(shape, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(row_copies, "count_cores", lambda: threads)
     torch.manual_seed(0)
     source, to = torch.randn(shape), torch.randn(shape)
     rows, to_rows = (torch.randperm(shape[0])[: shape[0] // 2] for _ in range(2))
@@ -66,7 +66,7 @@ def copy_backwards(source, found):
 
 
 def test_several_at_a_time_share_the_threads(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(row_copies, "count_cores", lambda: 4)
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(lambda number: copy_backwards(*make_numbers(number)), range(60)))
 
@@ -74,7 +74,7 @@ def test_several_at_a_time_share_the_threads(monkeypatch):
 def test_a_forked_process_has_threads_of_its_own(way, monkeypatch):
     if way == "torch":  # which does not promise it
         return
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(row_copies, "count_cores", lambda: 4)
     tables = [make_numbers(number) for number in range(5)]
     assert copy_backwards(*make_numbers(9))  # there are threads before
     child = os.fork()

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
+from freescale.transport.threads import use_one_core
+
 T = TypeVar("T")
 
 
@@ -38,6 +40,7 @@ def _consume(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
 
     def produce() -> None:
         try:
+            use_one_core()
             source = iter(iterable)
             try:
                 while True:

@@ -21,6 +21,7 @@ from typing import IO, Protocol
 from freescale.train.exit_status import REQUEUE
 from freescale.train.stop_signals import SIGNALS, is_second
 from freescale.transport.shared_gpu import GpuBusy
+from freescale.worker_server import count_cores
 
 _LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
 # what tells a rank which one it is
@@ -233,7 +234,7 @@ def report_end(ended: Ended) -> int:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    threads = str(count_cores(ranks))
     joined = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,18 +1,22 @@
-"""Threads that work beside the main one and end with the process."""
+"""Background threads: they end with the process, and leave torch's other cores to the main
+thread."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections.abc import Callable
+
+import torch
 
 _PATIENCE = 2.0  # seconds that a process which ends waits for its threads
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -> threading.Thread:
-    """Starts a thread that ends with the process.
+    """Starts a thread that ends with the process and uses one core.
 
     It is a daemon, because a thread that waits for a dead rank must not keep the process from
     ending; but it is asked to end first, because one that is cut off inside torch aborts the
@@ -26,6 +30,7 @@ def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -
 
     def run() -> None:
         try:
+            use_one_core()
             work()
         finally:
             _running.pop(thread, None)
@@ -34,6 +39,20 @@ def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -
     _running[thread] = end
     thread.start()
     return thread
+
+
+def use_one_core() -> None:
+    """Makes torch's operations on the calling thread run on that thread alone.
+
+    Each thread has an OpenMP team of its own otherwise, as large as the main thread's. Teams spin
+    between two operations, so the cores would be taken several times over. `torch.set_num_threads`
+    would change the number for the whole process.
+    """
+    torch.get_num_threads()  # sets this thread's number, once
+    # The handle finds symbols of everything that torch is linked with.
+    set_number = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    if set_number is not None:  # None: torch was built without OpenMP
+        set_number(1)
 
 
 @atexit.register

@@ -72,12 +72,12 @@ class NativeLibrary:
             library.compare_at_positions, *[size] * 3, *[at] * 8, c_float, flag, *[at] * 4
         )
         self.pass_norms = _declare(library.pass_norms, *[size] * 2, *[at] * 2, flag, at)
-        self.adam_rows = _declare(library.adam_rows, *[size] * 2, *[at] * 5, *[c_float] * 6)
+        self.adam_rows = _declare(library.adam_rows, *[size] * 2, *[at] * 5, *[c_float] * 6, size)
         self.adam_tensors = _declare(
-            library.adam_tensors, size, *[at] * 6, *[c_float] * 8, returns=flag
+            library.adam_tensors, size, *[at] * 6, *[c_float] * 8, size, returns=flag
         )
         self.rowwise_adagrad_rows = _declare(
-            library.rowwise_adagrad_rows, *[size] * 2, *[at] * 4, *[c_float] * 2
+            library.rowwise_adagrad_rows, *[size] * 2, *[at] * 4, *[c_float] * 2, size
         )
         self.deduplicate_keys = _declare(
             library.deduplicate_keys, size, at, size, *[at] * 5, returns=c_int64

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.native.bindings import address, load_native, require_native
+from freescale.worker_server import count_cores
 
 _MOST_THREADS = 16
 
@@ -32,5 +33,5 @@ def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor |
         None if numbers[0] is None else address(numbers[0]),
         address(source),
         None if numbers[1] is None else address(numbers[1]),
-        min(_MOST_THREADS, torch.get_num_threads()),
+        min(_MOST_THREADS, count_cores()),
     )

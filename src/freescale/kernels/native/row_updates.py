@@ -1,11 +1,10 @@
-"""Optimizers on a CPU: of rows, Adam and row-wise Adagrad in C, in one pass over the rows, the
-others as in plain torch; of whole tensors, AdamW."""
+"""Optimizers on a CPU: Adam and row-wise Adagrad of rows in C, in one pass over the rows, the
+others as in plain torch; AdamW of whole tensors. Large updates use torch's number of threads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int64
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,15 +21,10 @@ __all__ = ["adagrad", "adam", "adam_tensors", "clip_rows", "fits", "rowwise_adag
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a table is updated here: a property of the table and the process, never of the number
-    of rows, since schedules divide a step's rows differently and have to agree in every bit."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and _is_chosen()
-
-
-@cache
-def _is_chosen() -> bool:
-    """Not where torch divides an operation among several cores."""
-    return torch.get_num_threads() == 1 and load_native() is not None
+    """Whether a table is updated here. A property of the table, never of the number of rows or
+    threads: schedules divide a step's rows differently and have to agree in every bit."""
+    usual = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return usual and load_native() is not None
 
 
 def rowwise_adagrad(
@@ -40,7 +34,9 @@ def rowwise_adagrad(
     assert weight.is_contiguous() and total.is_contiguous() and rows.dtype == torch.int64
     rows, gradients = rows.contiguous(), gradients.contiguous()
     require_native().rowwise_adagrad_rows(
-        *gradients.shape, *map(address, (rows, gradients, weight, total)), eps, lr
+        *gradients.shape,
+        *map(address, (rows, gradients, weight, total)),
+        *(eps, lr, torch.get_num_threads()),
     )
 
 
@@ -64,6 +60,7 @@ def adam(
         *gradients.shape,
         *map(address, (rows, gradients, *tables)),
         *_list_factors(lr, betas, eps, step),
+        torch.get_num_threads(),
     )
 
 
@@ -89,6 +86,7 @@ def adam_tensors(
         step,
         1 - lr * weight_decay,
         *_list_factors(lr, betas, eps, step),
+        torch.get_num_threads(),
     )
     if done:
         torch.autograd.graph.increment_version(parameters)

@@ -1,4 +1,5 @@
-/* Kernels for one core, but for copies: what a small batch computes, without an operation of torch for each line.
+/* Kernels for one core, except copies and optimizers: what a small batch computes, without an
+   operation of torch for each line.
    Matrices are row by row and contiguous. Each function is the plain-torch reference's twin; sums go
    by token, then by pair, so the same inputs give the same bits. */
 

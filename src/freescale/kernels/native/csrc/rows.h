@@ -1,70 +1,116 @@
-/* reference/row_updates.py: rows of a table are read and written once; and torch.optim.AdamW. */
+/* reference/row_updates.py: rows of a table are read and written once; and torch.optim.AdamW. Each
+   element is computed on its own, so the number of threads does not change a bit. */
 
 #pragma once
 #include "numbers.h"
+#include "work_pool.h"
+
+#define UPDATE_PIECE (1 << 15) /* elements of a piece: what is worth a thread */
+
+typedef struct {
+    int64_t count, width;
+    const int64_t *rows; /* NULL: one after another, from the first */
+    const float *gradients;
+    float *weight, *first, *second;
+    float gain, decay_square, gain_square, root, eps, rate, keep;
+    int64_t piece; /* rows */
+} Update;
+
+/* The rows of a piece. */
+static inline int64_t begin_of(const Update *update, int64_t piece) { return piece * update->piece; }
+static inline int64_t end_of(const Update *update, int64_t piece) {
+    int64_t end = (piece + 1) * update->piece;
+    return end < update->count ? end : update->count;
+}
+
+static void share_update(void (*work)(void *, int64_t), Update *update, int64_t threads) {
+    update->piece = UPDATE_PIECE / (update->width ? update->width : 1) + 1;
+    share_work(work, update, (update->count + update->piece - 1) / update->piece, threads);
+}
+
+static void adam_piece(void *about, int64_t piece) {
+    const Update u = *(const Update *)about;
+    for (int64_t i = begin_of(&u, piece), end = end_of(&u, piece); i < end; i++) {
+        const float *g = u.gradients + i * u.width;
+        float *w = u.weight + u.rows[i] * u.width;
+        float *m = u.first + u.rows[i] * u.width, *v = u.second + u.rows[i] * u.width;
+#pragma omp simd
+        for (int64_t c = 0; c < u.width; c++) {
+            float mean = m[c] + u.gain * (g[c] - m[c]);
+            float square = v[c] * u.decay_square + u.gain_square * g[c] * g[c];
+            m[c] = mean, v[c] = square;
+            w[c] -= u.rate * mean / (sqrtf(square) / u.root + u.eps);
+        }
+    }
+}
 
 /* Rows [count] of weight and of both moments [any, width], by gradients [count, width]. `gain` and
    `gain_square`: 1 - the decay of the moments; `root`: of the second moment's bias correction;
    `rate`: the learning rate over the first one's. */
 void adam_rows(int64_t count, int64_t width, const int64_t *rows, const float *gradients,
                float *weight, float *first, float *second, float gain, float decay_square,
-               float gain_square, float root, float eps, float rate) {
-    for (int64_t i = 0; i < count; i++) {
-        const float *g = gradients + i * width;
-        float *w = weight + rows[i] * width;
-        float *m = first + rows[i] * width, *v = second + rows[i] * width;
+               float gain_square, float root, float eps, float rate, int64_t threads) {
+    Update update = {count, width, rows, gradients, weight, first, second, gain, decay_square,
+                     gain_square, root, eps, rate, 1.0f, 0};
+    share_update(adam_piece, &update, threads);
+}
+
+static void adam_tensor_piece(void *about, int64_t piece) {
+    const Update u = *(const Update *)about;
+    int64_t begin = begin_of(&u, piece), end = end_of(&u, piece);
+    const float *g = u.gradients;
+    float *w = u.weight, *m = u.first, *v = u.second;
+    if (u.keep != 1.0f)
+        for (int64_t i = begin; i < end; i++) w[i] *= u.keep;
 #pragma omp simd
-        for (int64_t c = 0; c < width; c++) {
-            float mean = m[c] + gain * (g[c] - m[c]);
-            float square = v[c] * decay_square + gain_square * g[c] * g[c];
-            m[c] = mean, v[c] = square;
-            w[c] -= rate * mean / (sqrtf(square) / root + eps);
-        }
+    for (int64_t i = begin; i < end; i++) {
+        float mean = fmaf(u.gain, g[i] - m[i], m[i]);
+        float square = fmaf(u.gain_square * g[i], g[i], v[i] * u.decay_square);
+        m[i] = mean, v[i] = square;
+        w[i] -= u.rate * mean / (sqrtf(square) / u.root + u.eps);
     }
 }
 
 /* torch.optim.AdamW of whole tensors of these sizes, rounded as torch does; `keep`: what weight decay
-   leaves of a weight. Of each, its number of steps becomes `step`; returns 0, with nothing done,
-   where one has not made all steps before. */
+   leaves of a weight. The step count of each becomes `step`; returns 0, with nothing done, if one
+   has not made all steps before. */
 int32_t adam_tensors(int64_t count, const int64_t *sizes, const float *const *gradients,
                      float *const *weight, float *const *first, float *const *second,
                      float *const *steps, float step, float keep, float gain, float decay_square,
-                     float gain_square, float root, float eps, float rate) {
+                     float gain_square, float root, float eps, float rate, int64_t threads) {
     for (int64_t t = 0; t < count; t++)
         if (*steps[t] + 1 != step) return 0;
     for (int64_t t = 0; t < count; t++) {
-        const float *g = gradients[t];
-        float *w = weight[t], *m = first[t], *v = second[t];
-        int64_t size = sizes[t];
-        if (keep != 1.0f)
-            for (int64_t i = 0; i < size; i++) w[i] *= keep;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) {
-            float mean = fmaf(gain, g[i] - m[i], m[i]);
-            float square = fmaf(gain_square * g[i], g[i], v[i] * decay_square);
-            m[i] = mean, v[i] = square;
-            w[i] -= rate * mean / (sqrtf(square) / root + eps);
-        }
+        Update update = {sizes[t], 1, 0, gradients[t], weight[t], first[t], second[t], gain,
+                         decay_square, gain_square, root, eps, rate, keep, 0};
+        share_update(adam_tensor_piece, &update, threads);
         *steps[t] = step;
     }
     return 1;
+}
+
+static void adagrad_piece(void *about, int64_t piece) {
+    const Update u = *(const Update *)about;
+    for (int64_t i = begin_of(&u, piece), end = end_of(&u, piece); i < end; i++) {
+        const float *g = u.gradients + i * u.width;
+        float *w = u.weight + u.rows[i] * u.width;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t c = 0; c < u.width; c++) squares += g[c] * g[c];
+        float sum = u.first[u.rows[i]] + squares / u.width;
+        u.first[u.rows[i]] = sum;
+        float scale = u.rate / (sqrtf(sum) + u.eps);
+#pragma omp simd
+        for (int64_t c = 0; c < u.width; c++) w[c] -= scale * g[c];
+    }
 }
 
 /* Rows [count] of weight [any, width], by gradients [count, width]; total [any]: the running sum of
    a row's mean squared gradient. The order of the sum is the same for every row. */
 void rowwise_adagrad_rows(int64_t count, int64_t width, const int64_t *rows,
                           const float *gradients, float *weight, float *total, float eps,
-                          float rate) {
-    for (int64_t i = 0; i < count; i++) {
-        const float *g = gradients + i * width;
-        float *w = weight + rows[i] * width;
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t c = 0; c < width; c++) squares += g[c] * g[c];
-        float sum = total[rows[i]] + squares / width;
-        total[rows[i]] = sum;
-        float scale = rate / (sqrtf(sum) + eps);
-#pragma omp simd
-        for (int64_t c = 0; c < width; c++) w[c] -= scale * g[c];
-    }
+                          float rate, int64_t threads) {
+    Update update = {.count = count, .width = width, .rows = rows, .gradients = gradients,
+                     .weight = weight, .first = total, .eps = eps, .rate = rate};
+    share_update(adagrad_piece, &update, threads);
 }
