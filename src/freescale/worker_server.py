@@ -168,11 +168,11 @@ def start_early(config: RunConfig) -> WorkerServer | None:
     will have no workers."""
     device = config.train.device
     if device == "auto":
-        device = "cuda" if _may_have_gpu() else "cpu"
+        device = "cuda" if may_have_gpu() else "cpu"
     return WorkerServer() if count_workers(config, device) else None
 
 
-def _may_have_gpu() -> bool:
+def may_have_gpu() -> bool:
     """Without asking the driver, which takes torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return not hidden and any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))

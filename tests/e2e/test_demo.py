@@ -64,6 +64,7 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(
     said = capfd.readouterr().out
     ending = " ".join(said.split())
     assert f"the full system made {faster:.2f} times serial's samples/s" in ending
+    assert ("gains nothing" in ending) == (faster < 1.03)
     page = Path(ending.split("side by side: ")[1])
     assert page == tmp_path / "compare.html"
     text = page.read_text(encoding="utf-8")
@@ -80,6 +81,7 @@ def write_run(folder: Path) -> None:
     lines = [{"step": 1, "loss": 2.0}, {"step": 1, "test": quality}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "ledger.json").write_text(json.dumps({"ranks": 2}))
+    (folder / "config.json").write_text(json.dumps({"train": {"device": "cpu"}}))
 
 
 @pytest.mark.parametrize("activated", [True, False])
@@ -96,7 +98,7 @@ def test_the_ending_says_what_was_seen_and_what_to_type(tmp_path, monkeypatch, c
     said = capfd.readouterr().out
     paragraph = " ".join(said.split("Next")[0].split())
     assert "For 72 % of the users" in paragraph and "reaches 8 %" in paragraph
-    assert "2 processes of this machine" in paragraph and "serial" not in paragraph.lower()
+    assert "2 CPU processes (ranks) trained" in paragraph and "serial" not in paragraph.lower()
     name = "freescale" if activated else ".venv/bin/freescale"
     commands = re.findall(r"^  (\S.*?) +# ", said, re.M)
     assert commands == [
@@ -104,6 +106,29 @@ def test_the_ending_says_what_was_seen_and_what_to_type(tmp_path, monkeypatch, c
         f"{name} inspect FILE",
         f"{name} train --data FILE --nproc 2",
     ]
+
+
+@pytest.mark.parametrize(
+    "wanted, gpus, expected",
+    [(2, 0, (2, "cpu")), (2, 1, (1, "cuda")), (2, 8, (2, "cuda")), (1, 1, (1, "cuda"))],
+)
+def test_the_first_part_runs_on_gpus_if_there_are_any(wanted, gpus, expected):
+    assert demo.choose_demo_ranks(wanted, gpus) == expected
+
+
+@pytest.mark.parametrize("rate, gains", [(96.0, False), (100.0, False), (130.0, True)])
+def test_the_ending_prints_a_gain_only_if_there_is_one(rate, gains, tmp_path, monkeypatch):
+    write_run(tmp_path)
+    (tmp_path / demo.COMPARISON).touch()
+    for name, measured in (("serial", 100.0), ("staged", rate)):
+        run = tmp_path / f"short-{name}"
+        run.mkdir()
+        write_run(run)
+        (run / "ledger.json").write_text(json.dumps({"ranks": 2, "samples_per_second": measured}))
+    ending = demo._describe_results(tmp_path)
+    assert f"{rate / 100:.2f} times serial's samples/s" in ending
+    assert ("it gains nothing on this machine" in ending) is not gains
+    assert "other programs" not in ending
 
 
 def test_a_comparison_that_fails_is_the_demo_failing(forked, tmp_path, capfd):

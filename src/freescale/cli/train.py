@@ -17,7 +17,7 @@ from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.recipe import list_recipes
 from freescale.train.launch import follow_launcher, is_rank
-from freescale.worker_server import start_early
+from freescale.worker_server import may_have_gpu, start_early
 
 _DISTRIBUTION, _OUTPUT = "Distribution", "Output"
 
@@ -270,6 +270,14 @@ def _refuse_missing_gpus(device: str, nproc: int) -> None:
     choose_device(device, 0, nproc)
 
 
+def _count_gpus() -> int:
+    if not may_have_gpu():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _prepare(config: RunConfig) -> Path:
     """The histories file of the data. One process of a machine makes it; the others wait for it."""
     from freescale.train.build import prepare_data
@@ -381,10 +389,10 @@ def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
 )
 @exit_cleanly
 def demo(nproc: int, run_folder: Path | None) -> int:
-    """Train a small model on generated data (about two minutes).
+    """Train a small model on generated data (about two minutes), on GPUs if there are any.
 
-    Then trains the same steps twice, with the serial schedule and with every technique, and
-    compares the two.
+    Then trains the same steps twice on CPU ranks, with the serial schedule and with every
+    technique, and compares the two.
     """
     return run_demo(nproc, run_folder)
 
@@ -393,6 +401,7 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
     """Returns the exit status."""
     from freescale.train.demo import (
         DEMO_SETTINGS,
+        choose_demo_ranks,
         compare_schedules,
         make_demo_data,
         make_short_data,
@@ -403,7 +412,9 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
     name = datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
     folder = run_folder or new_folder(Path("runs") / name)
     path = make_demo_data(Path("runs") / "demo-data.parquet")
-    status = train_run(nproc, folder, None, None, {**DEMO_SETTINGS, "data": str(path)})
+    ranks, device = choose_demo_ranks(nproc, _count_gpus())
+    given = {**DEMO_SETTINGS, "data": str(path), "device": device}
+    status = train_run(ranks, folder, None, None, given)
     if not status and nproc > 1:  # one rank waits for nobody: nothing to compare
         short = make_short_data(Path("runs") / "demo-short.parquet")
         status = compare_schedules(short, folder, nproc, format_arguments)

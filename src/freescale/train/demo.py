@@ -22,7 +22,6 @@ DEMO_SETTINGS: dict[str, Any] = {
     "lr": 1e-2,
     "row_lr": 1e-2,
     "log_every": 40,
-    "device": "cpu",  # two processes on any machine, also one with a single GPU
     "eval_batch": 512,
     # The rule would replicate so small a table; sharded, the ledger has all kinds of traffic to
     # show.
@@ -56,12 +55,19 @@ SHORT_ARMS: dict[str, dict[str, str]] = {
     },
 }
 COMPARISON = "compare.html"  # in the folder of the run
+_LEAST_GAIN = 1.03  # times serial's samples/s: single runs of the same steps differ by as much
 _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("samples/s", lambda ledger: f"{ledger['samples_per_second']:,.0f}"),
     ("step, median", lambda ledger: f"{ledger['step_ms']['median']:.0f} ms"),
     ("waiting for the slower rank", lambda ledger: f"{ledger['straggler_percent']:.1f} %"),
     ("exposed communication", lambda ledger: f"{ledger['exposed_percent']:.1f} %"),
 )
+
+
+def choose_demo_ranks(wanted: int, gpus: int) -> tuple[int, str]:
+    """How many ranks the first part has, and their device: GPUs if there are any, one for each
+    rank."""
+    return (min(wanted, gpus), "cuda") if gpus else (wanted, "cpu")
 
 
 def make_demo_data(path: Path) -> Path:
@@ -135,10 +141,10 @@ def compare_schedules(
 
 
 def print_ending(folder: Path) -> None:
-    """Says what the demonstration has shown, and what to type next.
+    """Prints what the demonstration has shown, and what to type next.
 
     Args:
-        folder: Of the run, with the compared runs in it where there are any.
+        folder: Of the run, with the compared runs in it if there are any.
     """
     from rich.console import Console
 
@@ -152,30 +158,32 @@ def _describe_results(folder: Path) -> str:
     """The paragraph for somebody who sees all this for the first time."""
     test = next(entry["test"] for entry in _read_metrics(folder) if "test" in entry)
     hits, popular = (100 * test[who]["hr@10"] for who in ("model", "popularity"))
-    ranks = _read_ledger(folder)["ranks"]
-    where = f"{ranks} processes of this machine (ranks)" if ranks > 1 else "one process (rank)"
     words = (
-        f"What you have seen: {where} trained a recommender on generated histories. For "
-        f"{hits:.0f} % of the users, the item that came next is among the model's first ten; "
-        f"recommending the most popular items to everybody reaches {popular:.0f} %."
+        f"What you have seen: {_describe_ranks(folder)} trained a recommender on "
+        f"generated histories. For {hits:.0f} % of the users, the item that came next is among the "
+        "model's first ten; recommending the most popular items to everybody reaches "
+        f"{popular:.0f} %."
     )
     if not (folder / COMPARISON).exists():
         return words
-    serial, full = (_read_ledger(run) for run in _list_runs(folder).values())
+    runs = list(_list_runs(folder).values())
+    serial, full = map(_read_ledger, runs)
     faster = full["samples_per_second"] / serial["samples_per_second"]
+    gain = "" if faster >= _LEAST_GAIN else ": it gains nothing on this machine"
     return (
-        f"{words} Then they trained the same steps twice. Serial does one thing after the other; "
-        "the full system fetches embedding rows while it computes, divides the work evenly and "
-        "keeps communication out of the way of compute. Both reach the same loss, and the full "
-        f"system made {faster:.2f} times serial's samples/s{_explain_speed(faster)}. This is one "
-        "run of each, between processes of one machine, where there is little communication to "
-        "hide; docs/benchmarks.md has networks and GPUs."
+        f"{words} Then {_describe_ranks(runs[1])} trained the same steps twice. Serial does one "
+        "thing after the other; the full system fetches embedding rows while it computes, divides "
+        "the work evenly and keeps communication out of the way of compute. Both reach the same "
+        f"loss, and the full system made {faster:.2f} times serial's samples/s{gain}. This is one "
+        "run of each on one machine; docs/benchmarks.md has networks and GPUs."
     )
 
 
-def _explain_speed(faster: float) -> str:
-    slower = " (its threads need idle cores, and other programs are using them)"
-    return slower if faster < 1 else ""
+def _describe_ranks(run: Path) -> str:
+    ranks = _read_ledger(run)["ranks"]
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    kind = "GPU" if config["train"]["device"] == "cuda" else "CPU"
+    return f"{ranks} {kind} processes (ranks)" if ranks > 1 else f"one {kind} process (rank)"
 
 
 def _list_next_commands(folder: Path) -> list[str]:

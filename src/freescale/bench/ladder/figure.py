@@ -180,7 +180,7 @@ def _draw_waits(
 
 def choose_parity(result: Mapping[str, Any]) -> str:
     """Which losses tell whether the arms train alike: those of all steps; of the product the first,
-    since its learning rates make of a last bit a few percent within some dozen steps."""
+    since rounding differences grow to a few percent within a few dozen steps."""
     names = {row["arm"] for row in result["rows"]}
     return "first_step" if PRODUCT in names else "largest"
 
