@@ -56,6 +56,13 @@ def save(folder, progress):
     return Checkpoints(str(folder), model.transport).save(model, adam(model), progress)
 
 
+def export_twice(folder):
+    saved = save(folder / "checkpoints", {"step": 1})
+    freescale.export(saved, folder / "out")
+    freescale.export(saved, folder / "out", overwrite=True)
+    freescale.export(saved, folder / "out")
+
+
 CASES = {
     "loss as a scalar": (
         lambda _: train_returning(lambda losses: sum(losses.values())),
@@ -148,6 +155,11 @@ CASES = {
         lambda _: train(sharded(), balance=Balancer("greedy", CostModel(0, 1), feature="clicks")),
         ValueError,
         "'clicks', which the batch lacks; its sequences are actions, history",
+    ),
+    "an export over another": (
+        export_twice,
+        ValueError,
+        "out already holds an export: name another folder, or pass overwrite=True to replace it",
     ),
     "state_dict of a sharded model": (
         lambda _: sharded().state_dict(),

@@ -362,20 +362,20 @@ def evaluate(
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, help="folder for the safetensors files"
 )
+@click.option("--overwrite", is_flag=True, help="replace an export that --out holds")
 @_checkpoint
 @exit_cleanly
-def export(run_folder: Path, out: Path, checkpoint: str | None) -> None:
+def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None) -> None:
     """Write a run's checkpoint as safetensors files.
 
     The files are for serving, and plain torch can load them.
-
 
     Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
     Where ids of the data were numbered anew, vocabulary.parquet says which id has which row.
     """
     from freescale.train.export import export_run
 
-    for path in export_run(run_folder, out, checkpoint):
+    for path in export_run(run_folder, out, checkpoint, overwrite):
         click.echo(path)
 
 

@@ -25,13 +25,16 @@ from freescale.transport.local import LocalTransport
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def export(checkpoint: str | Path | Intact, folder: str | Path) -> list[Path]:
+def export(
+    checkpoint: str | Path | Intact, folder: str | Path, *, overwrite: bool = False
+) -> list[Path]:
     """Writes a checkpoint as safetensors, for whoever serves the model. On one rank; needs no
     others.
 
     Args:
         checkpoint: what `Checkpoints.save`, `latest` or `last_intact` returned.
         folder: where the files go; it is made.
+        overwrite: whether to replace an export that the folder holds.
 
     Returns:
         The files: `dense.safetensors` (dense weights by parameter name) and
@@ -40,19 +43,31 @@ def export(checkpoint: str | Path | Intact, folder: str | Path) -> list[Path]:
         `default` [1, width], which all others read.
 
     Raises:
-        ValueError: the checkpoint is damaged or cannot be read.
+        ValueError: the checkpoint is damaged or cannot be read, or the folder holds an export.
     """
     found = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    if not overwrite:
+        _refuse_export(Path(folder), "overwrite=True")
     return list(export_checkpoint(found, Path(folder)))
+
+
+def _refuse_export(out: Path, option: str) -> None:
+    if (out / "dense.safetensors").exists():
+        raise ValueError(
+            f"{out} already holds an export: name another folder, or pass {option} to replace it"
+        )
 
 
 def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the
-    order of ids)."""
+    order of ids). Removes the tables of an earlier export that this checkpoint does not have."""
     if not isinstance(checkpoint, Intact):
         checkpoint = verify_checkpoint(checkpoint, LocalTransport())
     path, state = checkpoint.path, checkpoint.state
     out.mkdir(parents=True, exist_ok=True)
+    tables = {name: out / f"table.{name}.safetensors" for name in state["tables"]}
+    for stale in set(out.glob("table.*.safetensors")) - set(tables.values()):
+        stale.unlink()
     dense = {
         f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind])
         for name, (shape, kind) in state["dense"].items()
@@ -70,13 +85,13 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
                 weight = tensors["weight"]
                 tensors = {"ids": tensors["ids"][~default], "weight": weight[~default]}
                 tensors["default"] = weight[default]
-            yield _write(tensors, out / f"table.{name}.safetensors")
+            yield _write(tensors, tables[name])
             continue
         stored = torch.empty(rows, width, dtype=_DTYPES[kind])
         _fill({f"table/{name}/rows": stored}, checkpoint.base.path)
         apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, {"rows": stored})})
         weight = stored.index_select(0, spread_ids(torch.arange(rows), rows))
-        yield _write({"weight": weight}, out / f"table.{name}.safetensors")
+        yield _write({"weight": weight}, tables[name])
 
 
 def _read_dynamic(
@@ -109,19 +124,28 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     from safetensors.torch import save_file
 
     temporary = path.with_suffix(".tmp")
+    temporary.touch()
+    mode = temporary.stat().st_mode  # by the umask: save_file makes files for their owner alone
     save_file(tensors, str(temporary))
+    temporary.chmod(mode)
     temporary.replace(path)
     return path
 
 
-def export_run(folder: Path, out: Path, name: str | None = None) -> Iterator[Path]:
+def export_run(
+    folder: Path, out: Path, name: str | None = None, overwrite: bool = False
+) -> Iterator[Path]:
     """Exports a checkpoint of a run, as `find_checkpoint` names it, with the vocabulary of its data
-    where ids are coded."""
+    if ids are coded. ValueError if `out` holds an export, unless it is to be overwritten."""
     from freescale.data.ids import (
         VOCABULARY,
     )  # with pyarrow, which a checkpoint alone does not need
 
+    if not overwrite:
+        _refuse_export(out, "--overwrite")
     found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
     yield from export_checkpoint(found, out)
+    if overwrite:
+        (out / VOCABULARY).unlink(missing_ok=True)  # of the earlier export
     if (folder / VOCABULARY).is_file():  # rows of tables are codes of ids: it says of which
         yield copy_file(folder / VOCABULARY, out / VOCABULARY)
