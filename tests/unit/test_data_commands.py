@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv as text_tables
+import json
 import os
 import shlex
 import subprocess
@@ -66,6 +68,75 @@ def test_a_csv_of_strings_is_inspected_trained_on_and_exported(csv, tmp_path, mo
     done = CliRunner().invoke(main, ["eval", str(run)])
     assert done.exit_code == 1 and f"{csv}: no such file" in done.output
     assert "pass --data with its path" in done.output
+
+
+def read_ranks(path: Path) -> dict[str, str]:
+    """Targets by user, as a program reads them that knows only the source file."""
+    with open(path, encoding="utf-8", newline="") as file:
+        return {row["user_id"]: row["item_id"] for row in text_tables.DictReader(file)}
+
+
+@pytest.mark.parametrize(
+    ("user", "item"),
+    [
+        pytest.param("u{}", "sku, {} \u00e9", id="strings"),
+        pytest.param("{}007", "{}", id="integers"),
+        pytest.param("-{}", "9{}000000000000", id="numbered integers"),
+    ],
+)
+def test_ranks_are_listed_by_the_ids_of_the_file(user, item, tmp_path):
+    path, run, cache = tmp_path / "y.csv", tmp_path / "run", ["--cache", tmp_path / "cache"]
+    events = [
+        (user.format(u + 1), item.format((u + n) % 7 + 1)) for u in range(8) for n in range(5)
+    ]
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = text_tables.writer(file)
+        writer.writerow(["user", "item", "time"])
+        writer.writerows([*event, time] for time, event in enumerate(events))
+    invoke("train", "--data", path, *cache, "--folder", run, *SMALL.split())
+    invoke("eval", run, "--ranks", tmp_path / "ranks.csv")
+    assert read_ranks(tmp_path / "ranks.csv") == dict(events), "the last event of each user"
+
+
+def test_figures_of_other_data_leave_those_of_the_run_alone(csv, tmp_path):
+    common = ["--columns", "time=when", "--cache", tmp_path / "cache"]
+    run = tmp_path / "run"
+    invoke("train", "--data", csv, *common, "--folder", run, *SMALL.split())
+    invoke("eval", run)
+    own = (run / "eval-test.json").read_text()
+    moved = tmp_path / "moved.csv"
+    moved.write_text(csv.read_text())
+    assert f"all metrics are in {run}/eval-test.json" in invoke("eval", run, "--data", moved)
+    csv.write_text(csv.read_text() + "u3,i1,100\n")  # an event more, in the same place
+    later = invoke("eval", run).split("all metrics are in ")[1].split()[0]
+    other = tmp_path / "other.csv"
+    other.write_text(moved.read_text() + "u2,i3,100\n")
+    another = invoke("eval", run, "--data", other).split("all metrics are in ")[1].split()[0]
+    names = {"eval-test.json", Path(later).name, Path(another).name}
+    assert len(names) == 3 and {path.name for path in run.glob("eval-*")} == names
+    found = json.loads(Path(another).read_text())
+    assert found["data"] == str(other) and found["quality"] != json.loads(own)["quality"]
+    kept = json.loads((run / "eval-test.json").read_text())
+    assert kept == json.loads(own) | {"data": str(moved)}
+
+
+def test_an_export_follows_the_umask_and_replaces_another_only_on_request(csv, tmp_path):
+    common = ["--columns", "time=when", "--cache", tmp_path / "cache"]
+    run, out = tmp_path / "run", tmp_path / "out"
+    invoke("train", "--data", csv, *common, "--folder", run, *SMALL.split())
+    before = os.umask(0o027)
+    try:
+        invoke("export", run, "--out", out)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o640}
+    stale = out / "table.of_another_model.safetensors"
+    stale.write_bytes(b"")
+    done = CliRunner().invoke(main, ["export", str(run), "--out", str(out)])
+    assert done.exit_code == 1 and str(out) in done.output and "--overwrite" in done.output
+    assert stale.exists()
+    again = invoke("export", run, "--out", out, "--overwrite").split()
+    assert sorted(again) == sorted(map(str, out.iterdir())), "only files of this export"
 
 
 def test_the_command_of_short_histories_trains_on_them(tmp_path):

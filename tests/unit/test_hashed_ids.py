@@ -3,8 +3,10 @@ share an id are found, and negatives come from the batch alone."""
 
 from __future__ import annotations
 
+import csv as text_tables
 import json
 from hashlib import blake2b
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -160,25 +162,49 @@ def test_histories_of_any_ids_are_padded():
     assert found == [{-1, LEAST}, set(), {5}] and kept.sum() == 3
 
 
-def test_a_csv_of_strings_is_trained_on_evaluated_and_exported(csv, tmp_path):
-    def invoke(*arguments):
-        done = CliRunner().invoke(main, list(map(str, arguments)))
-        assert done.exit_code == 0, done.output
-        return done.output
+def invoke(*arguments):
+    done = CliRunner().invoke(main, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    return done.output
 
-    run, small = tmp_path / "run", "--steps 3 --width 8 --layers 1 --heads 1 --device cpu"
-    told = invoke(
-        "train", "--data", csv, "--cache", tmp_path / "cache", "--folder", run, *small.split(),
-        "--rows", "item=dynamic:4096", "--profile-steps", 0,
+
+def train_dynamic(csv, run, *more):
+    small = "--steps 3 --width 8 --layers 1 --heads 1 --device cpu --profile-steps 0"
+    return invoke(
+        "train", "--data", csv, "--cache", run.parent / "cache", "--folder", run, *small.split(),
+        "--rows", "item=dynamic:4096", *more,
     )  # fmt: skip
+
+
+def read_targets(path):
+    """By user, from what `eval --ranks` writes."""
+    with open(path, newline="") as file:
+        return {row["user_id"]: row["item_id"] for row in text_tables.DictReader(file)}
+
+
+def test_ranks_without_a_vocabulary_have_hashes_and_say_so(csv, tmp_path):
+    train_dynamic(csv, tmp_path / "run", "--no-vocabulary")
+    told = invoke("eval", tmp_path / "run", "--ranks", tmp_path / "ranks.csv")
+    assert "item ids that are strings are listed as their hashes: --no-vocabulary" in told
+    expected = {user: str(expect_id(item)) for user, item, _ in EVENTS}  # the last one of each
+    assert read_targets(tmp_path / "ranks.csv") == expected
+
+
+def test_a_csv_of_strings_is_trained_on_evaluated_and_exported(csv, tmp_path):
+    run = tmp_path / "run"
+    told = train_dynamic(csv, run)
     assert "4 of them strings hashed to 64 bits" in told and "9 different item ids" in told
     other = tmp_path / "other.csv"  # the same ids in another order
     head, *lines = csv.read_text().splitlines()
     other.write_text("\n".join([head, *reversed(lines), ""]))
-    found = [
-        json.loads((invoke("eval", run, *data) and run / "eval-test.json").read_text())["quality"]
-        for data in ([], ["--data", other])
-    ]
+    found = []
+    for data in ([], ["--data", other]):
+        told = invoke("eval", run, *data, "--ranks", tmp_path / "ranks.csv")
+        written = told.split("all metrics are in ")[1].split()[0]
+        found.append(json.loads(Path(written).read_text())["quality"])
+        assert "hashes" not in told
+        expected = {user: item for user, item, _ in EVENTS}  # the last one of each
+        assert read_targets(tmp_path / "ranks.csv") == expected
     for who in ("model", "popularity"):
         assert found[0][who] == pytest.approx(found[1][who], rel=1e-6), who
     assert found[0]["model"]["hr@10"] > 0

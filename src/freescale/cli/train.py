@@ -311,7 +311,7 @@ _checkpoint = click.option(
 @click.option(
     "--ranks",
     type=click.Path(path_type=Path),
-    help="CSV file for the rank of every user's target (retrieval)",
+    help="CSV file for the rank of every user's target, with the ids of the data (retrieval)",
 )
 @_nproc
 @_port
@@ -329,7 +329,8 @@ def evaluate(
     """Evaluate a run's checkpoint on held-out data.
 
     Ranks every target among all items of the catalogue, and shows the popularity baseline beside
-    the model. Ranking tasks are evaluated by NE, AUC and GAUC.
+    the model. Ranking tasks are evaluated by NE, AUC and GAUC. All metrics are written to
+    eval-PART.json in the run's folder, those of other data to eval-PART-DIGEST.json.
     """
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, _read_config(run_folder))

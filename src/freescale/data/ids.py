@@ -182,6 +182,16 @@ def check_vocabulary(histories: Path, expected: Path, columns: Sequence[str]) ->
         )
 
 
+def restore_ids(vocabulary: Path | None, column: str, ids: Sequence[int]) -> list[str | int]:
+    """Ids of a prepared file as its source has them. An id that the vocabulary does not hold is a
+    number of the source, or a hash whose text was not kept."""
+    if vocabulary is None:
+        return list(ids)
+    table = _read_vocabulary(vocabulary, [column])
+    texts = dict(zip(table.column("id").to_pylist(), table.column("text").to_pylist()))
+    return [texts.get(id, id) for id in ids]
+
+
 def _read_vocabulary(path: Path, columns: Sequence[str]) -> pa.Table:
     table = pq.read_table(path)
     return table.filter(pc.is_in(table.column("column"), pa.array(columns, pa.string())))

@@ -84,6 +84,7 @@ def evaluate_retrieval(
             own = batch.weights["next_item"] if len(batch) else targets.new_zeros(0)
             keep.there.append(gather_rows((own > 0).long(), transport))
             keep.history.append(past.lengths)
+            keep.targets.append(targets)
         repeats.append(((history == targets[:, None]) & there).any(1))
         listed, kept = _list_seen(history, targets)
         places, seen = place.find(targets), torch.where(kept, place.find(listed), -1)

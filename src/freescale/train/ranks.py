@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-HEAD = "user_id,history,rank,rank_unseen"
+HEAD = ("user_id", "history", "rank", "rank_unseen", "item_id")
 
 
 @dataclass
@@ -19,34 +19,41 @@ class SampleRanks:
 
     there: list[Tensor] = field(default_factory=list)  # [samples] each: 1 with a target, else 0
     history: list[Tensor] = field(default_factory=list)  # [q] each: events, of those with a target
+    targets: list[Tensor] = field(default_factory=list)  # [q] each: item ids
     ranks: list[Tensor] = field(default_factory=list)  # [2, q] each: among all, among the unseen
 
 
-def write_ranks(path: Path, histories: Path, found: SampleRanks) -> None:
+def write_ranks(
+    path: Path, histories: Path, found: SampleRanks, vocabulary: Path | None = None
+) -> None:
     """Writes a CSV file, a line for each user with a target: user_id, the events of the history
-    that the model saw, and the rank of the target among all items and among those that the history
-    does not hold.
+    that the model saw, the rank of the target among all items and among those that the history does
+    not hold, and the target itself.
 
     Args:
         path: of the CSV file.
         histories: the file whose users were evaluated, in its order.
         found: of all of them.
+        vocabulary: of the histories, to write the ids of their source. None: those of `histories`.
     """
     import pyarrow.parquet as pq
+
+    from freescale.data.ids import restore_ids
 
     users = pq.read_table(histories, columns=["user_id"]).column("user_id").to_numpy()
     there = torch.cat(found.there).cpu().numpy() > 0
     if len(there) != len(users):
         raise ValueError(f"{len(there)} samples were evaluated, {histories} has {len(users)} users")
-    columns = torch.cat(found.history).cpu().numpy(), *torch.cat(found.ranks, 1).cpu().numpy()
+    columns = (
+        restore_ids(vocabulary, "user_id", users[there].tolist()),
+        torch.cat(found.history).tolist(),
+        *torch.cat(found.ranks, 1).tolist(),
+        restore_ids(vocabulary, "item_id", torch.cat(found.targets).tolist()),
+    )
     temporary = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savetxt(
-        temporary,
-        np.stack([users[there], *columns], 1),
-        fmt="%d",
-        delimiter=",",
-        header=HEAD,
-        comments="",
-    )
+    with open(temporary, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(HEAD)
+        writer.writerows(zip(*columns, strict=True))
     temporary.replace(path)

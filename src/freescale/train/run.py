@@ -13,7 +13,8 @@ import torch
 
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
-from freescale.data.ids import VOCABULARY, check_vocabulary
+from freescale.data.histories import HistoriesFile
+from freescale.data.ids import VOCABULARY, check_vocabulary, find_vocabulary
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints, Intact
 from freescale.train.exit_status import choose_status
@@ -169,8 +170,8 @@ def evaluate_checkpoint(
     path: Path,
     transport: Transport,
     checkpoint: str | None = None,
-    ranks: Path | None = None,
-) -> tuple[Intact, int, dict[str, dict[str, float]]]:
+    keep: SampleRanks | None = None,
+) -> tuple[Intact, dict[str, Any], dict[str, dict[str, float]]]:
     """Evaluates a checkpoint of a run. A collective.
 
     Args:
@@ -180,22 +181,20 @@ def evaluate_checkpoint(
         path: of the histories file.
         transport: joins the ranks.
         checkpoint: as `Checkpoints.find` names it.
-        ranks: CSV file for the rank of every user's target (retrieval).
+        keep: gets the model's ranks sample by sample (retrieval).
 
     Returns:
-        The checkpoint, its step, and the metrics of model and popularity baseline.
+        The checkpoint, the progress that it holds, and the metrics of model and popularity
+        baseline.
     """
-    if ranks is not None and config.model.task != "retrieval":
+    if keep is not None and config.model.task != "retrieval":
         raise ValueError(f"--ranks is for retrieval: {folder} is a run of --task ranking")
     checkpoints = Checkpoints(folder / "checkpoints", transport)
     found = checkpoints.find(checkpoint)
     model = build_model(config, load_histories(config, path, transport), transport)
     progress = checkpoints.load(found, model)
-    keep = SampleRanks() if ranks is not None else None
     quality = evaluate_part(config, model, path, part, baseline=True, keep=keep)
-    if ranks is not None and keep is not None and transport.rank == 0:
-        write_ranks(ranks, path, keep)
-    return found, progress["step"], quality
+    return found, progress, quality
 
 
 def run_evaluation(
@@ -206,15 +205,25 @@ def run_evaluation(
     checkpoint: str | None = None,
     ranks: Path | None = None,
 ) -> None:
-    """Evaluates a checkpoint of the run in `folder`, as `evaluate_checkpoint` does; writes
-    eval-PART.json into it."""
+    """Evaluates a checkpoint of the run in `folder`, as `evaluate_checkpoint` does. Writes
+    eval-PART.json into it, or eval-PART-DIGEST.json for other data than the run was trained on.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        part: `validation` or `test`.
+        prepare: returns the histories file.
+        checkpoint: as `Checkpoints.find` names it.
+        ranks: CSV file for the rank of every user's target (retrieval).
+    """
     path = prepare()
     if (folder / VOCABULARY).is_file():
         hashed = "item" in config.dynamic_tables
         check_vocabulary(path, folder / VOCABULARY, ["action"] if hashed else ["item_id", "action"])
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
-    found, step, quality = evaluate_checkpoint(
-        config, folder, part, path, transport, checkpoint, ranks
+    keep = SampleRanks() if ranks is not None else None
+    found, progress, quality = evaluate_checkpoint(
+        config, folder, part, path, transport, checkpoint, keep
     )
     if transport.rank == 0:
         from rich.console import Console
@@ -222,17 +231,29 @@ def run_evaluation(
         from freescale.report.console import print_quality
 
         console = Console()
-        console.print(f"{found.path}, step {step}, {part} part", highlight=False, soft_wrap=True)
+        where = f"{found.path}, step {progress['step']}, {part} part"
+        console.print(where, highlight=False, soft_wrap=True)
         print_quality(console, quality, part)
         result = {
             "checkpoint": found.path.name,
+            "data": config.data.data,
             "part": part,
             "torch": torch.__version__,
             "quality": quality,
         }
-        written = folder / f"eval-{part}.json"
+        hashed = "item" in config.dynamic_tables
+        fingerprint = HistoriesFile(path, config.data.num_items, hashed).fingerprint
+        own = fingerprint == progress["data"]["fingerprint"]
+        written = folder / (f"eval-{part}.json" if own else f"eval-{part}-{fingerprint[:8]}.json")
         written.write_text(to_json(result) + "\n", encoding="utf-8")
         console.print(f"all metrics are in {written}", highlight=False, soft_wrap=True)
-        if ranks is not None:
+        if ranks is not None and keep is not None:
+            write_ranks(ranks, path, keep, find_vocabulary(path))
             console.print(f"the rank of every user's target is in {ranks}", soft_wrap=True)
+            if hashed and not config.data.vocabulary:
+                console.print(
+                    "item ids that are strings are listed as their hashes: --no-vocabulary kept no "
+                    "texts",
+                    soft_wrap=True,
+                )
     transport.close()

@@ -68,6 +68,7 @@ def train_seed(seed: Seed) -> None:
     """Trains to the end and writes quality.json and ranks.csv into the folder."""
     from freescale.train.build import prepare_data
     from freescale.train.checkpoint import Checkpoints
+    from freescale.train.ranks import SampleRanks, write_ranks
     from freescale.train.run import evaluate_checkpoint
     from freescale.train.trainer import Trainer
     from freescale.transport.connect import connect
@@ -84,15 +85,15 @@ def train_seed(seed: Seed) -> None:
             trainer.train()
         trained.touch()
     seconds = time.perf_counter() - begin
-    _, step, quality = evaluate_checkpoint(
-        config, folder, "test", path, transport, ranks=folder / RANKS
-    )
+    ranks = SampleRanks()
+    _, progress, quality = evaluate_checkpoint(config, folder, "test", path, transport, keep=ranks)
+    write_ranks(folder / RANKS, path, ranks)  # with the numbers that the peer is trained on
     _, _, validation = evaluate_checkpoint(config, folder, "validation", path, transport)
     result = {
         "config": seed.describe(),
         "quality": quality,
         "validation": validation["model"],  # to choose settings by
-        "step": step,
+        "step": progress["step"],
         "seconds": None if resumed else round(seconds, 1),
         "device": transport.device.type,
     }
