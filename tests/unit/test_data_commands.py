@@ -50,7 +50,7 @@ def test_a_csv_of_strings_is_inspected_trained_on_and_exported(csv, tmp_path, mo
         assert words in shown, shown
     run = tmp_path / "run"
     trained = invoke("train", "--data", csv, *common, "--folder", run, *SMALL.split())
-    assert read_as in trained
+    assert read_as in trained and "for production, train again with --split none" in trained
     exported = invoke("export", run, "--out", tmp_path / "out").split()
     assert exported[-1] == str(tmp_path / "out" / "vocabulary.parquet")
     for folder in (run, tmp_path / "out"):
@@ -147,6 +147,7 @@ def test_the_command_of_short_histories_trains_on_them(tmp_path):
     command = shown[-1].removeprefix("train on it: freescale ")
     trained = invoke(*shlex.split(command), "--folder", tmp_path / "run", *SMALL.split())
     assert "last loss" in trained and "--split none" in command
+    assert "for production" not in trained
 
 
 def test_labels_that_cannot_be_trained_are_refused_before_training(tmp_path):

@@ -159,6 +159,12 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if results.get("test"):
+        console.print(
+            "held-out events were not trained on: for production, train again with --split none",
+            highlight=False,
+            soft_wrap=True,
+        )
     if stopped:
         console.print(stopped, highlight=False, soft_wrap=True)
 
