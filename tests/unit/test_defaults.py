@@ -13,7 +13,14 @@ import torch
 from freescale import Pipeline, Thresholding, connect, parallelize
 from freescale.balance.balancer import Balancer
 from freescale.cli.main import main
-from freescale.config import DataConfig, GenerateConfig, ModelConfig, SimulateConfig, TrainConfig
+from freescale.config import (
+    DataConfig,
+    GenerateConfig,
+    ModelConfig,
+    RunConfig,
+    SimulateConfig,
+    TrainConfig,
+)
 from freescale.data import Histories, generate, prepare, read_interactions
 from freescale.data.histories import HistoriesFile
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
@@ -28,9 +35,11 @@ from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.simulate.recorded_workload import RecordedWorkload
+from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 
+DATA = DataConfig(data="x")
 TRAINING = (DataConfig, ModelConfig, TrainConfig)
 OTHER_NAMES = {
     "checkpoint": "recompute",
@@ -39,6 +48,8 @@ OTHER_NAMES = {
     "every": "compress_every",
     "lr": "row_lr",  # of row optimizers
     "keep": "keep_checkpoints",
+    "init_std": "row_std",
+    "asynchronous": "async_checkpoints",
 }
 # Options that share a name and no meaning with a setting of the command line.
 OTHER_THINGS = {
@@ -46,6 +57,7 @@ OTHER_THINGS = {
     (parallelize, "row_optimizer"),  # an object: below
     (parallelize, "transport"),  # an object
     (Pipeline, "balance"),  # costs are the model's: the command line knows its own models
+    (parallelize, "init_std"),  # as nn.Embedding draws: below
 }
 CALLABLES = [
     *(
@@ -123,9 +135,21 @@ def test_defaults_that_are_objects_are_made_of_the_settings():
     )
     model = torch.nn.ModuleDict({"item": torch.nn.Embedding(3, 2)})
     tables = parallelize(model, {"item": ["history"]}).tables
-    assert tables.optimizers == {
-        "item": ROW_OPTIMIZERS[TrainConfig.row_optimizer](lr=TrainConfig.row_lr)
-    }
+    assert tables.optimizers == {"item": build_row_optimizer(RunConfig(DATA))}
+
+
+@pytest.mark.parametrize("name", ROW_OPTIMIZERS)
+def test_row_optimizers_have_the_options_of_the_command_line(name):
+    config = RunConfig(DATA, train=TrainConfig(row_optimizer=name))
+    assert build_row_optimizer(config) == ROW_OPTIMIZERS[name]()
+
+
+def test_drawn_rows_start_as_those_of_an_embedding():
+    """The exception: an embedding on the meta device trains like the same one with values."""
+    model = torch.nn.ModuleDict({"item": torch.nn.Embedding(2000, 8, device="meta")})
+    tables = parallelize(model, {"item": ["history"]}).tables
+    tables.place()
+    assert tables.get_local_rows("item")[1].std().item() == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize(

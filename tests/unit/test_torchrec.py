@@ -423,6 +423,11 @@ def test_optimizers_in_backward_and_names_of_configs():
     found = freescale.torchrec.parallelize(model).tables.optimizers
     assert set(found.values()) == {freescale.RowWiseAdagrad(lr=0.2, eps=1e-8)}
     model = build_dlrm()
+    tables = [p for name, p in model.named_parameters() if is_table(name)]
+    apply_optimizer_in_backward(torch.optim.Adam, tables, {"lr": 0.2})
+    found = freescale.torchrec.parallelize(model).tables.optimizers
+    assert set(found.values()) == {freescale.Adam(lr=0.2, betas=(0.9, 0.999), eps=1e-8)}
+    model = build_dlrm()
     apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters())[:1], {"momentum": 0.9})
     with pytest.raises(ValueError, match="table 't0' has SGD with {'momentum': 0.9}"):
         freescale.torchrec.parallelize(model)

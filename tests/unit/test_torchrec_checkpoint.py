@@ -271,7 +271,7 @@ def save_plain(path, kind, batch, **more):
 def test_plain_state_dicts(tmp_path, name, as_file):
     kind, row = {
         "row-wise adagrad": FUSED["row-wise adagrad"],
-        "adam": (torch.optim.Adam, freescale.Adam(lr=LR, eps=1e-8)),
+        "adam": (torch.optim.Adam, freescale.Adam(lr=LR, betas=(0.9, 0.999), eps=1e-8)),
     }[name]
     # every row is read: torch's Adam changes those that are not, too
     batch = join([dlrm_batch(seed, samples=60) for seed in range(10)])

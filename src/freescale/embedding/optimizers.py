@@ -138,7 +138,7 @@ class Adam(_Named):
     """Lazy Adam of table rows: only rows that a step read change, bias correction goes by the step.
     `lr`: learning rate; `betas`: decay of the two moments; `eps` is added to the root."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, TrainConfig.beta2)
     eps: float = 1e-8
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:

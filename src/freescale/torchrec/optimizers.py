@@ -8,7 +8,8 @@ from torch import Tensor
 
 from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 
-_EPS = 1e-8  # of fused kernels, where none is given
+# of fused kernels, if not given
+_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 # by the name of the class: ours, and the options that both have
 _KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "SGD": (SGD, ("lr",)),
@@ -41,6 +42,6 @@ def find_row_optimizer(table: str, weight: Tensor) -> RowOptimizer | None:
             f"table {table!r} has {kind.__name__} with {strange}, which row optimizers do not "
             "have: give row_optimizer="
         )
-    options = {name: value for name, value in options.items() if name in known}
-    made: RowOptimizer = ours(**({"eps": _EPS} if "eps" in known else {}) | options)
+    options = {name: value for name, value in (_DEFAULTS | options).items() if name in known}
+    made: RowOptimizer = ours(**options)
     return made

@@ -125,7 +125,7 @@ def train(
         temperature=config.model.temperature,
         table_device="meta",
     )
-    rows = freescale.Adam(lr=settings.row_lr)
+    rows = freescale.Adam(lr=settings.row_lr, betas=(0.9, 0.999))  # as AdamW's
     parallel = freescale.parallelize(
         model, model.features, rows, transport=transport, init_std=SHAPE["width"] ** -0.5, seed=seed
     )
