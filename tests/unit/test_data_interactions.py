@@ -98,6 +98,21 @@ def test_movielens(tmp_path, name, content):
     assert rows(tmp_path / (name + ".gz")) == expected
 
 
+@pytest.mark.parametrize("separator", ["|", ";", "\t"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param("userId,movieId,rating,timestamp", id="movielens"),
+        pytest.param("user_id,parent_asin,rating,timestamp", id="amazon"),
+        pytest.param("user_id,video_id,rating,time_ms", id="kuairand"),
+    ],
+)
+def test_names_of_known_files_with_another_separator(tmp_path, names, separator):
+    content = f"{names}\n1,7,4.5,978300760\n2,8,3.0,978302109\n".replace(",", separator)
+    expected = [event(1, 7, 978300760, action=9), event(2, 8, 978302109, action=6)]
+    assert rows(text(tmp_path, "ratings.csv", content)) == expected
+
+
 AMAZON = [
     ("A2CX7LUOHB2NDG", "0000013714", 5.0, 100),
     ("AXY", "B00", 2.5, 90),

@@ -127,11 +127,12 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         return "csv"
     if name.endswith((".dat", ".data")) and len(fields) == 4 and separator in (b"::", b"\t"):
         return "movielens"
-    if {"user_id", "video_id", "time_ms"} <= set(fields):
+    commas, names = separator == b",", set(fields)
+    if commas and {"user_id", "video_id", "time_ms"} <= names:
         return "kuairand"
-    if {"userId", "movieId", "rating", "timestamp"} <= set(fields):
+    if separator in (b",", b"\t", b"::") and {"userId", "movieId", "rating", "timestamp"} <= names:
         return "movielens"
-    if set(fields) & {"reviewerID", "parent_asin"} and _is_amazon(fields):
+    if commas and names & {"reviewerID", "parent_asin"} and _is_amazon(fields):
         return "amazon"
     if len(find_roles(fields, {}, ("user", "item"))) == 2:
         return "csv"
