@@ -90,7 +90,7 @@ def _place_many_at_a_time(problem: Problem) -> np.ndarray:
     """The same assignment by array operations.
 
     With ranks sorted by load l_0 <= l_1 <= ... and the next samples s_0 >= s_1 >= ..., sample j
-    goes to rank j as long as rank j is still the least loaded, that is while l_j <= min(l_i + s_i)
+    goes to rank j as long as rank j is still the least loaded, that is while l_j < min(l_i + s_i)
     over i < j. One round places all of those.
     """
     order = sort_descending(problem.costs)
@@ -104,7 +104,7 @@ def _place_many_at_a_time(problem: Problem) -> np.ndarray:
         ranks, block = ranks[:size], slice(start, start + size)
         before = loads[ranks]
         after = before + costs[block]
-        stop = before[1:] > np.minimum.accumulate(after)[:-1]
+        stop = before[1:] >= np.minimum.accumulate(after)[:-1]
         count = int(stop.argmax()) + 1 if stop.any() else size
         if problem.cap is not None:
             over = held[ranks[:count]] + tokens[start : start + count] > problem.cap
