@@ -27,7 +27,7 @@ def trade_samples(problem: Problem, rank_of: np.ndarray, goal: float | None = No
             Trading also stops when no trade lowers the largest load.
     """
     ranks, costs, tokens = problem.ranks, problem.costs, problem.tokens
-    if ranks < 2 or not len(costs):
+    if not len(costs):
         return
     loads, held = np.bincount(rank_of, costs, ranks), np.bincount(rank_of, tokens, ranks)
     cap = np.inf if problem.cap is None else problem.cap

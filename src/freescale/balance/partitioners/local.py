@@ -29,7 +29,7 @@ def local(problem: Problem) -> np.ndarray:
         ValueError: If a sample fits on no rank under the cap.
     """
     rank_of = problem.home.copy()
-    if problem.ranks < 2 or not len(rank_of):
+    if not len(rank_of):
         return rank_of
     loads = np.bincount(rank_of, problem.costs, problem.ranks)
     held = np.bincount(rank_of, problem.tokens, problem.ranks)
