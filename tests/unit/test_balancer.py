@@ -84,6 +84,10 @@ def test_the_default_cost_counts_events():
     assert own.problems[0].costs.tolist() == LENGTHS.tolist()
 
 
+def test_an_empty_batch():
+    assert len(Balancer("greedy").plan(1, TABLE[:0], HOME[:0], 2).rank_of) == 0
+
+
 def test_costs_follow_measured_times_and_so_do_later_plans():
     """The start takes all time for quadratic; it is linear."""
     own, random = Recorded(), np.random.default_rng(0)
@@ -156,6 +160,11 @@ def test_a_checkpoint_keeps_what_was_learned_and_what_is_in_flight():
     # a batch of another size, or another number of ranks: planned anew
     assert len(resumed(state).plan(3, SAME[:5], APART[:5], 2).rank_of) == 5
     assert resumed(state, 3).plan(3, SAME, APART, 2).rank_of.tolist() == again
+    # another partitioner than before: it begins anew, the cost goes on
+    greedily = Balancer("greedy", COST, adapt=True)
+    greedily.load_state_dict(state, 2)
+    assert greedily.adaptive.model == balancer.adaptive.model
+    assert resumed(greedily.state_dict(applied=2)).partitioner.shares is None
     frozen = Balancer(Variable(), COST)
     frozen.plan(1, SAME, APART, 2)
     assert frozen.state_dict(0) == {}

@@ -28,9 +28,11 @@ def test_ranking_quality():
     assert {k: quality[f"hr@{k}"] for k in hits} == pytest.approx(
         {k: n / 5 for k, n in hits.items()}
     )
-    assert quality["ndcg@10"] == pytest.approx((1 + 1 / math.log2(3)) / 5)
-    assert quality["ndcg@20"] == pytest.approx((1 + 1 / math.log2(3) + 1 / math.log2(12)) / 5)
-    assert quality["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 11 + 1 / 50 + 1 / 51) / 5)
+    gains = [1, 1 / math.log2(3), 1 / math.log2(12)]
+    assert quality["ndcg@10"] == pytest.approx(sum(gains[:2]) / 5, rel=1e-14)
+    assert quality["ndcg@20"] == pytest.approx(sum(gains) / 5, rel=1e-14)
+    assert quality["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 11 + 1 / 50 + 1 / 51) / 5, rel=1e-14)
+    assert ranking_quality(torch.zeros(0)) == {}
 
 
 def test_area_under_curve_counts_pairs():
@@ -59,7 +61,8 @@ def test_gauc_is_the_weighted_mean_over_users_with_both_classes():
     expected = sum(area * size for area, size in counted) / sum(size for _, size in counted)
     assert group_area_under_curve(predictions, labels, counts) == pytest.approx(expected)
     assert math.isnan(group_area_under_curve(predictions, torch.ones(total), counts))
-    assert math.isnan(group_area_under_curve(predictions * math.nan, labels, counts))
+    predictions[5] = math.nan
+    assert math.isnan(group_area_under_curve(predictions, labels, counts))
     nobody = torch.zeros(0)
     assert math.isnan(group_area_under_curve(nobody, nobody, nobody.long()))
 
@@ -83,10 +86,17 @@ def test_names():
 
 
 def test_normalized_entropy():
-    labels = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    assert normalized_entropy(torch.full((4,), 0.25), labels) == pytest.approx(1.0)
-    assert normalized_entropy(torch.tensor([0.9, 0.1, 0.1, 0.1]), labels) < 0.5
-    assert math.isnan(normalized_entropy(torch.full((4,), 0.25), torch.zeros(4)))
+    labels, guesses = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.75, 0.125, 0.5])
+    entropies = [  # of the guesses, and of guessing the mean label
+        -sum(math.log(chance) for chance in chances) / 3
+        for chances in ([0.75, 0.875, 0.5], [1 / 3, 2 / 3, 2 / 3])
+    ]
+    expected = entropies[0] / entropies[1]
+    assert normalized_entropy(guesses, labels) == pytest.approx(expected, rel=1e-14)
+    for constant in (0.0, 1.0):
+        certain = torch.full((3,), constant)  # and wrong: bad, but a number
+        assert 1 < normalized_entropy(certain, labels) < math.inf
+        assert math.isnan(normalized_entropy(guesses, certain)), "nothing to predict"
 
 
 def test_learning_rate():

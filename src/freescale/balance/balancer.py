@@ -161,13 +161,9 @@ class Balancer:
         summed = np.empty((ranks, of_sample.shape[1]))
         for column in range(of_sample.shape[1]):
             summed[:, column] = np.bincount(assignment.rank_of, of_sample[:, column], ranks)
-        in_seconds = self.adaptive is not None and self.adaptive.calibrated
-        predicted = (
-            self.adaptive.predict(summed)
-            if self.adaptive is not None and in_seconds
-            else assignment.loads
-        )
-        self._planned[step] = _Planned(assignment.rank_of, summed, predicted, in_seconds)
+        fitted = self.adaptive if self.adaptive is not None and self.adaptive.calibrated else None
+        predicted = assignment.loads if fitted is None else fitted.predict(summed)
+        self._planned[step] = _Planned(assignment.rank_of, summed, predicted, fitted is not None)
         for old in [number for number in self._planned if number <= step - _REMEMBERED]:
             del self._planned[old]
 
@@ -240,7 +236,7 @@ def make_balancer(
     Raises:
         TypeError, ValueError: it is none of these.
     """
-    if balance is None or (isinstance(balance, str) and balance == "none"):
+    if balance is None or balance == "none":
         return None
     if isinstance(balance, str):
         balance = find_partitioner(balance, device)

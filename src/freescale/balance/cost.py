@@ -178,27 +178,21 @@ class AdaptiveCost:
         return CostModel(*coefficients.tolist()) if coefficients.any() else self.start
 
     def predict(self, summed: NDArray[Any]) -> NDArray[Any]:
-        """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]; before
-        the first update, the start's costs."""
-        if self._scale is None:
-            return _product(summed, np.array(self.start.coefficients))
+        """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]. Only
+        once calibrated."""
+        assert self._scale is not None
         return _product(_with_constant(summed) / self._scale, self._weights)
 
     def update(self, summed: NDArray[Any], seconds: NDArray[Any]) -> None:
         """summed [ranks, 4] and measured seconds [ranks] of a step, in rank order. Ranks with
         nothing measured (0) are left out."""
         summed, seconds = np.asarray(summed, np.float64), np.asarray(seconds, np.float64)
-        if (
-            not np.isfinite(summed).all()
-            or not np.isfinite(seconds).all()
-            or seconds.min(initial=0.0) < 0
-        ):
+        if not np.isfinite(seconds).all() or (seconds < 0).any():
             raise ValueError(f"step times must be finite and not negative, got {seconds.tolist()}")
         busy = (summed[:, 3] > 0) & (seconds > 0)
         if not busy.any():
             return
-        if not busy.all():
-            summed, seconds = summed[busy], seconds[busy]
+        summed, seconds = summed[busy], seconds[busy]
         if self._scale is None:
             self._begin(summed, seconds)
         assert self._scale is not None

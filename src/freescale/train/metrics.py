@@ -28,11 +28,10 @@ def ranking_quality(ranks: Tensor) -> dict[str, float]:
 def normalized_entropy(predictions: Tensor, labels: Tensor) -> float:
     """Cross entropy of the predictions [n] over that of always predicting the mean label; below 1
     is better than that."""
-    mean = labels.double().mean().item()
+    predictions, labels = predictions.double().clamp(1e-12, 1 - 1e-12), labels.double()
+    mean = labels.mean().item()
     if not 0 < mean < 1:
         return math.nan
-    predictions = predictions.double().clamp(1e-12, 1 - 1e-12)
-    labels = labels.double()
     entropy = -(labels * predictions.log() + (1 - labels) * (1 - predictions).log()).mean().item()
     return entropy / -(mean * math.log(mean) + (1 - mean) * math.log(1 - mean))
 
@@ -44,8 +43,8 @@ def area_under_curve(predictions: Tensor, labels: Tensor) -> float:
     count, total = int(positives.sum()), labels.numel()
     if count in (0, total) or predictions.isnan().any():
         return math.nan
-    _, inverse, sizes = torch.unique(predictions.double(), return_inverse=True, return_counts=True)
-    middle = sizes.cumsum(0).double() - (sizes.double() - 1) / 2  # mean rank of each tied value
+    _, inverse, sizes = torch.unique(predictions, return_inverse=True, return_counts=True)
+    middle = sizes.cumsum(0) - (sizes.double() - 1) / 2  # mean rank of each tied value
     rank_sum: float = middle[inverse][positives].sum().item()
     return (rank_sum - count * (count + 1) / 2) / (count * (total - count))
 
@@ -69,17 +68,17 @@ def group_area_under_curve(predictions: Tensor, labels: Tensor, counts: Tensor) 
     order = predictions.argsort()
     order = order[owner[order].argsort(stable=True)]  # by user, then by prediction
     ordered = predictions[order]
-    new = torch.ones_like(owner, dtype=torch.bool)  # a value, or a user
+    new = torch.ones_like(owner)  # a value, or a user
     new[1:] = (ordered[1:] != ordered[:-1]) | (owner[1:] != owner[:-1])
-    run = new.cumsum(0) - 1
+    run = new.cumsum(0)
     sizes = torch.bincount(run)
-    middle = sizes.cumsum(0).double() - (sizes.double() - 1) / 2  # mean rank of each tied value
-    ranks = middle[run] - (counts.cumsum(0) - counts)[owner].double()  # within the user
+    middle = sizes.cumsum(0) - (sizes.double() - 1) / 2  # mean rank of each tied value
+    ranks = middle[run] - (counts.cumsum(0) - counts)[owner]  # within the user
     positives = (labels[order] > 0.5).double()
     positive = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, owner, positives)
     rank_sum = torch.zeros_like(positive).index_add_(0, owner, ranks * positives)
     pairs_of = positive * (counts - positive)  # one of each class
     both = pairs_of > 0
     areas = (rank_sum - positive * (positive + 1) / 2)[both] / pairs_of[both]
-    weights = counts[both].double()
+    weights = counts[both]
     return (areas * weights).sum().item() / weights.sum().item() if both.any() else math.nan
