@@ -33,6 +33,8 @@ def describe() -> dict[str, object]:
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "handlers": [str(signal.getsignal(number)) for number in SIGNALS],
         "threads": torch.get_num_threads(),
+        "parallel": torch.__config__.parallel_info(),  # of MKL, too
+        "cores": sorted(os.sched_getaffinity(0)),
         "outputs": [os.isatty(number) for number in range(3)],
         "CUDA": [torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()],
     }

@@ -17,8 +17,10 @@ from helpers.command import wait_for
 def make_environment(**more: str) -> dict[str, str]:
     """Of the only rank of a run, whose launcher this process is."""
     joined = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    joined["FREESCALE_LAUNCHER"] = str(os.getpid())
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": find_path(), **joined, **more}
+    joined |= {"FREESCALE_LAUNCHER": str(os.getpid()), "SOMETHING": "not UTF-8: \udcff"}
+    ours = {**os.environ, "OMP_NUM_THREADS": "3", "PYTHONPATH": find_path()}  # 3: MKL has a limit
+    ours.pop("PYTEST_CURRENT_TEST", None)  # the server has the environment of another test
+    return {**ours, **joined, **more}
 
 
 def find_path() -> str:

@@ -55,19 +55,42 @@ def server(tmp_path_factory):
     server.close()
 
 
-def test_a_forked_rank_is_as_a_new_process(server, tmp_path):
-    told = {"SOMETHING": "of this rank \udcff", "OMP_NUM_THREADS": "3"}
-    said = tmp_path / "said"
-    new = start_rank(make_command(said, "exit", 0), make_environment(**told))
-    assert new.wait(120) == 0
-    expected = read(said)
+def describe(start, said: Path, **environment: str) -> dict:
+    """What a rank that `start` starts reports, once it has ended."""
+    rank = start(make_command(said, "exit", 0), make_environment(**environment))
+    assert rank.wait(120) == 0 and rank.stderr.read() == "said by the rank\n"
+    report = read(said)
     os.remove(f"{said}.json")
-    rank = start_forked(server, said, "exit", 0, **told)
-    assert rank.wait(60) == 0 and rank.stderr.read() == "said by the rank\n"
-    found = read(said)
+    return report
+
+
+def test_a_forked_rank_is_as_a_new_process(server, tmp_path):
+    expected = describe(start_rank, tmp_path / "said")
+    rank = start_forked(server, tmp_path / "said", "exit", 0)
+    assert rank.wait(60) == 0
+    found = read(tmp_path / "said")
     assert found["same"] == expected["same"] and found["same"]["parent"] == os.getpid()
-    assert found["same"]["threads"] == 3 and found["same"]["CUDA"] == [False, False]
-    assert found["pid"] == rank.pid
+    assert found["same"]["CUDA"] == [False, False] and found["pid"] == rank.pid
+
+
+def test_a_rank_with_other_threads_is_as_a_new_process(server, tmp_path):
+    """Which of the two variables counts, and for how much, is different with and without MKL."""
+    threads = {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "2"}
+    expected = describe(start_rank, tmp_path / "said", **threads)
+    found = describe(server.start_rank, tmp_path / "said", **threads)
+    assert found["same"] == expected["same"]
+
+
+def test_a_rank_on_fewer_cores_is_as_a_new_process(server, tmp_path):
+    """MKL has no more threads than there are cores when it is loaded."""
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        expected = describe(start_rank, tmp_path / "said")
+        found = describe(server.start_rank, tmp_path / "said")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert found["same"] == expected["same"] and found["same"]["cores"] == [min(cores)]
 
 
 def test_ranks_draw_numbers_of_their_own(server, tmp_path):

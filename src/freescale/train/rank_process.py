@@ -66,13 +66,13 @@ def main(fd: int) -> None:
     # They are for the ranks. Those that come to the server wait there for ever; a new rank has
     # the ones that come to itself.
     inherited = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    threads, launcher = os.environ.get("OMP_NUM_THREADS"), os.getppid()
+    launcher = os.getppid()
     if sys.path[0] == "":  # as of `python -m`
         sys.path[0] = os.getcwd()
     fds = _serve(socket.socket(fileno=fd))
     work = _meet_launcher(*fds, launcher)
     signal.pthread_sigmask(signal.SIG_SETMASK, inherited)
-    _become_rank(work, threads)
+    _become_rank(work)
     run_module(work["module"], work["arguments"])
 
 
@@ -141,24 +141,16 @@ def _meet_launcher(stderr: int, connection: int, launcher: int) -> dict[str, Any
     return work
 
 
-def _become_rank(work: Mapping[str, Any], threads: str | None) -> None:
-    """Makes this process one as if it had been started by itself.
-
-    Args:
-        work: of the launcher.
-        threads: OMP_NUM_THREADS when torch was imported.
-    """
+def _become_rank(work: Mapping[str, Any]) -> None:
+    """Makes this process one as if it had been started by itself. Of the environment, only
+    `RANK_VARIABLES` differ from the server's."""
     import numpy as np
     import torch
 
-    environment: dict[str, str] = work["environment"]
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(work["environment"])
     if torch.cuda._is_in_bad_fork():  # something that was imported has asked for GPUs
         _start_anew(work)
-    wanted = environment.get("OMP_NUM_THREADS")
-    if wanted is not None and wanted != threads:
-        torch.set_num_threads(int(wanted.split(",")[0]))
     torch.default_generator.seed()
     np.random.seed()  # Python's own numbers are seeded anew by a fork
 

@@ -20,6 +20,8 @@ from freescale.train.rank_process import PATIENCE, PROCESS
 _START = "from freescale.train.rank_process import main; main({fd})"
 _BECOME_REAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 
+_Inherited = tuple[dict[str, str], set[int]]  # environment variables, cores
+
 
 def is_supported() -> bool:
     """Whether a process can adopt what a child of it has forked: Linux."""
@@ -33,6 +35,7 @@ class RankServer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._inherited: _Inherited | None = None
         self._up = False
 
     @property
@@ -42,15 +45,19 @@ class RankServer:
 
     def start_rank(self, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
         """As `launch.start_rank`."""
+        inherited = _find_inherited(environment)
         if self.is_up():
-            try:
-                return self._fork(command, environment)
-            except OSError as error:
-                self.close()
-                _explain(f"the process that forks them did not answer ({error})")
+            if inherited == self._inherited:
+                try:
+                    return self._fork(command, environment)
+                except OSError as error:
+                    self.close()
+                    _explain(f"the process that forks them did not answer ({error})")
+            else:
+                _explain("their environment or their cores have changed")
         rank = start_rank(command, environment)
         if self._process is None and _is_last(environment):  # it takes nothing from their start
-            self._begin(environment)
+            self._begin(inherited)
         return rank
 
     def explain_absence(self) -> None:
@@ -67,20 +74,19 @@ class RankServer:
             self._process.wait()
         self._process, self._control, self._up = None, None, False
 
-    def _begin(self, environment: Mapping[str, str]) -> None:
-        """Starts the server, with what torch reads from the environment when it is imported."""
+    def _begin(self, inherited: _Inherited) -> None:
+        """Starts the server."""
         ours, theirs = socket.socketpair()
-        own = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
         with theirs:
             fd = theirs.fileno()
             command = [sys.executable, "-c", _START.format(fd=fd)]
             try:
-                self._process = subprocess.Popen(command, env=own, pass_fds=[fd])
+                self._process = subprocess.Popen(command, env=inherited[0], pass_fds=[fd])
             except OSError as error:
                 ours.close()
                 _explain(f"no process can be started that forks them ({error})")
                 return
-        self._control = ours
+        self._control, self._inherited = ours, inherited
 
     def is_up(self) -> bool:
         """Whether the server is up. One that has ended is closed, with a word about it."""
@@ -147,6 +153,14 @@ def _adopt_orphans() -> Iterator[None]:
         yield
     finally:
         prctl(_BECOME_REAPER, 0, 0, 0, 0)
+
+
+def _find_inherited(environment: Mapping[str, str]) -> _Inherited:
+    """Returns what torch, OpenMP and MKL choose the number of threads from when they are loaded.
+    The number decides bits, and torch.set_num_threads cannot repeat the choice: it ignores MKL's
+    limit, the cores, and keeps MKL from using fewer threads for little work."""
+    own = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
+    return own, os.sched_getaffinity(0)
 
 
 def _is_last(environment: Mapping[str, str]) -> bool:
