@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: of every tensor in a buffer, as kernels that load whole vectors want it
@@ -45,7 +44,7 @@ class Layout:
         """Copies tensors of this layout into a buffer (uint8) on their device."""
         for place, tensor in dict(zip(self.view(buffer), tensors, strict=True)).items():
             if place.is_cpu and tensor.is_cpu:  # torch would wake its threads for it
-                np.copyto(_as_bytes(place), _as_bytes(tensor.contiguous()))
+                np.copyto(view_bytes(place).numpy(), view_bytes(tensor.contiguous()).numpy())
             else:
                 place.copy_(tensor)
 
@@ -64,10 +63,11 @@ class Layout:
         return [distinct[i] for i in self.order]
 
 
-def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """[bytes] of a contiguous tensor on the host, without a copy."""
-    found: NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return found
+def view_bytes(tensor: Tensor) -> Tensor:
+    """[bytes] uint8 of a contiguous tensor, without a copy."""
+    assert tensor.is_contiguous()
+    # not view(-1): it keeps whatever stride a tensor with one element or none has
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 Bounds = tuple[tuple[int, int] | None, ...]

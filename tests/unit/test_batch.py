@@ -121,6 +121,15 @@ def test_a_packed_batch_is_the_batch(items):
     assert packed.slice(0, 0).packed is None and packed.map(torch.clone).packed is None
 
 
+@pytest.mark.parametrize("samples", [0, 1])
+def test_packing_does_not_ask_for_strides_that_mean_nothing(samples):
+    """Tensors with one element or none are contiguous, whatever their strides are."""
+    every_other = torch.arange(12).view(6, 2)[:samples, 1]
+    repeated = torch.ones(1).expand(samples)
+    packed = SequenceBatch(dense={"a": every_other, "b": repeated}).pack()
+    assert packed.dense["a"].tolist() == [1] * samples == packed.dense["b"].tolist()
+
+
 def test_packing_keeps_what_columns_share():
     lengths, values = torch.tensor([2, 1]), torch.tensor([5, 9, 3])
     batch = SequenceBatch(

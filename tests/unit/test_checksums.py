@@ -67,6 +67,13 @@ def test_sums_and_copies(rows, width, dtype):
     assert torch.equal(into, value)
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_strides_that_mean_nothing_change_no_sum(rows):
+    value = torch.arange(6.0).view(3, 2)[:rows, 1]
+    for version in (native, plain):
+        assert np.array_equal(version.sum_blocks(value), plain.sum_blocks(torch.ones(rows)))
+
+
 @pytest.mark.parametrize("version", [native, plain], ids=["native", "plain"])
 @pytest.mark.parametrize("packed", [False, True], ids=["of a table", "packed"])
 @pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)

@@ -43,6 +43,13 @@ def test_pieces_are_the_whole(reads, shape, dtype):
         os.close(file)
 
 
+def test_a_single_number_is_read_whatever_its_stride_is(reads):
+    file, rows = write(torch.ones(1)), torch.zeros(3, 2)
+    reads.read(file, PLACE, rows[:1, 1])
+    assert rows.tolist() == [[0, 1], [0, 0], [0, 0]]
+    os.close(file)
+
+
 def test_a_file_that_is_too_short_is_said(reads):
     file = write(torch.ones(3))
     for read in (reads.read, reads.read_in_pieces):

@@ -78,6 +78,18 @@ def test_workers_make_the_batches_that_the_source_makes(histories):
     assert 6 <= sum(batch.packing.lease is not None for batch in batches) < len(batches)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_make_batches_without_samples(histories, rank):
+    """A batch of one sample leaves one of two ranks nothing, from the first batch on."""
+    source = Histories(histories, 1, negatives=5, rank=rank, world=2)
+    with WorkerLoader(source, 1) as loader:
+        loader.wait_until_up()
+        made = [next(loader) for _ in range(5)]
+        assert loader.made_here == 0
+    assert all(are_equal(batch, source.batch(batch.number)) for batch in made)
+    assert {len(batch) for batch in made} == {rank}
+
+
 def test_slots_are_used_again_once_their_tensors_are_gone():
     """Batches do not wait for a worker to start: the first are made here, and none of those that
     follow is left out or comes twice. One is larger than a slot."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from freescale.packed import view_bytes
 from freescale.transport.api import Transport
 
 _CHUNK_BYTES = 1 << 26  # of a table's weight, in one message
@@ -78,7 +79,7 @@ def copy_from_rank_zero(weights: Iterable[Tensor], transport: Transport) -> None
         rows = max(1, _CHUNK_BYTES // max(1, weight.shape[1] * weight.element_size()))
         for part in torch.split(weight.detach(), rows):
             carried = part.to(transport.device).contiguous()
-            transport.broadcast(carried.view(-1).view(torch.uint8), "dense").wait()
+            transport.broadcast(view_bytes(carried), "dense").wait()
             if transport.rank != 0:
                 part.copy_(carried)
 
@@ -95,9 +96,7 @@ def copy_dense_from_rank_zero(model: nn.Module, transport: Transport) -> None:
         # rounded.
         plain = value.is_contiguous() and not value.is_conj() and not value.is_neg()
         carried = value if plain else value.resolve_conj().resolve_neg().contiguous()
-        # view(-1) may keep a stride that a single element has
-        flat = carried.as_strided((carried.numel(),), (1,))
-        transport.broadcast(flat.view(torch.uint8), "dense").wait()
+        transport.broadcast(view_bytes(carried), "dense").wait()
         if not plain and transport.rank != 0:
             value.copy_(carried)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from freescale.kernels.native.bindings import address, load_native, require_native
 from freescale.kernels.reference.checksums import BYTES, FACTORS, Words, cut_short
+from freescale.packed import view_bytes
 
 _FACTORS = FACTORS.ctypes.data
 _PART = 1024 * BYTES  # that is worth a thread
@@ -24,8 +25,7 @@ def is_there() -> bool:
 def sum_blocks(value: Tensor) -> Words:
     """As the reference. Large tensors by as many threads as torch uses: whoever sums them has
     nothing else to do, and one thread alone does not get the memory's speed."""
-    assert value.is_contiguous()
-    data, threads = value.detach().view(-1).view(torch.uint8), torch.get_num_threads()
+    data, threads = view_bytes(value), torch.get_num_threads()
     return _divide(data.numel(), threads, lambda begin, end: _pass_over(data[begin:end], None))
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from freescale.packed import view_bytes
+
 WORDS = 4096  # of a block
 BYTES = 8 * WORDS
 _READ = 32 * BYTES  # of a file, at a time
@@ -35,8 +37,7 @@ FACTORS = _draw_factors()
 
 def as_bytes(value: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The bytes [n] of a tensor on the host, contiguous, which shares its memory."""
-    assert value.is_contiguous()
-    return value.detach().reshape(-1).view(torch.uint8).numpy()
+    return view_bytes(value).numpy()
 
 
 def sum_blocks(value: Tensor) -> Words:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.reference.checksums import as_bytes, cut_short
+from freescale.packed import view_bytes
 from freescale.streams import record_event
 from freescale.worker_server import count_cores
 
@@ -39,7 +40,7 @@ class FileReads:
     def read(self, file: int, place: int, to: Tensor) -> None:
         """Fills a contiguous tensor from `place` on: one of a GPU on the current stream, which may
         still be at it when this returns."""
-        data = to.detach().view(-1).view(torch.uint8)
+        data = view_bytes(to)
         if to.device.type == "cuda":
             self.read_in_pieces(file, place, data)
         else:

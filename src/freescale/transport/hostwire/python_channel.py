@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from freescale.packed import view_bytes
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.steps import Ready, TransferSteps
@@ -284,6 +285,4 @@ def _exhaust(steps: Iterator[Ready]) -> None:
 def _split_bytes(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """The bytes of each part of the first dimension."""
     width = tensor.element_size() * (tensor[:1].numel() if tensor.shape[0] else 0)
-    # what numpy made and is empty has no stride, which a view in bytes needs
-    flat = tensor.reshape(-1) if tensor.numel() else tensor.new_empty(0)
-    return torch.split(flat.view(torch.uint8), [size * width for size in sizes])
+    return torch.split(view_bytes(tensor.contiguous()), [size * width for size in sizes])
