@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from freescale.train import attempts, restarts
 from freescale.train.attempts import KILLED, LOST, STOPPED, Ending, choose_cause, is_repeated
 from freescale.train.launch import Ended
 from freescale.train.metrics_log import truncate_logs
+from freescale.train.run_folder import AUTO
 from freescale.transport.local import LocalTransport
 
 OWN = Ending("ValueError", "disk full", 7, 3.0, 1)
@@ -195,14 +198,15 @@ def scripted(monkeypatch, folder: Path, ends: list[Ended], begun: bool = True) -
 
 
 KILL, ERROR = Ended((1, -signal.SIGKILL), 0), Ended((0, 1), 0, {0: "freescale: error: no"})
+DONE = Ended(None, 0)
 
 
 @pytest.mark.parametrize(
     ("ends", "begun", "count", "status", "said"),
     [
-        ([KILL, KILL, Ended(None, 0)], True, 3, 0, "restart 2 of 2"),
+        ([KILL, KILL, DONE], True, 3, 0, "restart 2 of 2"),
         ([KILL, KILL, KILL], True, 3, 1, "it was the last"),
-        ([KILL, KILL, Ended(None, 0)], False, 3, 0, "restart 2 of 2"),
+        ([KILL, KILL, DONE], False, 3, 0, "restart 2 of 2"),
         ([Ended((0, 75), 0)], True, 1, 75, ""),
         ([Ended((0, 75), signal.SIGUSR1)], True, 1, 75, ""),
         ([Ended((0, 75), signal.SIGINT)], True, 1, 130, ""),
@@ -219,6 +223,38 @@ def test_when_ranks_are_started_again(
     assert calls[0] == ["train"] and all(
         call == ["train", "--resume", "auto"] for call in calls[1:]
     )
+
+
+def test_a_run_is_started_again_whichever_signal_has_killed_a_rank(tmp_path, monkeypatch, capsys):
+    """Most real-time signals have no name."""
+    for number in range(1, signal.NSIG):
+        run = tmp_path / str(number)
+        calls = scripted(monkeypatch, run, 2 * [Ended((1, -number), 0)])
+        assert restarts.launch_with_restarts(["train"], 2, None, 1, run, None) == 1
+        assert f"rank 1 was killed by signal {number}" in capsys.readouterr().err
+        (ending,) = attempts.read_endings(run)
+        assert len(calls) == 2 and choose_cause([ending, OWN]).kind == ending.kind
+
+
+def test_a_clock_that_is_set_back_does_not_keep_a_run_from_being_started_again(
+    tmp_path, monkeypatch
+):
+    """The ranks begin, by their clock, an hour before the launcher started them."""
+    calls = scripted(monkeypatch, tmp_path / "run", [ERROR, DONE])
+    late = SimpleNamespace(time=lambda: time.time() - 3600)
+    monkeypatch.setattr(attempts, "time", late)
+    assert restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", None) == 0
+    assert len(calls) == 2
+
+
+def test_a_run_that_is_refused_is_not_started_again_though_an_attempt_has_begun_before(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "run").mkdir()
+    attempts.note_begin(tmp_path / "run")
+    calls = scripted(monkeypatch, tmp_path / "run", [ERROR], begun=False)
+    assert restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", AUTO) == 1
+    assert len(calls) == 1 and "refused before the run began" in capsys.readouterr().err
 
 
 def test_logs_that_are_cut_keep_the_restarts(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def launch_with_restarts(
         before: Ended | None = None
         start = None if server is None else server.start_rank
         for attempt in range(restarts + 1):
-            begin = time.time()
+            begun_before = find_begin(folder)
             how = [] if resume is None else ["--resume", resume]
             ended = run_ranks([*arguments, *how], ranks, port, start=start)
             if ended.failed is None or ended.is_stopped or ended.number:
@@ -63,8 +62,8 @@ def launch_with_restarts(
                 if resume != AUTO:  # else whoever said so starts it again
                     end_keeper(folder, identify_machine())
                 return report_end(ended)
-            begun = find_begin(folder)
-            reason = _refuse_restart(folder, before, ended, begun is not None and begun >= begin)
+            begun = find_begin(folder) not in (None, begun_before)
+            reason = _refuse_restart(folder, before, ended, begun)
             if attempt == restarts and not reason:
                 reason = f"--restarts {restarts}: it was the last"
             if reason:
@@ -90,9 +89,10 @@ def _note_death(folder: Path, ended: Ended) -> None:
     if status < 0:
         # a crash of the program is one by its own name: the same again is no chance
         crash = -status not in (signal.SIGKILL, signal.SIGTERM)
-        kind = signal.Signals(-status).name if crash else KILLED
+        known = -status in set(signal.Signals)  # most real-time signals have no name
+        name = signal.Signals(-status).name if known else f"SIG{-status}"
         words = f"rank {rank} was killed by signal {-status}"
-        note_end(folder, "launcher", Ending(kind, words, 0, ended.when))
+        note_end(folder, "launcher", Ending(name if crash else KILLED, words, 0, ended.when))
 
 
 def _refuse_restart(folder: Path, before: Ended | None, ended: Ended, begun: bool) -> str:
