@@ -22,7 +22,7 @@ from helpers.rank_servers import (
 )
 
 from freescale.train import rank_server
-from freescale.train.launch import start_rank
+from freescale.train.launch import run_ranks, start_rank
 from freescale.train.rank_server import RankServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are adopted on Linux")
@@ -120,6 +120,23 @@ def test_signals_reach_a_forked_rank(server, tmp_path, number):
         rank.wait(0.01)
     rank.send_signal(number)
     assert rank.wait(60) == -number
+
+
+DIE = ["-n1", "-r1", "import os; os.kill(os.getpid(), 9)"]  # of timeit
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["new", "forked"])
+def test_a_death_is_seen_by_a_launcher_whose_parent_ignores_sigchld(server, forked):
+    """The kernel keeps no exit status for a process that ignores it, nor for its children."""
+    ours = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        start = server.start_rank if forked else start_rank
+        ended = run_ranks(
+            DIE, 1, module="timeit", start=lambda command, _: start(command, make_environment())
+        )
+    finally:
+        signal.signal(signal.SIGCHLD, ours)
+    assert ended.failed == (0, -signal.SIGKILL)
 
 
 _ASKED = """

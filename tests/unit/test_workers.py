@@ -123,8 +123,15 @@ def test_an_error_in_a_worker_is_raised_with_its_traceback():
     assert read_children() == []
 
 
-def test_a_killed_worker_is_an_error():
-    with WorkerLoader(Counting(1 << 30), 2) as loader:
+@pytest.mark.parametrize("sigchld", [signal.SIG_DFL, signal.SIG_IGN], ids=["default", "ignored"])
+def test_a_killed_worker_is_an_error(sigchld):
+    """Whatever the trainer's parent does with SIGCHLD: who ignores it gets no exit status."""
+    ours = signal.signal(signal.SIGCHLD, sigchld)
+    try:
+        server = WorkerServer()
+    finally:
+        signal.signal(signal.SIGCHLD, ours)
+    with closing(server), WorkerLoader(Counting(1 << 30), 2, server=server) as loader:
         loader.wait_until_up()
         for worker in read_workers():
             os.kill(worker, signal.SIGTERM)  # ignored: the trainer decides

@@ -56,6 +56,7 @@ def main(fd: int) -> None:
     """The server: forks workers until the connection `fd` is closed."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the trainer may need more batches to stop well
         signal.signal(stop, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it hands that on
     torch.set_num_threads(1)
     import freescale.data.loader  # noqa: F401 - what most sources are of: once, not in each worker
 

@@ -30,8 +30,8 @@ class ForkedRank:
     def _find_status(self) -> int | None:
         try:
             child, status = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # it has ended, and the system was told to keep no status
-            return 0
+        except ChildProcessError:  # somebody else has its status: it may have failed
+            return 1
         return os.waitstatus_to_exitcode(status) if child else None
 
     def wait(self, timeout: float | None = None) -> int:

@@ -349,6 +349,8 @@ class _Signals:
         self._old: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._received) for number in SIGNALS}
+            # A parent may ignore it; then so does this process, and gets no exit status of a rank.
+            self._old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _received(self, number: int, _frame: object) -> None:
         if not self.first:
