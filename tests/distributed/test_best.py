@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.ranks import run_ranks
 
 from freescale import Callback, RunConfig, Trainer
 from freescale.data.synthetic import generate
 from freescale.train.best import Best
 from freescale.train.export import export_run
+from freescale.train.run import evaluate_checkpoint
 from freescale.transport.local import LocalTransport
 
 METRIC = "ndcg@10/unseen"
@@ -188,3 +191,51 @@ def test_what_cannot_be_compared_is_refused(data, settings, words):
     given = {"data": str(data), "evaluate_every": 1, "keep": "best", "patience": 2} | settings
     with pytest.raises(ValueError, match=words):
         RunConfig.from_settings(given)
+
+
+def test_an_empty_dynamic_table_is_not_the_best(data, tmp_path):
+    """Its ids are admitted after the second evaluation: until then it finds nothing."""
+    config = configure(data, rows="item=dynamic:4096:seen=6", epochs=4, patience=None)
+    trainer = Trainer(config, tmp_path, histories=data, transport=LocalTransport())
+    results = trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [line["validation"]["model"] for line in lines if "validation" in line]
+    assert found[0][METRIC] == found[0]["hr@200"] == 0
+    assert results["best"]["value"] == max(values[METRIC] for values in found) > 0
+    assert results["test"]["model"]["hr@200"] > 0
+
+
+def test_a_target_without_a_row_has_no_rank_in_the_file(data, tmp_path):
+    config = configure(data, rows="item=dynamic:4096:seen=6", steps=6, keep="latest", patience=None)
+    Trainer(config, tmp_path, histories=data, transport=LocalTransport()).train()
+    _, _, quality = evaluate_checkpoint(
+        config, tmp_path, "test", data, LocalTransport(), ranks=tmp_path / "ranks.csv"
+    )
+    with open(tmp_path / "ranks.csv", encoding="utf-8") as file:
+        ranks = [line["rank"] for line in csv.DictReader(file)]
+    assert 0 < ranks.count("") < len(ranks)
+    hits = sum(rank != "" and int(rank) <= 10 for rank in ranks)
+    assert quality["model"]["hr@10"] == pytest.approx(hits / len(ranks))
+
+
+def evaluated_before(transport, data, folder, parts, rows):
+    config = configure(data, rows=rows, epochs=2, patience=None)
+    trainer = Trainer(config, folder, histories=data, transport=transport)
+    before = [trainer.evaluate(part)["model"]["hr@10"] for part in parts]
+    assert transport.rank or not Path(folder).exists()
+    results = trainer.train()
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("samples_per_second", None)
+    return before, results["loss"], results["test"], results["best"], lines
+
+
+@pytest.mark.parametrize("rows", [None, "item=dynamic:4096"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluating_before_training_changes_nothing(data, tmp_path, world, rows):
+    plain = run_ranks(world, evaluated_before, data, tmp_path / "plain", (), rows)
+    parts = ("test", "validation")
+    evaluated = run_ranks(world, evaluated_before, data, tmp_path / "evaluated", parts, rows)
+    for expected, found in zip(plain, evaluated, strict=True):
+        assert found[1:] == expected[1:]
+        assert rows is None or found[0] == [0.0, 0.0]

@@ -10,11 +10,14 @@ from helpers.toys import rank_slice
 
 import freescale
 from freescale.batch import Jagged, Nested, SequenceBatch
+from freescale.embedding.dynamic.layout import compute_keys
+from freescale.ledger.ledger import Ledger
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.metrics import area_under_curve, normalized_entropy
+from freescale.train.ranks import SampleRanks
 from freescale.transport.local import LocalTransport
 
 ITEMS = 37
@@ -137,6 +140,88 @@ def test_several_ranks(world, placement, expected):
     first, *others = run_ranks(world, evaluated, placement)
     check(first, expected)
     assert others == [first] * (world - 1)
+
+
+ROWS = 13  # items with a row in a dynamic table: fewer than most k, and fewer than targets
+
+
+def dynamic_model(transport, rows=ROWS):
+    """Its table has rows for the items below `rows`."""
+    model = Retrieval(encoder(), num_items=ITEMS, table_device="meta").double()
+    parallel = freescale.parallelize(
+        model,
+        model.features,
+        transport=transport,
+        tables={"item": freescale.Dynamic(4096, negatives=())},
+        seed=4,
+    )
+    parallel.tables.place()
+    group = parallel.tables.get_group("item")
+    keys = compute_keys(torch.arange(rows)).sort().values
+    edges = group.layout.list_edges(torch.device("cpu")).tolist()
+    first = edges[transport.rank - 1] if transport.rank else -(1 << 63)
+    group.rows.make_resident(keys[(keys >= first) & (keys < edges[transport.rank])], Ledger())
+    group.rows.begin()
+    return parallel
+
+
+def dynamic_evaluated(transport, rows=ROWS):
+    parallel = dynamic_model(transport, rows)
+    data = [
+        rank_slice(retrieval_batch(seed, samples), transport.rank, transport.world)
+        for seed, samples in BATCHES
+    ]
+    counts = torch.arange(ITEMS) // 4  # the first ones do not occur in the training part
+    kept = SampleRanks()
+    found = evaluate_retrieval(parallel, data, popularity=lambda ids: counts[ids], keep=kept)
+    return found, torch.cat(kept.ranks, 1)
+
+
+def expect_dynamic(rows=ROWS):
+    """Ranks of the model and of popularity among the items with a row, infinite without one."""
+    parallel = dynamic_model(LocalTransport(), rows)
+    ids, table = parallel.tables.get_local_rows("item")
+    table = table[ids.argsort()]
+    ranks = {who: ([], []) for who in ("model", "popularity")}
+    for seed, samples in BATCHES:
+        batch = retrieval_batch(seed, samples)
+        with parallel.reading(batch) as read, torch.no_grad():
+            parallel.module.eval()
+            queries = parallel.module.encode_queries(read)
+            scores = (queries @ parallel.module.encode_items(table).T).numpy()
+        history = batch.sequences["history"]
+        past = [part.tolist() for part in history.values.split(history.lengths.tolist())]
+        for row, target, items in zip(scores, batch.dense["target"].tolist(), past):
+            if items:
+                counts = np.arange(rows) // 4
+                for who, values in (("model", row), ("popularity", counts)):
+                    there = target < rows and (who == "model" or counts[target] > 0)
+                    for kind, left_out in enumerate(((), items)):
+                        rank = last_place(values, target, left_out) if there else np.inf
+                        ranks[who][kind].append(rank)
+    return ranks
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_target_without_a_row_is_a_miss(world):
+    ranks = expect_dynamic()
+    missed = np.isinf(ranks["model"][0])
+    assert 0 < missed.sum() < len(missed)
+    assert missed.sum() < np.isinf(ranks["popularity"][0]).sum() < len(missed)
+    for found, kept in run_ranks(world, dynamic_evaluated):
+        for who, (every, unseen) in ranks.items():
+            expected = measure(every) | measure(unseen, "/unseen")
+            found[who].pop("repeats", None)
+            assert found[who] == pytest.approx(expected, rel=1e-14), who
+        assert kept.tolist() == np.where(np.isinf(ranks["model"]), 0, ranks["model"]).tolist()
+
+
+def test_an_empty_table_finds_nothing():
+    found, ranks = dynamic_evaluated(LocalTransport(), rows=0)
+    for who in ("model", "popularity"):
+        found[who].pop("repeats", None)
+        assert set(found[who].values()) == {0.0}, who
+    assert ranks.numel() and not ranks.any()
 
 
 def ranking_batch(seed, samples=6):

@@ -15,6 +15,7 @@ from freescale.config.metrics import (
 )
 from freescale.train.learning_rate import build_learning_rate
 from freescale.train.metrics import (
+    MISS,
     area_under_curve,
     group_area_under_curve,
     normalized_entropy,
@@ -33,6 +34,12 @@ def test_ranking_quality():
     assert quality["ndcg@20"] == pytest.approx(sum(gains) / 5, rel=1e-14)
     assert quality["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 11 + 1 / 50 + 1 / 51) / 5, rel=1e-14)
     assert ranking_quality(torch.zeros(0)) == {}
+
+
+def test_a_miss_counts_as_a_target_and_adds_nothing():
+    missed, found = ranking_quality(torch.tensor([1, MISS, 3, MISS])), torch.tensor([1, 3])
+    assert missed == pytest.approx({k: v / 2 for k, v in ranking_quality(found).items()})
+    assert set(ranking_quality(torch.tensor([MISS])).values()) == {0.0}
 
 
 def test_area_under_curve_counts_pairs():

@@ -23,7 +23,7 @@ from freescale.kernels.reference.scores import (
     split_queries,
 )
 from freescale.train.evaluate import gather_rows, visit_batches
-from freescale.train.metrics import ranking_quality
+from freescale.train.metrics import MISS, ranking_quality
 from freescale.train.ranks import SampleRanks
 from freescale.transport.api import Transport
 
@@ -45,6 +45,8 @@ def evaluate_retrieval(
     Metrics are HR@k, NDCG@k and MRR among all items ("hr@10") and without the items of the sample's
     history ("hr@10/unseen"), and "repeats", the share of targets that the history holds. A target
     is never left out itself. Of equal scores, and of equally popular items, the target ranks last.
+    A target that cannot be recommended is a miss in every metric: for the model one without a row
+    in a dynamic table, for the baseline also one that the training part does not hold.
 
     Args:
         parallel: A sharded Retrieval model.
@@ -88,16 +90,15 @@ def evaluate_retrieval(
         repeats.append(((history == targets[:, None]) & there).any(1))
         listed, kept = _list_seen(history, targets)
         places, seen = place.find(targets), torch.where(kept, place.find(listed), -1)
-        for part, own, others in split_queries(queries, places, seen):
+        owners = add_up((places >= 0).long()) if dynamic else torch.ones_like(places)
+        for part, own, others, owned in split_queries(queries, places, seen, owners):
             goals = add_up(score_targets(part, catalogue, own, tile=tile))
-            if dynamic:  # a target without a row is found by nobody: all items are better
-                owners = add_up((own >= 0).long())
-                goals = torch.where(owners > 0, goals, -torch.inf)
             counts = count_better(part, catalogue, own, goals, tile=tile, seen=others)
-            ranks.append(_to_ranks(add_up(torch.stack(counts))))
+            ranks.append(_to_ranks(add_up(torch.stack(counts)), owned > 0))
         if baseline is not None:
-            counts = baseline.count_better(places, add_up(baseline.score_targets(places)), seen)
-            popular.append(_to_ranks(add_up(torch.stack(counts))))
+            occurrences = add_up(baseline.score_targets(places))
+            counts = baseline.count_better(places, occurrences, seen)
+            popular.append(_to_ranks(add_up(torch.stack(counts)), occurrences > 0))
 
     visit_batches(parallel, data, visit)
     if keep is not None:
@@ -152,10 +153,10 @@ def _list_seen(history: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return ordered, ~known
 
 
-def _to_ranks(better: Tensor) -> Tensor:
+def _to_ranks(better: Tensor, known: Tensor) -> Tensor:
     """Numbers of better items [2, q], of all and of the history -> ranks [2, q], among all and
-    among the unseen."""
-    return torch.stack([better[0], better[0] - better[1]]) + 1
+    among the unseen; `MISS` for targets that are not `known` [q]."""
+    return torch.where(known, torch.stack([better[0], better[0] - better[1]]) + 1, MISS)
 
 
 def _measure(ranks: list[Tensor]) -> dict[str, float]:

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from freescale.config.metrics import CUTOFFS
 
+MISS = 0  # in place of a rank: the target is not in the catalogue, and no k is large enough
+
 
 def ranking_quality(ranks: Tensor) -> dict[str, float]:
-    """HR@k and NDCG@k for every k of `CUTOFFS`, and MRR, from the rank [n] (1 = best) of each
-    target in the catalogue."""
+    """HR@k and NDCG@k for every k of `CUTOFFS`, and MRR, from the rank [n] (1 = best, or `MISS`) of
+    each target in the catalogue."""
     if not ranks.numel():
         return {}
-    ranks = ranks.double()
+    ranks = torch.where(ranks == MISS, torch.inf, ranks.double())
     gain = 1 / torch.log2(ranks + 1)
     hits = {k: ranks <= k for k in CUTOFFS}
     return {

@@ -40,7 +40,7 @@ class MetricsLog(Callback):
         self._append(trainer, {"step": trainer.step, **about, part: metrics})
 
     def _append(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        if trainer.rank == 0:
+        if trainer.rank == 0 and trainer.run_folder.is_open:
             append_metrics(trainer.folder, entry)
 
 

@@ -20,7 +20,7 @@ class SampleRanks:
     there: list[Tensor] = field(default_factory=list)  # [samples] each: 1 with a target, else 0
     history: list[Tensor] = field(default_factory=list)  # [q] each: events, of those with a target
     targets: list[Tensor] = field(default_factory=list)  # [q] each: item ids
-    ranks: list[Tensor] = field(default_factory=list)  # [2, q] each: among all, among the unseen
+    ranks: list[Tensor] = field(default_factory=list)  # [2, q] each: among all, the unseen; or MISS
 
 
 def write_ranks(
@@ -28,7 +28,7 @@ def write_ranks(
 ) -> None:
     """Writes a CSV file, a line for each user with a target: user_id, the events of the history
     that the model saw, the rank of the target among all items and among those that the history does
-    not hold, and the target itself.
+    not hold, and the target itself. The ranks are empty if the table has no row for the target.
 
     Args:
         path: of the CSV file.
@@ -47,7 +47,7 @@ def write_ranks(
     columns = (
         restore_ids(vocabulary, "user_id", users[there].tolist()),
         torch.cat(found.history).tolist(),
-        *torch.cat(found.ranks, 1).tolist(),
+        *([rank or "" for rank in kind] for kind in torch.cat(found.ranks, 1).tolist()),
         restore_ids(vocabulary, "item_id", torch.cat(found.targets).tolist()),
     )
     temporary = path.with_name(path.name + ".tmp")

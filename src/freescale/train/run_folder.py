@@ -106,6 +106,7 @@ class RunFolder:
         self.resume = bool(resume)  # with "auto" as rank 0 finds it
         self._lock: IO[str] | None = None
         self._begun = False
+        self.is_open = False  # training has begun: the run writes to its folder
         self._endings: list[Ending] = []  # of attempts that no restart was written for
         self.restarts: list[dict[str, Any]] = []  # lines of metrics.jsonl, on rank 0
         self.notes: list[str] = []  # for the person who looks at the run
@@ -124,6 +125,7 @@ class RunFolder:
     def log_restarts(self, step: int) -> None:
         """Writes to metrics.jsonl, on rank 0, how the attempts before ended, now that the run goes
         on after `step`."""
+        self.is_open = True
         if self._transport.rank != 0:
             return
         fresh = [describe_restart(ending, step, time.time()) for ending in self._endings]

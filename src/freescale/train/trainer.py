@@ -219,12 +219,12 @@ class Trainer:
             self._close_snapshots()
 
     def evaluate(self, part: str) -> dict[str, dict[str, float]]:
-        """The metrics of the `validation` or `test` part, with the model as it is; callbacks are
-        told. A collective."""
+        """The metrics of the `validation` or `test` part, with the model as it is. Calls
+        `on_evaluation`. Before training it leaves no trace in the run. A collective."""
         metrics = evaluate_part(
             self.config, self.model, self.histories, part, baseline=part == "test"
         )
-        if self.best is not None and part == "validation":
+        if self.best is not None and part == "validation" and self.run_folder.is_open:
             self.best.note(self.step, metrics["model"])
         self.callbacks.call("on_evaluation", self, metrics, part)
         return metrics
