@@ -3,20 +3,30 @@ serial to the bit, with balancing; and checkpoints that another number of ranks 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from helpers.collisions import StagedAsOnGpus, batch_of, in_pieces, share_of
+from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import CHURN, RULES, build, list_local_rows
 from helpers.ranks import run_ranks
 
+from freescale.embedding.dynamic_rules import Dynamic, Seen
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
 
 RULE = RULES[2]  # counts, evicts and turns away
+FEATURES = Seen(2), "lru", ("negatives",), "history", "learned"
 
 
-def _train(transport, schedule, folder=None, saved=()):
+@dataclass(frozen=True)
+class TwoShards(Dynamic):
+    shards = 2
+
+
+def _train(transport, schedule, rules, folder=None, saved=()):
     """(losses, what this rank's rows hold, dense weights)."""
-    parallel, pipeline = build(transport, schedule, RULE, optimizer="adam", balance="greedy")
+    parallel, pipeline = build(transport, schedule, rules, optimizer="adam", balance="greedy")
     checkpoints = None
     if folder is not None:
         checkpoints = Checkpoints(folder, transport, keep=99, full_every=2, asynchronous=True)
@@ -37,14 +47,14 @@ def _train(transport, schedule, folder=None, saved=()):
 def _both(transport, folder):
     in_pieces()
     return (
-        _train(transport, "serial"),
-        _train(transport, "staged", folder, (4, 7, 8)),
-        _train(transport, StagedAsOnGpus),
+        _train(transport, "serial", RULE),
+        _train(transport, "staged", RULE, folder, (4, 7, 8)),
+        _train(transport, StagedAsOnGpus, RULE),
     )
 
 
-def _resume(transport, folder):
-    parallel, pipeline = build(transport, "serial", RULE, optimizer="adam", balance="greedy")
+def _resume(transport, rules, folder):
+    parallel, pipeline = build(transport, "serial", rules, optimizer="adam", balance="greedy")
     checkpoints = Checkpoints(folder, transport)
     progress = checkpoints.load(checkpoints.path(7), parallel, pipeline.optimizer)
     pipeline.load_state_dict(progress["pipeline"])
@@ -70,16 +80,43 @@ def _assert_close(losses, parts, alone):
 
 
 def check_ranks(world, other, folder):
-    alone = _train(LocalTransport(), "serial")
+    alone = _train(LocalTransport(), "serial", RULE)
     pairs = run_ranks(world, _both, str(folder))
     for serial, *others in pairs:
         for staged in others:
             assert serial[0] == staged[0]
             assert all(torch.equal(a, b) for a, b in zip(serial[1:], staged[1:], strict=True))
     _assert_close(pairs[0][0][0], [serial for serial, *_ in pairs], alone)
-    resumed = run_ranks(other, _resume, str(folder))
+    resumed = run_ranks(other, _resume, RULE, str(folder))
     _assert_close(alone[0][:7] + resumed[0][0], resumed, alone)
 
 
 def test_three_ranks_decide_as_one_and_two_go_on(tmp_path):
     check_ranks(3, 2, tmp_path)
+
+
+def test_a_rank_may_own_no_shard(tmp_path):
+    """The last of three has none of two shards; it saves and resumes with the others."""
+    rules = TwoShards(4096, *FEATURES)
+    alone = _train(LocalTransport(), "serial", rules)
+    parts = run_ranks(3, _train, "staged", rules, str(tmp_path), (4, 7))
+    assert [len(part[1]) > 0 for part in parts] == [True, True, False]
+    _assert_close(parts[0][0], parts, alone)
+    resumed = run_ranks(3, _resume, rules, str(tmp_path))
+    _assert_close(alone[0][:7] + resumed[0][0], resumed, alone)
+
+
+def test_checkpoints_in_the_shards_of_earlier_versions_go_on(tmp_path):
+    """Full and differential, on ranks whose shards begin within what a rank has saved."""
+    fine, rules = (kind(4096 * 50, *FEATURES) for kind in (FineDynamic, Dynamic))  # none evicts
+    assert rules.rows == fine.rows and rules.shards < fine.shards == 4096
+    expected = run_ranks(2, _train, "serial", fine, str(tmp_path), (4, 7))[0]
+    whole = _join([_train(LocalTransport(), "serial", fine)])
+    for world in (1, 3):
+        resumed = run_ranks(world, _resume, rules, str(tmp_path))
+        ids, held = _join(resumed)
+        assert torch.equal(ids, whole[0])
+        # rows that came after step 7 have other positions, the first column
+        torch.testing.assert_close(held[:, 1:], whole[1][:, 1:], rtol=1e-12, atol=1e-13)
+        losses = expected[0][:7] + resumed[0][0]
+        torch.testing.assert_close(losses, expected[0], rtol=1e-12, atol=1e-14)

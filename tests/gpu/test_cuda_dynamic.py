@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import dynamic_storage_cases, id_map_cases
 from helpers.collisions import batch_of
+from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import CHURN, RULES, build
 from helpers.gpu_training import CudaClicks
 
@@ -187,10 +188,25 @@ def test_a_large_shard_decides_as_the_host(evict):
     assert pair.same_answers(keys)
 
 
+@pytest.mark.parametrize("rows", [1000, 20_000, 100_000])
+def test_a_small_map_decides_as_the_host_and_holds_nine_tenths(rows):
+    rules, generator = Dynamic(rows), torch.Generator().manual_seed(0)
+    pair = id_map_cases.Pair(rules, (0, rules.shards), "cuda")
+    keys = compute_keys(torch.arange(2 * rows) * 3)
+    for part in keys[:rows].chunk(7):
+        assert pair.decide(part)[1]
+    assert pair.device.used >= 0.9 * rows
+    for number in range(9):  # old ones and new ones
+        chosen = torch.randint(number * rows // 9, rows + (number + 1) * rows // 9, (rows // 3,),
+                               generator=generator)  # fmt: skip
+        decided, same = pair.decide(keys[chosen])
+        assert same and pair.undo(decided) and pair.redo(decided) and pair.same_answers(keys)
+
+
 def test_draws_are_counted_as_by_a_cpu():
     """Sums to the bit, logarithms up to the last one; taken back, too."""
-    generator = torch.Generator().manual_seed(0)
-    counts = [DrawCounts(7, 20, 100, torch.device(device)) for device in ("cpu", "cuda")]
+    generator, rules = torch.Generator().manual_seed(0), FineDynamic(100 * SHARDS)
+    counts = [DrawCounts(rules, 7, 27, torch.device(device)) for device in ("cpu", "cuda")]
     keys = compute_keys(torch.arange(400_000))
     keys = keys[((keys >> 52) + SHARDS // 2 >= 7) & ((keys >> 52) + SHARDS // 2 < 27)]
     for number in range(4):

@@ -11,6 +11,16 @@ from freescale.embedding.dynamic_rules import LFU, PINNED, SHARDS, After, Dynami
 MASK = (1 << 64) - 1
 
 
+@dataclass(frozen=True)
+class FineDynamic(Dynamic):
+    """With as many shards as a large table, so that few ids fill one. Earlier versions divided
+    every table so."""
+
+    @property
+    def shards(self) -> int:
+        return SHARDS
+
+
 def mix(value: int) -> int:
     value &= MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
@@ -18,8 +28,8 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def shard_of(id: int) -> int:
-    return mix(id) >> 52
+def shard_of(id: int, shards: int = SHARDS) -> int:
+    return mix(id) * shards >> 64
 
 
 @dataclass
@@ -45,12 +55,12 @@ class Oracle:
         self.at_once = at_once
         self.figures = dict.fromkeys(self.figures, 0)
         found: dict[int, int] = {}
-        numbers = {shard_of(id) for id in ids}
+        numbers = {shard_of(id, self.rules.shards) for id in ids}
         if isinstance(self.rules.evict, After):
-            numbers.add(self.batch % SHARDS)
+            numbers.add(self.batch % self.rules.shards)
         for number in numbers:
-            mine = sorted((id not in at_once, id) for id in ids if shard_of(id) == number)
-            mine = [id for _, id in mine]
+            mine = [id for id in ids if shard_of(id, self.rules.shards) == number]
+            mine.sort(key=lambda id: (id not in at_once, id))
             found |= self._plan_shard(number, self.shards[number], mine, negatives)
         self.batch += 1
         return found
@@ -64,7 +74,7 @@ class Oracle:
                 shard.rows[id] = slot, self.batch, count
                 found[id] = slot
         evict = self.rules.evict
-        if isinstance(evict, After) and number == self.batch % SHARDS:
+        if isinstance(evict, After) and number == self.batch % self.rules.shards:
             for id, (_, last, _) in list(shard.rows.items()):
                 if last < self.batch - evict.steps:
                     del shard.rows[id]

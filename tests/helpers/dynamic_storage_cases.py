@@ -15,12 +15,13 @@ from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
-from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
+from freescale.embedding.dynamic_rules import SHARDS, After
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import SGD, Adam, RowWiseAdagrad
 from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.ledger.ledger import Ledger
+from helpers.dynamic_oracle import FineDynamic
 from helpers.id_map_cases import by_kernels, draw_stream
 
 WIDTH, WORLD, RANK = 12, 2048, 3  # two shards, whose turn to be swept comes soon
@@ -105,10 +106,10 @@ def compare(rules, optimizer, device="cpu"):
 
 
 CASES = {
-    "sgd": (Dynamic(4 * SHARDS), SGD),
-    "rowwise adagrad": (Dynamic(4 * SHARDS, evict="lfu"), RowWiseAdagrad),
-    "adam": (Dynamic(4 * SHARDS), Adam),
-    "after": (Dynamic(6 * SHARDS, evict=After(3)), RowWiseAdagrad),
+    "sgd": (FineDynamic(4 * SHARDS), SGD),
+    "rowwise adagrad": (FineDynamic(4 * SHARDS, evict="lfu"), RowWiseAdagrad),
+    "adam": (FineDynamic(4 * SHARDS), Adam),
+    "after": (FineDynamic(6 * SHARDS, evict=After(3)), RowWiseAdagrad),
 }
 
 

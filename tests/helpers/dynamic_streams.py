@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 import freescale
-from freescale.embedding.dynamic_rules import After, Dynamic, Seen
+from freescale.embedding.dynamic_rules import After, Seen
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from helpers.collisions import bits
-from helpers.dynamic_oracle import MASK, mix
+from helpers.dynamic_oracle import MASK, FineDynamic, mix
 from helpers.toys import Clicks
 
 
@@ -54,10 +54,10 @@ def _churn(steps: int = 14, size: int = 40) -> list[list[int]]:
 
 CHURN = _churn()
 RULES = [
-    Dynamic(4096 * 4, Seen(1), "lru"),
-    Dynamic(4096 * 4, Seen(2), "lfu"),
-    Dynamic(4096 * 4, Seen(2, room=4096 * 3), "lru", draws="history", default="learned"),
-    Dynamic(4096 * 5, Seen(1), After(3)),
+    FineDynamic(4096 * 4, Seen(1), "lru"),
+    FineDynamic(4096 * 4, Seen(2), "lfu"),
+    FineDynamic(4096 * 4, Seen(2, room=4096 * 3), "lru", draws="history", default="learned"),
+    FineDynamic(4096 * 5, Seen(1), After(3)),
 ]
 
 
@@ -109,7 +109,7 @@ def list_local_rows(parallel):
     used = (parts["last_use"] >= 0).nonzero().view(-1)
     numbers = [used + first, parts["count"][used], parts["last_use"][used]]
     others = sorted(set(parts) - {"ids", "count", "last_use"})
-    values = [parts[name][used].reshape(used.numel(), -1) for name in others]
+    values = [parts[name][used].unsqueeze(-1).flatten(1) for name in others]
     return parts["ids"][used], torch.cat([torch.stack(numbers, 1).double(), *values], 1)
 
 

@@ -22,6 +22,7 @@ from freescale.kernels.triton import draws as triton_draws
 from freescale.kernels.triton import id_map as triton_id_map
 from freescale.kernels.triton import id_map_memory, row_exchange
 from freescale.random import derive, hash_name, mix
+from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import SPECIAL, id_in
 
 
@@ -140,7 +141,17 @@ def neighbours(device="cpu"):
     shard = int(shards[first])
     batches = [[first, first + 1], [], [], [id_in(shard, 0)], [id_in(shard, 1)]]
     stream = [(compute_keys(torch.tensor(each, dtype=torch.int64)), None) for each in batches]
-    return compare(Dynamic(2 * SHARDS), (shard, shard + 1), stream, device)
+    return compare(FineDynamic(2 * SHARDS), (shard, shard + 1), stream, device)
+
+
+def small(device="cpu"):
+    """A table of few shards: the shard is in fewer bits of the hash than in a large one."""
+    rules, generator, shards = Dynamic(1), np.random.default_rng(5), (29, 31)
+    keys = compute_keys(torch.from_numpy(generator.integers(-(2**63), 2**63, 16_000)))
+    number = (keys >> rules.shard_bits) + rules.shards // 2
+    keys = keys[(number >= shards[0]) & (number < shards[1])]
+    stream = [(part.repeat(2), None) for part in keys[:64].split(16)]
+    return compare(rules, shards, [*stream, *stream[:2]], device)
 
 
 def sparse(device="cpu"):
@@ -152,13 +163,13 @@ def sparse(device="cpu"):
     batches = [some, some, [], others, some + away, [], others, others]
     stream = [(compute_keys(torch.tensor(each, dtype=torch.int64)), None) for each in batches]
     stream[3] = (stream[3][0], torch.zeros(len(others), dtype=torch.uint8))  # negatives alone
-    return compare(Dynamic(1), shards, stream, device)
+    return compare(FineDynamic(1), shards, stream, device)
 
 
 def kept(device="cpu"):
     """What a batch keeps, for itself and to be taken back, keeps none of the memory that it was
     decided with: 24 bytes for each of its ids, and as many for those that could have come."""
-    pair = Pair(Dynamic(9 * SHARDS), (4094, 4096), device)
+    pair = Pair(FineDynamic(9 * SHARDS), (4094, 4096), device)
     held = {}
     for number, (keys, _) in enumerate(draw_stream((4094, 4096), 20, 3, 96)):
         decided = pair.device.decide(keys.to(device))
@@ -173,7 +184,7 @@ def zeros_again(device="cpu"):
     before, id_map_memory.ZEROS = id_map_memory.ZEROS, 2
     try:
         shards = (4094, 4096)
-        return compare(Dynamic(9 * SHARDS), shards, draw_stream(shards, 20, 7, 30), device)
+        return compare(FineDynamic(9 * SHARDS), shards, draw_stream(shards, 20, 7, 30), device)
     finally:
         id_map_memory.ZEROS = before
 
@@ -189,7 +200,7 @@ def placed(device="cpu", maps=24):
     for number in range(maps):
         shards, rows = draw(1, 3), draw(1, 26)
         size, where = shards * rows, torch.device(device)
-        plain = id_map.allocate(shards, rows, 0, where)
+        plain = id_map.allocate(shards, rows, 0, where, 52)
         apart = (1, 3, 1 << 31, (1 << 55) + 5)[number % 4]
         ids = (torch.randperm(4 * size, generator=generator)[:size] - 2 * size) * apart
         plain.ids.copy_(ids)
@@ -237,7 +248,7 @@ def has_sound_buckets(directory) -> bool:
 
 def rebuilt(device="cpu"):
     """Ids that were written are found; those that come later are decided on as before."""
-    rules, shards = Dynamic(9 * SHARDS), (4094, 4096)
+    rules, shards = FineDynamic(9 * SHARDS), (4094, 4096)
     first, second = (Pair(rules, shards, device) for _ in range(2))
     stream = list(draw_stream(shards, 20, 6, 20))
     for keys, counted in stream[:4]:
@@ -257,7 +268,7 @@ def rebuilt(device="cpu"):
 
 def crowded(device="cpu"):
     """Ids that all begin at the same bucket: buckets run over, into others and round the end."""
-    rules = Dynamic(40 * SHARDS)
+    rules = FineDynamic(40 * SHARDS)
     ids = [id_in(9, n) for n in range(3000)]
     hashes = (compute_keys(torch.tensor(ids)) ^ -(1 << 63)) & ((1 << 52) - 1)
     last = ((hashes >> 20) * 10) >> 32 == 9  # of 10 buckets
@@ -272,7 +283,7 @@ def alike(device="cpu"):
     is told from the others by the id of its entry alone."""
     hashes = (9 << 52) + (torch.arange(110) << 20) + 5
     stream = [(hashes[at : at + 24] ^ -(1 << 63), None) for at in range(0, 84, 12)]
-    return compare(Dynamic(40 * SHARDS), (9, 10), stream, device)
+    return compare(FineDynamic(40 * SHARDS), (9, 10), stream, device)
 
 
 def exchanged(device="cpu"):
@@ -316,7 +327,7 @@ def exchanged(device="cpu"):
 
 def read(device="cpu"):
     """Rows of ids that are there, of others and of crowded buckets, in one pass."""
-    rules, shards, width = Dynamic(9 * SHARDS), (4094, 4096), 12
+    rules, shards, width = FineDynamic(9 * SHARDS), (4094, 4096), 12
     pair = Pair(rules, shards, device)
     weight = torch.rand(rules.rows + 1, width).to(device)
     held = {"rows": True}
@@ -353,11 +364,11 @@ def drawn(device="cpu"):
 
 
 STREAMS = {
-    "lru": (Dynamic(40 * SHARDS), (8, 10), (60, 8, 60)),
-    "lfu": (Dynamic(20 * SHARDS, evict="lfu"), (8, 10), (40, 8, 30)),
-    "one row a shard": (Dynamic(1), (4094, 4096), (4, 8, 3)),
-    "seen": (Dynamic(5 * SHARDS, Seen(2, room=5 * SHARDS), "lfu"), (8, 10), (20, 8, 24)),
-    "after": (Dynamic(6 * SHARDS, Seen(1), After(3)), (4, 8), (8, 8, 24)),
+    "lru": (FineDynamic(40 * SHARDS), (8, 10), (60, 8, 60)),
+    "lfu": (FineDynamic(20 * SHARDS, evict="lfu"), (8, 10), (40, 8, 30)),
+    "one row a shard": (FineDynamic(1), (4094, 4096), (4, 8, 3)),
+    "seen": (FineDynamic(5 * SHARDS, Seen(2, room=5 * SHARDS), "lfu"), (8, 10), (20, 8, 24)),
+    "after": (FineDynamic(6 * SHARDS, Seen(1), After(3)), (4, 8), (8, 8, 24)),
 }
 CASES = {
     **{
@@ -366,6 +377,7 @@ CASES = {
     },
     "crowded": crowded,
     "alike": alike,
+    "small": small,
     "neighbours": neighbours,
     "sparse": sparse,
     "kept": kept,

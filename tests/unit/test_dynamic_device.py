@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import dynamic_storage_cases, id_map_cases, interpreter
 from helpers.collisions import batch_of
+from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import CHURN, RULES, SPECIAL, build, id_in, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,7 +80,7 @@ STREAM = st.lists(st.tuples(BATCH, st.booleans()), min_size=1, max_size=12)
 
 
 RULE = st.builds(
-    Dynamic,
+    FineDynamic,
     capacity=st.sampled_from([1, 3 * SHARDS, 5 * SHARDS]),
     admit=st.builds(Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])),
     evict=st.one_of(st.sampled_from(["lru", "lfu"]), st.builds(After, st.integers(3, 6))),
@@ -98,6 +99,16 @@ def test_the_twins_decide_as_the_host(rules, stream, undone):
         for _ in range(undone):
             assert pair.undo(decided) and pair.same_answers(KEYS)
             assert pair.redo(decided) and pair.same_answers(KEYS)
+
+
+@pytest.mark.parametrize("rows", [1000, 5000, 20_000])
+def test_the_twins_hold_what_the_host_holds_of_small_tables(rows):
+    """By the same rule: the number of shards follows the capacity."""
+    rules = Dynamic(rows)
+    pair = id_map_cases.Pair(rules, (0, rules.shards))
+    for keys in compute_keys(torch.arange(rows) * 3).chunk(5):
+        assert pair.decide(keys)[1]
+    assert pair.device.used >= 0.9 * rows
 
 
 def test_ids_and_keys_are_bijective():
@@ -142,7 +153,7 @@ def test_kernels_are_compiled_before_the_first_step(evict):
             storage._insert_in_place(KEYS[:3], KEYS[:3], 3, KEYS[:1])
         for value in (weight, *storage.state.values()):
             row_exchange.swap_rows(value, KEYS[:3], torch.zeros_like(value[:3]))
-        draws = DrawCounts(3, 3, rules.shard_rows)
+        draws = DrawCounts(rules, 3, 6)
         draws.take_back(draws.add(KEYS[:3], KEYS[1:4]))
         draws.estimate(KEYS)
     with record_launches() as ready:

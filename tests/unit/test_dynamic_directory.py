@@ -6,11 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.dynamic_oracle import Oracle, shard_of
+from helpers.dynamic_oracle import FineDynamic, Oracle, shard_of
 from helpers.dynamic_streams import SPECIAL, id_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freescale.data import hash_ids
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic_rules import (
@@ -103,7 +104,7 @@ def add_figures(changes):
 
 
 RULES = st.builds(
-    Dynamic,
+    FineDynamic,
     capacity=st.sampled_from([1, 3 * SHARDS, 5 * SHARDS]),
     admit=st.builds(Seen, st.integers(1, 3), st.sampled_from([None, SHARDS, 2 * SHARDS])),
     evict=st.one_of(
@@ -152,7 +153,7 @@ def test_every_decision_is_the_oracles(rules, stream, world, undone, first):
 
 
 def test_what_follows_from_the_saved_arrays_is_rebuilt():
-    rules = Dynamic(3 * SHARDS, Seen(2), "lru")
+    rules = FineDynamic(3 * SHARDS, Seen(2), "lru")
     first, second = Owners(rules, 1), Owners(rules, 1)
     stream = [set(POOL[i::3]) | set(POOL[i : i + 20]) for i in range(9)]
     for ids in stream[:6]:
@@ -174,7 +175,7 @@ def test_many_ids_in_large_shards_are_the_oracles():
     """Queues are consumed and filled again, and a shard's whole map is turned over."""
     generator = np.random.default_rng(0)
     for evict in ("lru", "lfu", LFU(7)):
-        rules = Dynamic(40 * SHARDS, Seen(1), evict)
+        rules = FineDynamic(40 * SHARDS, Seen(1), evict)
         oracle, owners = Oracle(rules), Owners(rules, 1)
         pool = np.array([id_in(7, number) for number in range(400)])
         for _ in range(60):
@@ -184,18 +185,39 @@ def test_many_ids_in_large_shards_are_the_oracles():
         assert sorted(owners.state()) == oracle.state()
 
 
+@pytest.mark.parametrize("evict", ["lru", "lfu", LFU(7), After(3)], ids=str)
+def test_small_tables_have_few_shards_on_any_number_of_ranks(evict):
+    """Of 40 ranks, 8 own nothing."""
+    rules, generator = Dynamic(1, Seen(2, room=1), evict), np.random.default_rng(0)
+    assert rules.shards == 32 and rules.shard_rows == rules.shard_counters == 128
+    pool = np.array([id for id in range(-4000, 4000) if shard_of(id, 32) in (0, 12, 31)])
+    oracle, owners = Oracle(rules), [Owners(rules, world) for world in (1, 3, 40)]
+    totals = dict.fromkeys(oracle.figures, 0)
+    for number in range(14):
+        ids = set(generator.choice(pool[number * 30 :], 200).tolist())
+        expected = oracle.plan(ids)
+        for each in owners:
+            found, changes = each.plan(ids)
+            assert found == expected and add_figures(changes) == oracle.figures
+        totals = {name: totals[name] + count for name, count in oracle.figures.items()}
+    for each in owners:
+        assert sorted(each.state()) == oracle.state() and each.counted() == oracle.counted()
+    wanted = {"inserted", "waiting", "swept" if isinstance(evict, After) else "evicted"}
+    assert all(totals[name] > 20 for name in wanted), totals
+
+
 def test_rows_that_were_popular_long_ago_make_room():
     """With counts that are halved; without, they stay."""
     old, new, last = (id_in(5, number) for number in range(3))
     for evict, kept in (("lfu", old), (LFU(16), new)):
-        owners = Owners(Dynamic(2 * SHARDS, evict=evict), 1)
+        owners = Owners(FineDynamic(2 * SHARDS, evict=evict), 1)
         for ids in [{old}] * 40 + [{new}] * 20 + [{last + 1}] * 3 + [{last}]:
             owners.plan(ids)
         assert {entry[2] for entry in owners.state() if entry[0] == 5} == {kept, last}
 
 
 def test_all_new_all_turned_away_and_one_row_a_shard():
-    rules = Dynamic(1)  # 4,096: one row in each shard
+    rules = FineDynamic(1)  # one row in each shard
     owners = Owners(rules, 1)
     assert rules.rows == SHARDS
     first, second = ({id_in(s, n) for s in range(SHARDS)} for n in (0, 1))
@@ -204,6 +226,41 @@ def test_all_new_all_turned_away_and_one_row_a_shard():
         assert owners.plan(second)[1][0].figures.turned_away == SHARDS
     assert owners.plan(second)[1][0].figures.evicted == SHARDS
     assert {entry[2] for entry in owners.state()} == second
+
+
+PATTERNS = {
+    "consecutive": lambda n: torch.arange(n),
+    "strided": lambda n: torch.arange(n) * 4096 - (1 << 40),
+    "hashed": lambda n: torch.from_numpy(np.random.default_rng(n).integers(-(2**63), 2**63, n)),
+    "strings": lambda n: hash_ids([f"sku-{number}" for number in range(n)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "pattern"),
+    [
+        (rows, pattern)
+        for rows in (1000, 1500, 5000, 20_000, 100_000, 1_000_000)
+        for pattern in PATTERNS
+        if pattern != "strings" or rows <= 20_000  # slow to hash, and like others then
+    ],
+)
+def test_nine_tenths_of_as_many_ids_as_rows_have_one(rows, pattern):
+    rules, ids = Dynamic(rows), PATTERNS[pattern](rows)
+    directory = Directory(rules, 0, rules.shards)
+    keys = compute_keys(ids)
+    for batch in keys.chunk(10):
+        directory.plan(batch.sort().values.numpy())
+    resident = int((directory.find(keys) >= 0).sum())
+    assert resident == directory.used >= 0.9 * rows
+
+
+def test_the_number_of_shards_follows_the_capacity():
+    for rows in (1, 4096, 4097, 20_000, 520_192, 520_193, 10**6, 50_000_000):
+        rules = Dynamic(rows)
+        assert rules.rows == -(-rows // SHARDS) * SHARDS == rules.shards * rules.shard_rows
+        assert (rules.shards == SHARDS) == (rows > 520_192)  # as before: the same decisions
+        assert 128 <= rules.shard_rows < 256 or rules.shards == SHARDS
 
 
 def test_memory_beside_the_rows():

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from helpers.collisions import batch_of
+from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import CHURN, build
 from helpers.toys import Clicks
 from hypothesis import given, settings
@@ -43,8 +44,9 @@ WORTH = st.dictionaries(st.integers(-50, 50), st.integers(0, 3 * SAMPLE), max_si
 @settings(max_examples=30, deadline=None)
 def test_counts_are_those_of_a_dictionary_and_can_be_taken_back(stream, cut):
     """One owner, or two that have divided the shards; the buckets of 101 ids are all different."""
-    whole = DrawCounts(0, SHARDS, 16)
-    parts = [DrawCounts(0, cut, 16), DrawCounts(cut, SHARDS - cut, 16)]
+    rules = FineDynamic(16 * SHARDS)
+    whole = DrawCounts(rules, 0, SHARDS)
+    parts = [DrawCounts(rules, 0, cut), DrawCounts(rules, cut, SHARDS)]
     total: Counter[int] = Counter()
     for batch in stream:
         keys, worth = keys_of(batch), torch.tensor(list(batch.values()), dtype=torch.int64)
@@ -66,9 +68,10 @@ def test_counts_are_those_of_a_dictionary_and_can_be_taken_back(stream, cut):
 
 
 def test_ids_that_share_buckets_look_more_probable_and_the_room_is_bounded():
-    counts = DrawCounts(0, SHARDS, 10**6)
+    counts = DrawCounts(freescale.Dynamic(10**6 * SHARDS), 0, SHARDS)
     assert counts.sums.nbytes == SHARDS * 2 * MOST_BUCKETS * 8
-    small = DrawCounts(0, SHARDS, 1)  # all ids of a shard share theirs
+    rules = freescale.Dynamic(1)
+    small = DrawCounts(rules, 0, rules.shards)  # all ids of a 4,096th share theirs
     ids = range(20_000)
     worth = torch.arange(1, 20_001)
     small.add(keys_of(ids), worth)

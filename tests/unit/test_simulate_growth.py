@@ -33,7 +33,7 @@ def test_shards_fill_as_hashing_fills_them(mean, room):
 
 def test_rows_are_those_of_a_directory_that_evicts():
     rules = Dynamic(50 * SHARDS, evict="lru")
-    directory, generator = Directory(rules, 0, SHARDS), np.random.default_rng(0)
+    directory, generator = Directory(rules, 0, rules.shards), np.random.default_rng(0)
     seen, steps, rows = set(), [], []
     for _ in range(5):
         ids = generator.integers(-(2**62), 2**62, 60_000)
@@ -77,7 +77,7 @@ def test_ids_of_a_file_are_admitted_as_in_training(tmp_path):
     options = {"any_ids": True, "in_batch_share": 1.0, "negatives": 3}
     source = RecordedWorkload(path, 4, cap=10, seed=0, **options)
     rules = Dynamic(SHARDS * 8, Seen(2))
-    directory, used = Directory(rules, 0, SHARDS), []
+    directory, used = Directory(rules, 0, rules.shards), []
     data = Histories(path, 4, max_length=10, seed=0, **options)
     for number in range(6):
         batch = data.batch(number)

@@ -6,7 +6,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-SHARDS = 4096  # virtual shards, whatever the number of ranks
+# Virtual shards of a large table, whatever the number of ranks. A small one has fewer, so that each
+# has SHARD_ROWS rows: hashing fills shards unevenly. If as many ids come as there are rows, a share
+# of 0.4 / sqrt(rows of a shard) finds its shard full.
+SHARDS = 4096
+SHARD_ROWS = 128
 ENTRY_BYTES = 24  # of memory for an id that has a row, or is counted; at most
 # Of the row that ids without one read, where it is learned; no other id should be this number.
 DEFAULT_ID = -5322254210574113211
@@ -45,11 +49,11 @@ class Seen:
 @dataclass(frozen=True)
 class After:
     """Removes rows that no step has used for a while; a row is never evicted for another one. Each
-    step looks through one of the 4,096 shards.
+    step looks through one shard.
 
     Args:
-        steps: a row goes once its last use is more than this many steps ago, at the latest 4,096
-            steps later.
+        steps: a row goes once its last use is more than this many steps ago, at the latest as many
+            steps later as the table has shards: 4,096 from 520,193 rows on, else fewer.
     """
 
     steps: int
@@ -160,20 +164,35 @@ class Dynamic:
         return self.map == "device" or (self.map == AUTO and self._suits_device)
 
     @property
+    def rows(self) -> int:
+        return _round_up(parse_count(self.capacity))
+
+    @property
+    def shards(self) -> int:
+        """Virtual shards: a power of two up to SHARDS, a function of the capacity alone."""
+        return min(SHARDS, 1 << (self.rows // SHARD_ROWS).bit_length() - 1)
+
+    @property
+    def shard_bits(self) -> int:
+        """Bits of a hash below its shard."""
+        return 65 - self.shards.bit_length()
+
+    @property
     def shard_rows(self) -> int:
         """Rows of each virtual shard."""
-        return -(-parse_count(self.capacity) // SHARDS)
+        return self.rows // self.shards
+
+    @property
+    def counters(self) -> int:
+        """Ids that are counted before they are admitted; 0 if all are admitted at once."""
+        if self.admit.batches == 1:
+            return 0
+        return self.rows if self.admit.room is None else _round_up(self.admit.room)
 
     @property
     def shard_counters(self) -> int:
-        """Ids that each virtual shard counts before it admits them; 0 if it admits all."""
-        if self.admit.batches == 1:
-            return 0
-        return self.shard_rows if self.admit.room is None else -(-self.admit.room // SHARDS)
-
-    @property
-    def rows(self) -> int:
-        return self.shard_rows * SHARDS
+        """The same of each virtual shard."""
+        return self.counters // self.shards
 
     @property
     def map_bytes(self) -> int:
@@ -183,18 +202,23 @@ class Dynamic:
     @property
     def counter_bytes(self) -> int:
         """Of host memory, over all ranks: ids that are counted before they are admitted."""
-        return self.shard_counters * SHARDS * ENTRY_BYTES
+        return self.counters * ENTRY_BYTES
 
     def describe(self) -> list[object]:
         """Plain JSON that tells tables apart which do not hold the same: for checkpoints."""
         further = {"draws": self.draws is not None, LEARNED: self.default == LEARNED}
-        return ["dynamic", self.shard_counters, *(name for name, there in further.items() if there)]
+        counters = self.counters // SHARDS  # whatever the number of shards: as it always was
+        return ["dynamic", counters, *(name for name, there in further.items() if there)]
 
     def __str__(self) -> str:
         evict = _EVICTIONS[self.evict] if isinstance(self.evict, str) else str(self.evict)
         default = ", others read a learned row" if self.default == LEARNED else ""
         where = f", map on the {self.map}" if self.map != AUTO else ""
         return f"dynamic, {self.admit}, {evict}{default}{where}"
+
+
+def _round_up(count: int) -> int:
+    return -(-count // SHARDS) * SHARDS
 
 
 def parse_count(count: int | str) -> int:

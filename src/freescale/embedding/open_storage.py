@@ -39,7 +39,7 @@ def open_storage(
         draws = None
         if layout.rules.draws is not None:
             where = home if layout.rules.maps_on_device else torch.device("cpu")
-            draws = DrawCounts(first, last - first, layout.rules.shard_rows, where)
+            draws = DrawCounts(layout.rules, first, last, where)
         rows = DynamicStorage(rows, open_directory(layout.rules, shards, home), draws)
     return rows
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from freescale.embedding.dynamic_rules import SHARDS, Dynamic
+from freescale.embedding.dynamic_rules import Dynamic
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def predict_growth(
     """
     found = []
     for count, ids in zip(steps, admitted, strict=True):
-        rows = SHARDS * _fill_shard(ids / SHARDS, rules.shard_rows)
+        rows = rules.shards * _fill_shard(ids / rules.shards, rules.shard_rows)
         found.append(Growth(count, ids, rows, rows / rules.rows, rows * row_bytes))
     return found
 

@@ -20,7 +20,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.negatives import choose_log_q, choose_negatives
 from freescale.embedding.dynamic.draws import DrawCounts
-from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
+from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange, UpdateOptions
 from freescale.kernels import dispatch
@@ -155,7 +155,7 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
     """What the map of a dynamic table does for a batch, and when it is loaded."""
     kernels = dispatch.choose_id_map(device)
     rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # of a shard: more make no difference
-    held = kernels.allocate(ACTIONS, rows, 0, device)
+    held = kernels.allocate(ACTIONS, rows, 0, device, rules.shard_bits)
     keys = torch.arange(ITEMS, device=device)
     order = {"by_count": rules.evict == "lfu", "evicts": not isinstance(rules.evict, After)}
     kernels.rebuild(held)
@@ -182,7 +182,7 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
 def call_draws(rules: Dynamic, device: torch.device) -> None:
     """What a dynamic table does for log-q."""
     kernels, keys = dispatch.choose_draws(device), torch.zeros(1, dtype=torch.int64, device=device)
-    sums = DrawCounts(SHARDS // 2, 1, rules.shard_rows, device).sums
+    sums = DrawCounts(rules, 0, 1, device).sums
     for back in (False, True):
         kernels.add_draws(sums, keys, keys, 0, take_back=back)
     kernels.estimate_log(sums, keys, 0)

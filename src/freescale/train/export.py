@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
+from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import spread_ids
 from freescale.train.checkpoint import (
     Intact,
@@ -19,6 +19,7 @@ from freescale.train.checkpoint import (
     verify_checkpoint,
 )
 from freescale.train.checkpoint.delta import TablePart, apply_deltas
+from freescale.train.checkpoint.overview import read_tensors
 from freescale.train.run_folder import copy_file
 from freescale.transport.local import LocalTransport
 
@@ -79,7 +80,7 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     )
     for name, (rows, width, kind, _, *dynamic) in state["tables"].items():
         if dynamic:
-            tensors = _read_dynamic(checkpoint, name, rows, width, _DTYPES[kind])
+            tensors = _read_dynamic(checkpoint, name, rows)
             if LEARNED in dynamic:
                 default = tensors["ids"] == DEFAULT_ID
                 weight = tensors["weight"]
@@ -94,20 +95,11 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
         yield _write({"weight": weight}, tables[name])
 
 
-def _read_dynamic(
-    checkpoint: Intact, name: str, rows: int, width: int, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _read_dynamic(checkpoint: Intact, name: str, rows: int) -> dict[str, torch.Tensor]:
     """`ids` [n] that have a row, ascending, and `weight` [n, width]."""
-    parts = {
-        "rows": torch.empty(rows, width, dtype=dtype),
-        "ids": torch.empty(rows, dtype=torch.int64),
-        "last_use": torch.empty(rows, dtype=torch.int32),
-    }
-    stored = {
-        f"table/{name}/{part}": value.view(SHARDS, -1, *value.shape[1:])
-        for part, value in parts.items()
-    }
-    _fill(stored, checkpoint.base.path)
+    names = {f"table/{name}/{part}": part for part in ("rows", "ids", "last_use")}
+    stored = read_tensors(checkpoint.base.path, names.__contains__)
+    parts = {names[label]: value.flatten(0, 1) for label, value in stored.items()}
     apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, parts)})
     used = (parts["last_use"] >= 0).nonzero().view(-1)
     used = used[parts["ids"][used].argsort()]

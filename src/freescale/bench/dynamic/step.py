@@ -232,7 +232,7 @@ def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
     while storage.directory.used < 0.99 * room or number < rows:
         ids = torch.arange(number, number + size, device=storage.weight.device)
         keys = compute_keys(torch.where(ids < rows, ids, -ids))  # behind the catalogue: others
-        shard = (keys >> 52) + SHARDS // 2
+        shard = (keys >> group.layout.rules.shard_bits) + group.layout.rules.shards // 2
         storage.make_resident(keys[(shard >= first) & (shard < last)], ledger)
         storage.begin()
         number += size

@@ -27,7 +27,7 @@ class ShardsStruct(Structure):
     """`Shards` of shards.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("shards", "rows", "buckets", "ahead")),
+        *((name, c_int64) for name in ("shards", "rows", "buckets", "ahead", "bits")),
         *((name, c_void_p) for name in ("ids", "last", "count", "map", "used", "low")),
         *((name, c_void_p) for name in ("queue", "queue_at", "queue_end", "bound")),
     ]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, get_shard_tensors
 from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
-from freescale.embedding.dynamic_rules import PINNED, SHARDS, After, Dynamic
+from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
 from freescale.kernels.dispatch import choose_id_map
 from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
 from freescale.streams import InTurn
@@ -72,7 +72,9 @@ class DeviceDirectory:
         self._rules, self._shards, self._device = rules, (first_shard, last_shard), device
         self._kernels = choose_id_map(device)
         count = last_shard - first_shard
-        self.map = self._kernels.allocate(count, rules.shard_rows, first_shard, device)
+        self.map = self._kernels.allocate(
+            count, rules.shard_rows, first_shard, device, rules.shard_bits
+        )
         shards = first_shard, last_shard
         self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
@@ -164,7 +166,7 @@ class DeviceDirectory:
     def _sweep(self, batch: int) -> Contents | None:
         """What was there before, in the shard whose turn it is. Tells the host how many went."""
         evict, (first, last), rows = self._rules.evict, self._shards, self.map.rows
-        turn = batch % SHARDS
+        turn = batch % self._rules.shards
         if not isinstance(evict, After) or not first <= turn < last:
             return None
         begin = (turn - first) * rows
@@ -235,7 +237,7 @@ class DeviceDirectory:
         """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
         of ids that have no row."""
         counters = None if self._waiting is None else self._waiting.counters
-        return get_shard_tensors(self.clock, counters)
+        return get_shard_tensors(self.clock, self._shards, counters)
 
     def end_reading(self) -> None:
         """What was read of `get_tensors` on the current stream is before the next work."""

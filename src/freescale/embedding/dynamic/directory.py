@@ -31,7 +31,7 @@ from freescale.embedding.dynamic.bindings import (
     address,
     load_dynamic,
 )
-from freescale.embedding.dynamic_rules import LFU, PINNED, SHARDS, After, Dynamic
+from freescale.embedding.dynamic_rules import LFU, PINNED, After, Dynamic
 from freescale.kernels.upload import upload
 
 Numbers = NDArray[np.int64]
@@ -82,8 +82,8 @@ def mark_any(marks: Tensor, inverse: Tensor, count: int) -> Tensor:
 class ShardArrays:
     """Entries of some virtual shards, as arrays that C works on."""
 
-    def __init__(self, shards: int, rows: int) -> None:
-        """`rows`: of each shard."""
+    def __init__(self, shards: int, rows: int, bits: int) -> None:
+        """`rows`: of each shard; `bits`: of a hash, below its shard."""
         buckets, ahead = max(4, -(-rows * 3 // 2)), max(1, rows // 4)
         self.ids = np.zeros(shards * rows, np.int64)
         self.last = np.full(shards * rows, -1, np.int32)  # batch of the last use; -1: empty
@@ -93,7 +93,7 @@ class ShardArrays:
         self._numbers = np.zeros((5, shards), np.int32)
         arrays = (self.ids, self.last, self.count, self._map, *self._numbers[:2], self._queue)
         self.struct = ShardsStruct(
-            shards, rows, buckets, ahead, *map(address, (*arrays, *self._numbers[2:]))
+            shards, rows, buckets, ahead, bits, *map(address, (*arrays, *self._numbers[2:]))
         )
 
     @property
@@ -122,9 +122,9 @@ class Directory:
         """For the shards [first, last). ValueError without a C compiler."""
         self._library = load_dynamic()
         self._rules, self._shards = rules, (first_shard, last_shard)
-        count = last_shard - first_shard
-        self.rows = ShardArrays(count, rules.shard_rows)
-        self.counters = ShardArrays(count, rules.shard_counters) if rules.shard_counters else None
+        count, bits, counters = last_shard - first_shard, rules.shard_bits, rules.shard_counters
+        self.rows = ShardArrays(count, rules.shard_rows, bits)
+        self.counters = ShardArrays(count, counters, bits) if counters else None
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
 
     @property
@@ -235,7 +235,7 @@ class Directory:
     def get_shard_tensors(self) -> dict[str, Tensor]:
         """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
         of ids that have no row."""
-        return get_shard_tensors(self.clock, self.counters)
+        return get_shard_tensors(self.clock, self._shards, self.counters)
 
     def end_reading(self) -> None:
         """Nothing reads the arrays any more."""
@@ -245,12 +245,14 @@ class Directory:
         return self.rows.struct, self.counters.struct if self.counters is not None else None
 
 
-def get_shard_tensors(clock: Numbers, counters: ShardArrays | None) -> dict[str, Tensor]:
-    """As tensors [shards, ...]."""
-    found = {"batches": torch.from_numpy(clock)}
+def get_shard_tensors(
+    clock: Numbers, shards: tuple[int, int], counters: ShardArrays | None
+) -> dict[str, Tensor]:
+    """Of the shards [first, last), as tensors [shards, ...]."""
+    found = {"batches": torch.from_numpy(clock)[: shards[1] - shards[0]]}
     if counters is not None:
         for name, value in counters.get_tensors().items():
-            found[f"counters.{name}"] = value.view(clock.size, -1)
+            found[f"counters.{name}"] = value.view(-1, counters.struct.rows)
     return found
 
 
@@ -259,7 +261,7 @@ def describe_rules(rules: Dynamic, shards: tuple[int, int], batch: int) -> Rules
     evict, (first, last) = rules.evict, shards
     after, swept = 0, -1
     if isinstance(evict, After):
-        after, turn = evict.steps, batch % SHARDS
+        after, turn = evict.steps, batch % rules.shards
         swept = turn - first if first <= turn < last else -1
     return RulesStruct(
         first_shard=first,

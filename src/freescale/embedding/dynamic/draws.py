@@ -1,12 +1,13 @@
 """How probable ids are as in-batch negatives, from counts over the batches so far.
 
 A draw is a sample of the batch, then one of its ids: an id of a sample with n of them is worth 1/n,
-in integer parts of `SAMPLE`. Each virtual shard sums up what its ids are worth in two rows of
+in integer parts of `SAMPLE`. A table is divided into 4,096 parts by the upper bits of the hash, one
+or more of which are a virtual shard. Each part sums up what its ids are worth in two rows of
 buckets, an id in one of each by its hash, and takes the smaller sum (a count-min sketch). The room
 is bounded whatever comes and goes; ids that share both buckets with others look more probable than
-they are. Sums are of integers, and shards are those of the table: they depend on the global batches
-alone, never on the number of ranks, and what a batch has added can be taken back. They lie where
-the table's map does: on a GPU nothing of it comes to the host.
+they are. Sums are of integers: they depend on the global batches alone, never on the number of
+ranks, and what a batch has added can be taken back. They lie where the table's map does: on a GPU
+nothing of it comes to the host.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic_rules import SHARDS
+from freescale.embedding.dynamic_rules import SHARDS, Dynamic
 from freescale.kernels.dispatch import choose_draws
 from freescale.kernels.draw_buckets import ROWS
 from freescale.streams import InTurn
 
 SAMPLE = 1 << 20  # what the ids of a sample are worth together
-MOST_BUCKETS = 1024  # of a row of a shard: 64 MiB over all ranks
+MOST_BUCKETS = 1024  # of a row of a part: 64 MiB over all ranks
 _CPU = torch.device("cpu")
 
 
@@ -38,16 +39,13 @@ class DrawCounts:
     """Of some virtual shards. Keys and what they are worth come on the device of the sums."""
 
     def __init__(
-        self,
-        first_shard: int,
-        shards: int,
-        shard_rows: int,
-        device: torch.device = _CPU,
+        self, rules: Dynamic, first_shard: int, last_shard: int, device: torch.device = _CPU
     ) -> None:
-        """`shard_rows`: rows of the table in each shard; a shard has no more buckets in a row."""
-        size = ROWS * min(shard_rows, MOST_BUCKETS)
-        self.sums = torch.zeros(shards, size, dtype=torch.int64, device=device)
-        self._lowest = first_shard - SHARDS // 2  # as keys begin
+        """For the shards [first, last). A part has no more buckets in a row than rows."""
+        size, parts = ROWS * min(rules.rows // SHARDS, MOST_BUCKETS), SHARDS // rules.shards
+        count = (last_shard - first_shard) * parts
+        self.sums = torch.zeros(count, size, dtype=torch.int64, device=device)
+        self._lowest = first_shard * parts - SHARDS // 2  # as keys begin
         self._kernels = choose_draws(device)
         self._in_turn = InTurn(device)  # lanes count, and the main thread may take back
 

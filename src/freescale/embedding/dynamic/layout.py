@@ -1,9 +1,10 @@
 """Where an id of a dynamic table belongs. Pure integer arithmetic.
 
-A key is the id's hash, a bijection of 64 bits, ordered as a signed number. Its upper 12 bits are
-the virtual shard, and ranks own contiguous ranges of shards: sorted keys are grouped by owner, and
-within it by shard. Row number r of a shard has position shard * rows of a shard + r in the table,
-whatever the number of ranks, so that a checkpoint is one plain array.
+A key is the id's hash, a bijection of 64 bits, ordered as a signed number. Its upper bits are the
+virtual shard, 12 of them in a large table, and ranks own contiguous ranges of shards: sorted keys
+are grouped by owner, and within it by shard. If there are more ranks than shards, the last ones own
+nothing. Row number r of a shard has position shard * rows of a shard + r in the table, whatever the
+number of ranks, so that a checkpoint is one plain array.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic_rules import SHARDS, Dynamic
+from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.layout import TableSpec
 from freescale.random import mix
 
 _SIGN = -(1 << 63)
-_BITS = 52  # of a key, below its shard
 _LAST = (1 << 63) - 1  # the largest key
 
 
@@ -43,7 +43,7 @@ class DynamicLayout:
     @property
     def _block(self) -> int:
         """Shards of each rank (the last ranks may own fewer)."""
-        return -(-SHARDS // self.world)
+        return -(-self.rules.shards // self.world)
 
     @property
     def size(self) -> int:
@@ -56,7 +56,8 @@ class DynamicLayout:
 
     def get_owned_shards(self, rank: int) -> tuple[int, int]:
         """[first, last) shards of a rank."""
-        return min(rank * self._block, SHARDS), min((rank + 1) * self._block, SHARDS)
+        shards = self.rules.shards
+        return min(rank * self._block, shards), min((rank + 1) * self._block, shards)
 
     def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
         """[first, last) positions of a rank."""
@@ -79,12 +80,14 @@ class DynamicLayout:
     def list_edges(self, device: torch.device) -> Tensor:
         """[world]: keys of rank r are below edge r; the largest key of all is below none."""
         shards = [self.get_owned_shards(rank)[1] for rank in range(self.world)]
-        edges = [(shard << _BITS) + _SIGN if shard < SHARDS else _LAST for shard in shards]
+        bits, all_shards = self.rules.shard_bits, self.rules.shards
+        edges = [(shard << bits) + _SIGN if shard < all_shards else _LAST for shard in shards]
         return torch.tensor(edges, dtype=torch.int64, device=device)
 
     def count_above(self, keys: Tensor) -> Tensor:
         """[world]: different keys of each rank that are not below its edge."""
         counts = torch.zeros(self.world, dtype=torch.int64, device=keys.device)
-        owner = next(r for r in range(self.world) if self.get_owned_shards(r)[1] == SHARDS)
+        last = self.rules.shards
+        owner = next(r for r in range(self.world) if self.get_owned_shards(r)[1] == last)
         counts[owner] = (keys == _LAST).any()
         return counts

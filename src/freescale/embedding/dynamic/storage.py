@@ -34,7 +34,7 @@ from torch import Tensor
 from freescale.embedding.dynamic.device_directory import Deciding, DeviceDirectory
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
 from freescale.embedding.dynamic.draws import BatchDraws, DrawCounts
-from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
+from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
 from freescale.kernels.dispatch import choose_row_exchange, fits_exchange
 from freescale.kernels.reference.row_sums import SortedRows
@@ -411,7 +411,9 @@ class DynamicStorage(RowStorage):
         that have no row, and those of draws."""
         found = self.directory.get_shard_tensors()
         if self.draws is not None:
-            found["draws"] = self.draws.sums
+            assert self.spec.dynamic is not None
+            parts = SHARDS // self.spec.dynamic.shards
+            found["draws"] = self.draws.sums.view(-1, parts * self.draws.sums.shape[1])
         return found
 
     def reload(self) -> None:

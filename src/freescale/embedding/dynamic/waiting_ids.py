@@ -37,7 +37,8 @@ class WaitingIds:
         """ValueError without a C compiler."""
         self._library = load_dynamic()
         self._rules, self._shards = rules, shards
-        self.counters = ShardArrays(shards[1] - shards[0], rules.shard_counters)
+        count = shards[1] - shards[0]
+        self.counters = ShardArrays(count, rules.shard_counters, rules.shard_bits)
 
     def count(self, missing: Missing, room: Tensor, batch: int) -> Admitted:
         """Counts missing ids, as many of which as there is `room` [shards] for may be admitted.

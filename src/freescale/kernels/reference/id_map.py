@@ -2,8 +2,8 @@
 torch, by sorting all ids. What embedding/dynamic/device_directory.py makes decisions of.
 
 Ids are in virtual shards of `rows` entries each, a shard after the other: an entry is a row of the
-table. A key is an id's hash with the sign flipped (embedding/dynamic/layout.py); its upper 12 bits
-are the shard. Whatever a batch changes is swapped with what was there before, so that the same call
+table. A key is an id's hash with the sign flipped (embedding/dynamic/layout.py); its upper bits are
+the shard. Whatever a batch changes is swapped with what was there before, so that the same call
 takes it back.
 
 On a device, lists whose length only the device knows have the length of the input, and anything
@@ -21,7 +21,6 @@ from torch import Tensor
 EMPTY = -1  # `last` of an entry that holds no id
 MOST = 2**31 - 1  # a count stays there
 _SIGN = -(1 << 63)
-_BITS = 52  # of a hash, below its shard
 _FIRST, _SECOND = 0x319642B2D24D8EC3, 0x96DE1B173F119089 - (1 << 64)
 
 
@@ -32,6 +31,7 @@ class IdMap:
     shards: int
     rows: int  # of a shard
     first_shard: int
+    bits: int  # of a hash, below its shard
     # Of an entry, side by side in 16 bytes: who finds its id has the others with it.
     ids: Tensor  # [shards * rows] int64, every second one of its memory
     last: Tensor  # [shards * rows] int32, batch of the last use; EMPTY: no id
@@ -84,13 +84,13 @@ class Missing:
     counts: Tensor | None = None  # [n] int32: batches that they occurred in; None: this one
 
 
-def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> IdMap:
+def allocate(shards: int, rows: int, first_shard: int, device: torch.device, bits: int) -> IdMap:
     """A map without ids."""
     entries = torch.zeros(shards * rows, 2, dtype=torch.int64, device=device)
     _, _, last, count = entries.view(torch.int32).unbind(1)
     last.fill_(EMPTY)
     words = torch.zeros(0, dtype=torch.int32, device=device)
-    return IdMap(shards, rows, first_shard, entries[:, 0], last, count, words)
+    return IdMap(shards, rows, first_shard, bits, entries[:, 0], last, count, words)
 
 
 def compute_ids(keys: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | Non
         places = places[counted[places] != 0]
     keys = torch.unique(keys[places])
     ids = compute_ids(keys)
-    shard = _shift(keys ^ _SIGN, _BITS) - map.first_shard
+    shard = _shift(keys ^ _SIGN, map.bits) - map.first_shard
     order = ids.argsort()
     order = order[shard[order].argsort(stable=True)]
     wanted = torch.bincount(shard, minlength=map.shards)

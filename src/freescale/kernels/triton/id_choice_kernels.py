@@ -169,11 +169,11 @@ def room_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["shards", "padded", "first_shard", "rows", "limit"],
+    do_not_specialize=["shards", "padded", "first_shard", "bits", "rows", "limit"],
     do_not_specialize_on_alignment=["keys"],
 )
 def choose_kernel(
-    ids, keys, scratch, choices, sums, told, shards, padded, first_shard, rows, limit,
+    ids, keys, scratch, choices, sums, told, shards, padded, first_shard, bits, rows, limit,
     BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     SCAN: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +184,7 @@ def choose_kernel(
     the shard. The last program scans how many each shard has taken, and sums up what shards have
     taken, evicted and wanted: sums [3], and told [3], if there is one."""
     if keys is not None:
-        collect(keys, scratch, choices, shards, padded, first_shard, SCAN)
+        collect(keys, scratch, choices, shards, padded, first_shard, bits, SCAN)
     # Triton's loops know no name of two types: `_` is another one below.
     wanted, claims, missing, places = split_scratch(scratch, shards, padded)
     starts, targets, taken, evicted, ordered, numbers, chosen = split_choices(

@@ -66,10 +66,10 @@ REBUILT = 1 << 22  # entries that are put in at a time
 _LIMIT = 2**31 - 1
 
 
-def allocate(shards: int, rows: int, first_shard: int, device: torch.device) -> IdMap:
+def allocate(shards: int, rows: int, first_shard: int, device: torch.device, bits: int) -> IdMap:
     """A map without ids."""
     require_gpu(device, "kernels.reference.id_map")
-    plain = reference.allocate(shards, rows, first_shard, device)
+    plain = reference.allocate(shards, rows, first_shard, device, bits)
     words = torch.zeros(shards, count_buckets(rows), WORDS, dtype=torch.int32, device=device)
     return replace(plain, words=words, zeros=Zeros(device))
 
@@ -174,7 +174,7 @@ def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | N
     memory = missing.scratch, missing.choices, *missing.sizes
     _launch(
         claim_kernel, n, device, BLOCK, keys, counted, map.zeros.words, lookup.number, *memory,
-        map.first_shard, COUNTED=counted is not None, SHARD_BLOCK=SHARD_BLOCK,
+        map.first_shard, map.bits, COUNTED=counted is not None, SHARD_BLOCK=SHARD_BLOCK,
     )  # fmt: skip
     if not n:
         choices.zero_()
@@ -187,7 +187,7 @@ def order(map: IdMap, missing: Listed) -> Missing:
 
     n, memory = missing.n, (missing.scratch, missing.choices, *missing.sizes)
     device = missing.scratch.device
-    _launch(collect_kernel, n, device, BLOCK, missing.keys, *memory, map.first_shard)
+    _launch(collect_kernel, n, device, BLOCK, missing.keys, *memory, map.first_shard, map.bits)
     if n and map.shards:
         with use_device(device):
             launch_kernel(
@@ -244,8 +244,8 @@ def place(
     with use_device(device):
         launch_kernel(
             choose_kernel, (map.shards,), map.ids, missing.keys, *memory, sums, told,
-            *missing.sizes, map.first_shard, map.rows, limit, BY_COUNT=by_count, EVICTS=evicts,
-            SCAN=SCAN_BLOCK, SHARD_BLOCK=SHARD_BLOCK, **_divide(map.rows),
+            *missing.sizes, map.first_shard, map.bits, map.rows, limit, BY_COUNT=by_count,
+            EVICTS=evicts, SCAN=SCAN_BLOCK, SHARD_BLOCK=SHARD_BLOCK, **_divide(map.rows),
         )  # fmt: skip
         placed = allocate_noted(n, 3, device)
         launch_kernel(
@@ -299,7 +299,7 @@ def swap_contents(
     from freescale.kernels.triton.id_map_kernels import put_in_kernel, take_out_kernel
 
     n, memory, device = contents.n, contents.memory, contents.memory.device
-    measures = _measure(map)[1:]
+    measures = _measure(map)[2:]
     _launch(
         take_out_kernel, n, device, BLOCK, map.words, map.ids, map.last, map.count, memory, total,
         came, contents.padded, n, *measures,
@@ -319,13 +319,14 @@ def rebuild(map: IdMap) -> None:
         n = min(REBUILT, map.ids.numel() - begin)
         _launch(
             put_in_kernel, n, map.ids.device, BLOCK, map.words, map.ids, map.last, None, None, n,
-            begin, *_measure(map)[1:], ALL=True,
+            begin, *_measure(map)[2:], ALL=True,
         )  # fmt: skip
 
 
-def _measure(map: IdMap) -> tuple[int, int, int, int]:
-    """(its first shard, rows of a shard, its buckets, bits of a row's number counted from 1)."""
-    return map.first_shard, map.rows, map.words.shape[1], map.rows.bit_length()
+def _measure(map: IdMap) -> tuple[int, int, int, int, int]:
+    """(its first shard, bits of a hash below the shard, rows of a shard, its buckets, bits of a
+    row's number counted from 1)."""
+    return map.first_shard, map.bits, map.rows, map.words.shape[1], map.rows.bit_length()
 
 
 def _launch(

@@ -62,13 +62,13 @@ def load_hashes(keys, i, there):
 
 
 @triton.jit
-def find_shard(hash):
-    return (hash >> 52).to(tl.int64)
+def find_shard(hash, bits):
+    return (hash >> bits.to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
 def _find_bucket(hash, buckets):
-    """Where an id begins: by the 32 bits below its shard."""
+    """Where an id begins: by the 32 bits below the 12 that a shard has at most."""
     return (((hash >> 20) & 0xFFFFFFFF).to(tl.int64) * buckets) >> 32
 
 
@@ -106,11 +106,11 @@ def split_scratch(scratch, shards, padded):
 
 @triton.jit
 def search(
-    words, ids, hash, wanted, first_shard, rows, buckets, row_bits, BLOCK: tl.constexpr
+    words, ids, hash, wanted, first_shard, bits, rows, buckets, row_bits, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The entries [BLOCK] of ids with these hashes; -1 for those that have none."""
     id = unmix(hash).to(tl.int64, bitcast=True)
-    shard = tl.where(wanted, find_shard(hash) - first_shard, 0)
+    shard = tl.where(wanted, find_shard(hash, bits) - first_shard, 0)
     tag = _make_tag(hash, row_bits)
     bucket = _find_bucket(hash, buckets)
     lane = tl.arange(0, WORDS)[None, :]
@@ -141,30 +141,30 @@ def search(
 
 # Keys, and marks of those that count, begin anywhere among those of a batch.
 @triton.jit(
-    do_not_specialize=["n", "absent", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize=["n", "absent", "first_shard", "bits", "rows", "buckets", "row_bits"],
     do_not_specialize_on_alignment=["keys"],
 )
 def find_kernel(
-    words, ids, keys, found, n, absent, first_shard, rows, buckets, row_bits,
+    words, ids, keys, found, n, absent, first_shard, bits, rows, buckets, row_bits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[i]: the entry of keys[i], or `absent`."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     hash = load_hashes(keys, i, i < n)
-    entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, BLOCK)
+    entry = search(words, ids, hash, i < n, first_shard, bits, rows, buckets, row_bits, BLOCK)
     tl.store(found + i, tl.where(entry < 0, absent, entry), mask=i < n)
 
 
 @triton.jit(
     do_not_specialize=[
-        "number", "shards", "padded", "n", "absent", "batch", "first_shard", "rows", "buckets",
-        "row_bits",
+        "number", "shards", "padded", "n", "absent", "batch", "first_shard", "bits", "rows",
+        "buckets", "row_bits",
     ],
     do_not_specialize_on_alignment=["keys"],
 )  # fmt: skip
 def look_up_kernel(
     words, ids, last, count, keys, found, noted, scratch, numbers, number, shards, padded,
-    n, absent, batch, first_shard, rows, buckets, row_bits,
+    n, absent, batch, first_shard, bits, rows, buckets, row_bits,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[i]: the entry of keys[i], or `absent`, and i among the places, how many of which there
@@ -183,7 +183,7 @@ def look_up_kernel(
         tl.store(scratch + CLAIMED, 0)
         tl.store(scratch + CHOSEN, 0)
     hash = load_hashes(keys, i, i < n)
-    entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, BLOCK)
+    entry = search(words, ids, hash, i < n, first_shard, bits, rows, buckets, row_bits, BLOCK)
     there = entry >= 0
     now = tl.zeros([BLOCK], tl.int32) + batch
     before = tl.atomic_xchg(last + entry * USE, now, mask=there, sem="relaxed")
@@ -201,18 +201,18 @@ def look_up_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["n", "absent", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize=["n", "absent", "first_shard", "bits", "rows", "buckets", "row_bits"],
     do_not_specialize_on_alignment=["keys"],
 )
 def read_kernel(
-    words, ids, keys, weight, out, n, absent, first_shard, rows, buckets, row_bits,
+    words, ids, keys, weight, out, n, absent, first_shard, bits, rows, buckets, row_bits,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """out[i]: the row of keys[i], or row `absent`. A program reads R rows of up to W columns: some
     wait for the rows while others still search."""
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     hash = load_hashes(keys, i, i < n)
-    entry = search(words, ids, hash, i < n, first_shard, rows, buckets, row_bits, R)
+    entry = search(words, ids, hash, i < n, first_shard, bits, rows, buckets, row_bits, R)
     row = tl.where(entry < 0, absent, entry)
     column = tl.arange(0, W)[None, :]
     there = (i < n)[:, None] & (column < WIDTH)
@@ -221,11 +221,11 @@ def read_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["shards", "padded", "first_shard", "rows", "buckets", "row_bits"],
+    do_not_specialize=["shards", "padded", "first_shard", "bits", "rows", "buckets", "row_bits"],
     do_not_specialize_on_alignment=["keys"],
 )
 def find_again_kernel(
-    words, ids, keys, found, scratch, shards, padded, first_shard, rows, buckets, row_bits,
+    words, ids, keys, found, scratch, shards, padded, first_shard, bits, rows, buckets, row_bits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the entries of keys that had none and have one now."""
@@ -234,7 +234,7 @@ def find_again_kernel(
     there = j < tl.load(scratch)
     i = tl.load(places + j, mask=there, other=0)
     hash = load_hashes(keys, i, there)
-    entry = search(words, ids, hash, there, first_shard, rows, buckets, row_bits, BLOCK)
+    entry = search(words, ids, hash, there, first_shard, bits, rows, buckets, row_bits, BLOCK)
     tl.store(found + i, entry, mask=entry >= 0)
 
 

@@ -75,11 +75,11 @@ def scan_and_sum(counts, starts, others, more, shards, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["number", "shards", "padded", "first_shard"],
+    do_not_specialize=["number", "shards", "padded", "first_shard", "bits"],
     do_not_specialize_on_alignment=["keys", "counted"],
 )
 def claim_kernel(
-    keys, counted, totals, number, scratch, choices, shards, padded, first_shard,
+    keys, counted, totals, number, scratch, choices, shards, padded, first_shard, bits,
     COUNTED: tl.constexpr, BLOCK: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """numbers[j]: the number of the key at places[j] among the missing ones of its shard, in any
@@ -113,7 +113,7 @@ def claim_kernel(
         active = active & (held > 0) & (other != key)
         place = tl.where(active, tl.where(place + 1 < size, place + 1, 0), place)
     one = tl.zeros([BLOCK], tl.int32) + 1
-    shard = find_shard(hash) - first_shard
+    shard = find_shard(hash, bits) - first_shard
     rank = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
     tl.store(numbers + j, tl.where(first, rank, -1), mask=there)
     programs = tl.maximum(1, tl.cdiv(total, BLOCK))  # that have something to do
@@ -124,7 +124,7 @@ def claim_kernel(
 
 
 @triton.jit
-def collect(keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr):
+def collect(keys, scratch, choices, shards, padded, first_shard, bits, BLOCK: tl.constexpr):
     """Puts missing ids in the range of their shard, where claims were: all programs together."""
     _, _, missing, places = split_scratch(scratch, shards, padded)
     starts, _, _, _, _, numbers, _ = split_choices(choices, shards, padded)
@@ -135,18 +135,19 @@ def collect(keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.const
         there = rank >= 0
         i = tl.load(places + j, mask=there, other=0)
         hash = load_hashes(keys, i, there)
-        start = tl.load(starts + find_shard(hash) - first_shard, mask=there, other=0)
+        start = tl.load(starts + find_shard(hash, bits) - first_shard, mask=there, other=0)
         tl.store(missing + start + rank, unmix(hash).to(tl.int64, bitcast=True), mask=there)
 
 
 @triton.jit(
-    do_not_specialize=["shards", "padded", "first_shard"], do_not_specialize_on_alignment=["keys"]
+    do_not_specialize=["shards", "padded", "first_shard", "bits"],
+    do_not_specialize_on_alignment=["keys"],
 )
 def collect_kernel(
-    keys, scratch, choices, shards, padded, first_shard, BLOCK: tl.constexpr
+    keys, scratch, choices, shards, padded, first_shard, bits, BLOCK: tl.constexpr
 ):  # fmt: skip
     """For who wants them before entries are chosen."""
-    collect(keys, scratch, choices, shards, padded, first_shard, BLOCK)
+    collect(keys, scratch, choices, shards, padded, first_shard, bits, BLOCK)
 
 
 @triton.jit

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
+from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.chain import Intact
@@ -86,5 +89,25 @@ def load_checkpoint(
 def _load_tensors(
     path: Path, tensors: dict[str, Tensor], reader: SafeReader, transport: Transport
 ) -> None:
+    metadata = run_on_all_ranks(transport, reader.read_metadata)
+    finer = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, value in tensors.items()
+        if isinstance(entry := metadata.state_dict_metadata.get(name), TensorStorageMetadata)
+        and name.startswith(("table/", "shards/"))
+        and entry.size[0] == SHARDS > value.shape[0]
+    }
     with explain_errors(f"checkpoint {path} could not be read"):
-        load(tensors, storage_reader=reader, **coordinate(transport))
+        load(tensors | finer, storage_reader=reader, **coordinate(transport))
+    for name, whole in finer.items():
+        _join_shards(tensors[name], whole, transport)
+
+
+def _join_shards(value: Tensor, whole: Tensor, transport: Transport) -> None:
+    """Copies this rank's part of a small dynamic table that was saved, in an earlier version, in as
+    many shards as a large one has. Its own are some of those in a row: rows keep their positions.
+    The number of batches, the same in all shards, is all that has fewer elements than before."""
+    joined = whole.view(-1)[: value.numel()].view(value.shape)
+    block = -(-value.shape[0] // transport.world)  # as DynamicLayout and torch divide shards
+    own = joined[transport.rank * block : (transport.rank + 1) * block]
+    (value.to_local() if isinstance(value, DTensor) else value).copy_(own)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.packing import pack
@@ -84,8 +83,9 @@ def collect_shards(
     """The same of what virtual shards of dynamic tables hold beside their rows. Every checkpoint
     has it whole."""
     return {
-        f"shards/{name}/{part}": _shard(copy(value), SHARDS, transport)
+        f"shards/{name}/{part}": _shard(copy(value), rules.shards, transport)
         for name in names
+        if (rules := tables.specs[name].dynamic) is not None
         for part, value in tables.get_group(name).rows.get_shard_tensors().items()
     }
 
@@ -97,9 +97,10 @@ def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Te
     if tables.placements[name].kind == "replicated":
         return local
     spec = tables.specs[name]
-    if spec.dynamic is None:
+    rules = spec.dynamic
+    if rules is None:
         return _shard(local, spec.rows, transport)
-    return _shard(local.view(-1, spec.dynamic.shard_rows, *local.shape[1:]), SHARDS, transport)
+    return _shard(local.view(-1, rules.shard_rows, *local.shape[1:]), rules.shards, transport)
 
 
 def _shard(local: Tensor, rows: int, transport: Transport) -> Tensor:

@@ -112,8 +112,8 @@ def compact_last(folder: Path) -> tuple[Path, list[int]]:
 
 def _read_whole(found: Intact) -> dict[str, Tensor]:
     """All tensors of a full checkpoint of the same state."""
-    own = _read(found.path, lambda name: not name.startswith("changed/"))
-    tables = _read(found.base.path, lambda name: name.startswith("table/"))
+    own = read_tensors(found.path, lambda name: not name.startswith("changed/"))
+    tables = read_tensors(found.base.path, lambda name: name.startswith("table/"))
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in found.state["tables"]}
     for label, value in tables.items():
         name, _, part = label.removeprefix("table/").rpartition("/")
@@ -126,7 +126,8 @@ def _read_whole(found: Intact) -> dict[str, Tensor]:
     return own | tables
 
 
-def _read(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def read_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names are `wanted`, whole, as they were saved."""
     reader = SafeReader(path)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -219,9 +219,9 @@ int plan_batch(
                  room, room + rows->rows};
     int64_t to_sweep = rules->evict == AFTER ? rules->swept : -1;
     for (int64_t at = 0; at < n;) {
-        uint64_t number = hash_of(keys[at]) >> 52;
+        uint64_t number = hash_of(keys[at]) >> rows->bits;
         int64_t shard = (int64_t)number - rules->first_shard, absent = 0;
-        for (; at < n && hash_of(keys[at]) >> 52 == number; at++) {
+        for (; at < n && hash_of(keys[at]) >> rows->bits == number; at++) {
             uint64_t hash = hash_of(keys[at]);
             int64_t id = (int64_t)unmix(hash), entry = find(rows, shard, id, hash);
             found[at] = entry;
@@ -252,7 +252,7 @@ void find_batch(
     const Shards *rows, int64_t first_shard, int64_t n, const int64_t *keys, int64_t *found) {
     for (int64_t at = 0; at < n; at++) {
         uint64_t hash = hash_of(keys[at]);
-        int64_t shard = (int64_t)(hash >> 52) - first_shard;
+        int64_t shard = (int64_t)(hash >> rows->bits) - first_shard;
         found[at] = find(rows, shard, (int64_t)unmix(hash), hash);
     }
 }

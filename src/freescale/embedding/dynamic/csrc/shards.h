@@ -13,6 +13,7 @@ typedef struct {
     int64_t rows;    /* of a shard */
     int64_t buckets; /* of a shard's map */
     int64_t ahead;   /* of a shard's queue */
+    int64_t bits;    /* of a hash, below its shard */
     int64_t *ids;    /* [shards * rows] */
     int32_t *last;   /* [shards * rows] */
     int32_t *count;  /* [shards * rows] */
@@ -38,7 +39,7 @@ static inline uint64_t unmix(uint64_t x) {
     return x ^ (x >> 30) ^ (x >> 60);
 }
 
-/* The upper 12 bits of a hash are the shard; those below them choose the bucket. */
+/* The upper bits of a hash, up to 12, are the shard; 32 bits below these choose the bucket. */
 static inline int64_t home_bucket(const Shards *t, uint64_t hash) {
     return (int64_t)(((hash << 12 >> 32) * (uint64_t)t->buckets) >> 32);
 }
