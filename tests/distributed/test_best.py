@@ -15,6 +15,7 @@ from freescale import Callback, RunConfig, Trainer
 from freescale.data.synthetic import generate
 from freescale.train.best import Best
 from freescale.train.export import export_run
+from freescale.train.ranks import SampleRanks, write_ranks
 from freescale.train.run import evaluate_checkpoint
 from freescale.transport.local import LocalTransport
 
@@ -208,9 +209,11 @@ def test_an_empty_dynamic_table_is_not_the_best(data, tmp_path):
 def test_a_target_without_a_row_has_no_rank_in_the_file(data, tmp_path):
     config = configure(data, rows="item=dynamic:4096:seen=6", steps=6, keep="latest", patience=None)
     Trainer(config, tmp_path, histories=data, transport=LocalTransport()).train()
+    found = SampleRanks()
     _, _, quality = evaluate_checkpoint(
-        config, tmp_path, "test", data, LocalTransport(), ranks=tmp_path / "ranks.csv"
+        config, tmp_path, "test", data, LocalTransport(), keep=found
     )
+    write_ranks(tmp_path / "ranks.csv", data, found)
     with open(tmp_path / "ranks.csv", encoding="utf-8") as file:
         ranks = [line["rank"] for line in csv.DictReader(file)]
     assert 0 < ranks.count("") < len(ranks)

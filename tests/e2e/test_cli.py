@@ -381,7 +381,9 @@ def test_killed_rank_ends_the_run(tmp_path):
         os.kill(children[1], signal.SIGKILL)
         done = launcher.ended(180)
     assert done.returncode == 1
-    assert "killed by signal 9" in done.stderr and "died or fell silent" in done.stderr
+    assert "killed by signal 9" in done.stderr
+    if not Path("/dev/nvidiactl").exists():  # there the launcher ends the others before they notice
+        assert "died or fell silent" in done.stderr
     assert "no sign of life from rank 1" in done.stderr
     assert all(not Path(f"/proc/{child}").exists() for child in children)
     # SIGTERM, which ends survivors too, saves only where all are there

@@ -24,11 +24,12 @@ def pipeline(schedule):
 @pytest.mark.parametrize("schedule", ["serial", "staged"])
 def test_objects_are_set_aside_while_schedules_run(schedule):
     batches = [clicks_batch(3, seed) for seed in range(2)]
-    assert gc.get_freeze_count() == 0
+    before = gc.get_freeze_count()  # newer Pythons start with some
+    assert before < 10_000
     first, second = (pipeline(schedule).run(batches) for _ in range(2))
     next(first), next(second)
     assert gc.get_freeze_count() > 10_000
     list(first)
     assert gc.get_freeze_count() > 10_000  # the second still runs
     list(second)
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= before

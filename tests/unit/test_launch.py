@@ -45,7 +45,7 @@ def make_arguments(**others):
         "ids": torch.zeros(64, dtype=torch.int64),
         "keys": torch.zeros(64, dtype=torch.int64),
         "found": torch.zeros(64, dtype=torch.int64),
-        **dict.fromkeys(("n", "absent", "first_shard", "rows", "buckets", "row_bits"), 5),
+        **dict.fromkeys(("n", "absent", "first_shard", "bits", "rows", "buckets", "row_bits"), 5),
     }
     return tuple((arguments | others).values())
 
