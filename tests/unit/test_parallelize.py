@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.toys import Clicks, clicks_batch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
@@ -93,10 +94,32 @@ def frozen() -> nn.Embedding:
     return module
 
 
-def hooked() -> nn.Embedding:
+def with_hook(register: str) -> nn.Embedding:
     module = nn.Embedding(10, 4)
-    module.register_forward_hook(lambda *a: None)
+    getattr(module, register)(lambda *a: None)
     return module
+
+
+def with_weight_hook(register: str, kind: type) -> nn.Module:
+    module = kind(10, 4)
+    getattr(module.weight, register)(lambda *a: None)
+    return module
+
+
+def with_forward() -> nn.Embedding:
+    module = nn.Embedding(10, 4)
+    module.forward = lambda ids: nn.functional.embedding(ids, module.weight) * 2
+    return module
+
+
+def parametrized() -> nn.Embedding:
+    module = nn.Embedding(10, 4)
+    parametrize.register_parametrization(module, "weight", nn.Tanh())
+    return module
+
+
+def pruned() -> nn.Embedding:
+    return prune.l1_unstructured(nn.Embedding(10, 4), "weight", 0.5)
 
 
 def tied() -> Pair:
@@ -115,7 +138,21 @@ def tied() -> Pair:
         ),
         (Pair(Normed(10, 4)), "Normed is a subclass of nn.Embedding"),
         (Pair(frozen()), "its weight is frozen"),
-        (Pair(hooked()), "it has hooks"),
+        *(
+            (Pair(with_hook(f"register_{name}_hook")), "'first': it has hooks")
+            for name in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+        ),
+        *(
+            (
+                Pair(with_weight_hook(f"register_{name}", kind)),
+                "'first': its parameter 'first.weight' has hooks.*detach the rows",
+            )
+            for name in ("hook", "post_accumulate_grad_hook")
+            for kind in (nn.Embedding, nn.EmbeddingBag)
+        ),
+        (Pair(with_forward()), "'first': its forward was replaced"),
+        (Pair(parametrized()), "ParametrizedEmbedding is a subclass of nn.Embedding"),
+        (Pair(pruned()), "'first': its weight is computed from other parameters"),
         (
             Pair(nn.Embedding(10, 4, dtype=torch.bfloat16)),
             ("tables are float32 or float64, not torch.bfloat16"),

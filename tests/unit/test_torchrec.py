@@ -338,6 +338,11 @@ def collection(**options):
     )
 
 
+def with_hook(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *a: None)
+    return module
+
+
 def managed() -> nn.Module:
     from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
     from torchrec.modules.mc_modules import (
@@ -368,13 +373,14 @@ def managed() -> nn.Module:
             lambda: type("Mine", (EmbeddingBagCollection,), {})(tables=[]),
             "'x' is a Mine: it is derived from EmbeddingBagCollection",
         ),
+        (lambda: with_hook(collection()), "'x' is a EmbeddingBagCollection: it has hooks"),
         (lambda: nn.Linear(1, 1), "the model has no EmbeddingCollection"),
         (
             lambda: collection(init_fn=nn.init.zeros_),
             "'t' is on the meta device and has an init_fn",
         ),
     ],
-    ids=["virtual", "fp16", "pruned", "managed", "derived", "none", "init_fn"],
+    ids=["virtual", "fp16", "pruned", "managed", "derived", "hooks", "none", "init_fn"],
 )
 def test_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):

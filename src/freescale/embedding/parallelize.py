@@ -238,6 +238,15 @@ def _refuse_unsupported(model: nn.Module, modules: Mapping[str, AnyEmbedding], i
                 f"{type(module).__name__} is a subclass of nn.{kind.__name__} whose forward may "
                 f"differ: use nn.{kind.__name__} itself"
             )
+        elif "forward" in vars(module):
+            refused = (
+                "its forward was replaced, which would be lost: compute on the rows it returns"
+            )
+        elif "weight" not in module._parameters:
+            refused = (
+                "its weight is computed from other parameters (weight_norm, pruning), which "
+                "a table does not do: make it a plain parameter"
+            )
         elif isinstance(module, nn.EmbeddingBag) and module.mode not in POOLINGS:
             refused = (
                 f"mode {module.mode!r} is not supported, {' and '.join(POOLINGS)} are: use "
@@ -259,9 +268,25 @@ def _refuse_unsupported(model: nn.Module, modules: Mapping[str, AnyEmbedding], i
                 f"tables are float32 or float64, not {module.weight.dtype} (use autocast "
                 "for bf16 compute)"
             )
-        elif module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        elif has_hooks(module):
             refused = "it has hooks, which would be lost: put them on its parent"
+        elif module.weight._backward_hooks or module.weight._post_accumulate_grad_hooks:
+            refused = (
+                f"its parameter '{name}.weight' has hooks, which would be lost, since no rank has "
+                "its gradient: change the rows that the module returns instead (detach the rows "
+                "that are not to be trained), or clip with row_clip="
+            )
         elif init == "weights" and module.weight.is_meta:
             refused = "init='weights' needs values, and its weight is on the meta device"
         if refused:
             raise ValueError(f"cannot shard embedding {name!r}: {refused}")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module, or its backward, calls hooks."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

@@ -8,6 +8,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from freescale.embedding.parallelize import has_hooks
+
 # By the name of a class, or of one that it is derived from: what it is, and the mend.
 _REFUSED = {
     "ManagedCollisionCollection": "managed collision is not supported: hash ids in the data",
@@ -41,6 +43,8 @@ def refuse_unsupported(model: nn.Module) -> None:
             if type(module) not in COLLECTIONS:
                 kind = next(kind for kind in COLLECTIONS if isinstance(module, kind))
                 _refuse(path, module, f"it is derived from {kind.__name__}: use that itself")
+            if has_hooks(module):
+                _refuse(path, module, "it has hooks, which would be lost: put them on its parent")
             for config in list_configs(module):
                 reason = _find_unsupported(config)
                 if reason is not None:
