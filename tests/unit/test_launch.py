@@ -66,7 +66,7 @@ def test_what_is_handed_over_is_the_same_by_a_shortcut(launcher):
     plain, short = (handed for _, handed in launcher.compiled)
     assert plain == short
     addresses = tuple(value.data_ptr() for value in arguments[:4])
-    assert short == (3, 1, 1, 7, 0, (), None, None, None, *addresses, *[5] * 6, BLOCK)
+    assert short == (3, 1, 1, 7, 0, (), None, None, None, *addresses, *[5] * 7, BLOCK)
 
 
 @pytest.mark.parametrize(

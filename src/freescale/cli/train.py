@@ -392,8 +392,8 @@ def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None)
 def demo(nproc: int, run_folder: Path | None) -> int:
     """Train a small model on generated data (about two minutes).
 
-    Uses GPUs if there are any. Then trains the same steps twice on CPU ranks, with the serial schedule and with every
-    technique, and compares the two.
+    Uses GPUs if there are any. Then trains the same steps twice on CPU ranks, with the serial
+    schedule and with every technique, and compares the two.
     """
     return run_demo(nproc, run_folder)
 
