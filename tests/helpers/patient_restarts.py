@@ -6,15 +6,16 @@ import time
 
 from freescale.cli.main import main
 from freescale.train.rank_server import RankServer
+from helpers.rank_servers import hurry_imports
 
 
 def explain_absence(server: RankServer, explain=RankServer.explain_absence) -> None:
-    end = time.monotonic() + 120
-    while not server.is_up() and time.monotonic() < end:
+    while not server.is_up() and server.pid is not None:
         time.sleep(0.02)
     explain(server)
 
 
 if __name__ == "__main__":
+    hurry_imports()
     RankServer.explain_absence = explain_absence
     main()

@@ -34,8 +34,8 @@ from freescale.train.stop_signals import SIGNALS
 
 PROCESS = struct.Struct("<i")
 PATIENCE = 10.0  # seconds until launcher and rank give up on each other
-# Of imports: ranks that train go before them. They take 5 s of a core, and on a machine whose cores
-# are all busy a minute; the greatest niceness would make that five.
+# Added for imports: ranks that train go before them. They take 5 s of a core, and on a machine
+# whose cores are all busy a minute; the greatest niceness would make that five.
 _NICENESS = 10
 _NEEDED = (
     *("freescale.train.run", "freescale.train.restarts", "freescale.report.console"),
@@ -93,9 +93,10 @@ def _serve(control: socket.socket) -> tuple[int, int]:
 
 
 def _import_all(control: socket.socket) -> None:
-    """On a thread of its own, which alone has a low priority: no process may raise it again."""
+    """Imports on a thread of its own: on Linux, `nice` is about a thread alone, and no user but
+    root may take it back."""
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.nice(_NICENESS)
         preload()
         gc.freeze()  # what was imported stays in pages that all ranks share
         control.sendall(b"u")
