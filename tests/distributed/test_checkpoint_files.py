@@ -3,6 +3,7 @@ damage is found by name."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from helpers.toys import clicks_batch
 from helpers.training import snapshot
 
 from freescale.train.checkpoint import Checkpoints
+from freescale.train.checkpoint.files import DELTA_FORMAT, Damaged, read_state, write_state
 from freescale.train.export import export_run
 from freescale.transport.local import LocalTransport
 
@@ -106,6 +108,37 @@ def test_looking_at_an_earlier_checkpoint_leaves_nothing_behind(tmp_path, recwar
     assert not [said for said in recwarn if "removed" in str(said.message)]
     checkpoints.save(parallel, dense, {"step": 3})
     assert checkpoints.steps() == [1, 2, 3]
+
+
+def test_a_checkpoint_that_is_a_link_goes_without_its_target(tmp_path):
+    """As after a move to another disk: when it expires, when its step is saved again, and left
+    over by a save that failed on it."""
+    parallel, dense, checkpoints = trained(tmp_path / "run", 1, 2, 3, keep=3)
+    for step in (1, 3):
+        elsewhere = tmp_path / f"elsewhere-{step}"
+        shutil.move(checkpoints.path(step), elsewhere)
+        checkpoints.path(step).symlink_to(elsewhere)
+    (tmp_path / "run" / "step-00000004").symlink_to(tmp_path / "gone")
+    (tmp_path / "run" / ".removing-00000000").symlink_to(tmp_path / "elsewhere-1")
+    assert checkpoints.steps() == [1, 2, 3]
+    checkpoints.save(parallel, dense, {"step": 3})
+    assert not checkpoints.path(3).is_symlink()
+    checkpoints.save(parallel, dense, {"step": 4})
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000003", "step-00000004"]
+    assert (tmp_path / "elsewhere-1" / "state.json").exists()
+    assert (tmp_path / "elsewhere-3" / "state.json").exists()
+
+
+def test_a_run_goes_on_from_a_link(tmp_path):
+    """It is one of the folder, wherever its files are: those after it are given up."""
+    _, _, checkpoints = trained(tmp_path / "run", 1, 2)
+    shutil.move(checkpoints.path(1), tmp_path / "elsewhere")
+    checkpoints.path(1).symlink_to(tmp_path / "elsewhere")
+    parallel, dense, _ = build(LocalTransport())
+    with pytest.warns(UserWarning, match="step-00000002 .*removed"):
+        checkpoints.load(checkpoints.path(1), parallel, dense)
+    checkpoints.save(parallel, dense, {"step": 2})
+    assert names(tmp_path / "run") == ["step-00000001", "step-00000002"]
 
 
 # ---- killed
@@ -211,6 +244,35 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
         pytest.raises(ValueError, match=("step-00000001/__0_0.distcp is damaged")),
     ):
         checkpoints.last_intact()
+
+
+def test_any_flipped_bit_of_the_state_is_damage(tmp_path):
+    """Also in the format: 3 becomes 1, which has no checksum, or one that nobody knows."""
+    state = {"format": DELTA_FORMAT, "files": {"a": [1, 2]}, "progress": {"step": 7}}
+    write_state(tmp_path, state)
+    path = tmp_path / "state.json"
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(Damaged, match="state.json is damaged"):
+            read_state(tmp_path)
+
+
+def test_a_checkpoint_of_a_newer_version_is_no_damage(tmp_path):
+    """The one before it is not taken: that would train the newer version's steps again."""
+    parallel, dense, checkpoints = trained(tmp_path, 1, 2)
+    path = checkpoints.path(2)
+    state = read_state(path)
+    write_state(path, state | {"format": 4})
+    for load in (checkpoints.last_intact, lambda: checkpoints.load(path, parallel, dense)):
+        with pytest.raises(ValueError, match="checkpoint format 4.* reads 1 to 3: .*newer") as said:
+            load()
+        assert not isinstance(said.value, Damaged)
+    (path / "state.json").write_text(json.dumps({"format": 4}))  # nobody has written that
+    with pytest.warns(UserWarning, match="step-00000002/state.json is damaged"):
+        assert checkpoints.last_intact().path == checkpoints.path(1)
 
 
 def test_a_checkpoint_without_checksums_loads(tmp_path):

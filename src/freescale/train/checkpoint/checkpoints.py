@@ -404,7 +404,7 @@ class Checkpoints:
 
     def _go_on_from(self, checkpoint: Intact, tables: Tables) -> None:
         step = parse_step(checkpoint.path)
-        if step is None or checkpoint.path.resolve().parent != self.folder.resolve():
+        if step is None or checkpoint.path.parent.resolve() != self.folder.resolve():
             return
         if self.full_every > 1 and checkpoint.state["format"] > 1:
             follow_changes(tables, self._consumer)

@@ -102,11 +102,11 @@ class CheckpointFolder:
             self._replaced(step),
         )
         _sync(temporary)
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(replaced)
         temporary.rename(final)
         _sync(self.folder)
-        if replaced.exists():
+        if os.path.lexists(replaced):
             self._discard(replaced)
 
     def remove(self, steps: Iterable[int]) -> None:
@@ -117,13 +117,21 @@ class CheckpointFolder:
     def clear(self) -> None:
         for kind in (".writing-*", ".removing-*"):
             for leftover in self.folder.glob(kind):
-                shutil.rmtree(leftover)
+                _remove(leftover)
 
     def _discard(self, path: Path) -> None:
         """Half removed, it must not count."""
         going = path.with_name(f".removing-{path.name.removeprefix('step-')}")
         path.rename(going)
-        shutil.rmtree(going)
+        _remove(going)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder. If it is a link, as to a checkpoint on another disk, the target stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def parse_step(path: Path) -> int | None:
@@ -187,13 +195,16 @@ def read_state(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path}/{_STATE} is damaged ({error}): use an earlier checkpoint") from None
     if not isinstance(state, dict):
         raise Damaged(f"{path}/{_STATE} is damaged (not a JSON object): use an earlier checkpoint")
-    if state.get("format") not in (1, FORMAT, DELTA_FORMAT):
-        raise ValueError(
-            f"{path} has checkpoint format {state.get('format')}, this version reads 1 to "
-            f"{DELTA_FORMAT}"
-        )
-    if state["format"] >= 2 and state.pop("checksum", None) != sum_state(state):
+    form, checksum = state.get("format"), state.pop("checksum", None)
+    # Format 1 has no checksum. All others do, also those of newer versions: that tells a newer
+    # checkpoint from a damaged one.
+    if checksum != (None if checksum is None and form == 1 else sum_state(state)):
         raise Damaged(
             f"{path}/{_STATE} is damaged (its checksum does not match): use an earlier checkpoint"
+        )
+    if form not in (1, FORMAT, DELTA_FORMAT):
+        raise ValueError(
+            f"{path} has checkpoint format {form}, this version of FreeScale reads 1 to "
+            f"{DELTA_FORMAT}: use the newer version that wrote it"
         )
     return state
