@@ -143,6 +143,26 @@ def test_what_is_left_of_a_run_after_its_last_step_is_tested(data, tmp_path):
     assert "test" not in train(data, run, **settings)
 
 
+def test_an_extended_run_is_tested_again(data, tmp_path):
+    """The metrics of the test part before are those of another model."""
+
+    class FailAtEnd(Callback):
+        def on_checkpoint(self, trainer, path):
+            if trainer.is_complete:
+                raise MemoryError("after the last checkpoint")
+
+    def list_tested() -> list[int]:
+        return [line["step"] for line in read_lines(run) if "test" in line]
+
+    run, settings = tmp_path / "run", {"split": "leave-one-out"}
+    train(data, run, steps=2, **settings)
+    with pytest.raises(MemoryError):
+        train(data, run, FailAtEnd(), steps=4, **settings)
+    assert list_tested() == [2]
+    assert train(data, run, steps=4, **settings)["test"] and list_tested() == [2, 4]
+    assert "test" not in train(data, run, steps=4, **settings) and list_tested() == [2, 4]
+
+
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(data, tmp_path):
     run = tmp_path / "run"
     for _ in range(2):

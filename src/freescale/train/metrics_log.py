@@ -74,11 +74,13 @@ def truncate_logs(folder: Path, step: int) -> None:
             temporary.replace(path)
 
 
-def was_tested(folder: Path) -> bool:
-    """Whether metrics.jsonl has the metrics of the test part."""
+def was_tested(folder: Path, step: int) -> bool:
+    """Whether metrics.jsonl has the metrics of the test part after `step`. A run that was extended
+    has those of the shorter run, too."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return any('"test"' in line and "test" in json.loads(line) for line in lines)
+    found = [json.loads(line) for line in lines if '"test"' in line]
+    return any("test" in entry and entry["step"] == step for entry in found)
 
 
 def _is_restart(line: str) -> bool:

@@ -111,7 +111,7 @@ def complete_run(trainer: Trainer) -> dict[str, Any]:
     results: dict[str, Any] = {"stopped": 0}
     if trainer.best is not None:
         results["best"] = trainer.best.state_dict()
-    tested = trainer.rank == 0 and was_tested(trainer.folder)
+    tested = trainer.rank == 0 and was_tested(trainer.folder, trainer.step)
     known = trainer.transport.gather_bytes(b"1" if tested else b"")[0]
     if trainer.config.data.split != "none" and not known:
         results["test"] = milestones.test(trainer)
