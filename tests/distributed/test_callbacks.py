@@ -163,7 +163,8 @@ def _fail_each(transport, data: Path, folder: Path):
     found = []
     for hook in ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end"):
         failing = Failing(hook)
-        config = configure(data, epochs=4, evaluate_every=1, checkpoint_every=5, log_every=100)
+        every = {"evaluate_every": 1, "checkpoint_every": 1, "keep_checkpoints": 9}
+        config = configure(data, epochs=4, log_every=100, **every)
         trainer = Trainer(
             config, folder / hook, callbacks=[failing], histories=data, transport=transport
         )
@@ -182,7 +183,8 @@ def _fail_each(transport, data: Path, folder: Path):
 
 
 def test_an_exception_in_a_callback_ends_the_run_on_all_ranks(data, tmp_path):
-    """With its words; within three steps; without another checkpoint."""
+    """With its words; within three steps; without another checkpoint, although one is due at each
+    of them."""
     others, own = run_ranks(2, _fail_each, data, tmp_path)
     assert {name for name, *_ in own} == {"LookupError"}
     assert {words for _, words, *_ in own} == {"the registry is gone"}
@@ -196,9 +198,43 @@ def test_an_exception_in_a_callback_ends_the_run_on_all_ranks(data, tmp_path):
     (at_start, at_step, at_evaluation, at_checkpoint, at_end) = ends
     assert at_start == (0, [])
     assert 1 <= at_step[0] <= 4 and at_step[1] == []
-    assert 3 <= at_evaluation[0] <= 6
-    assert 5 <= at_checkpoint[0] <= 8 and at_checkpoint[1] == [5]
+    assert 3 <= at_evaluation[0] <= 6 and at_evaluation[1] == [1, 2]
+    assert 1 <= at_checkpoint[0] <= 4 and at_checkpoint[1] == [1]
     assert at_end[0] == 12 and at_end[1][-1] == 12
+
+
+class FailAt(Callback):
+    """Once the last snapshot is complete."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer, step):
+        if trainer.snapshots._taking is not None:
+            trainer.snapshots._taking.done.wait()
+        if step.step == self.step:
+            raise LookupError("the registry is gone")
+
+
+def test_nothing_is_kept_in_memory_after_an_exception_in_a_callback(data, tmp_path):
+    """A restart makes the steps that no hook has seen again."""
+
+    def build(*callbacks: Callback) -> Trainer:
+        config = configure(data, epochs=4, log_every=1, snapshot_every=1, split="none")
+        run = {"histories": data, "transport": LocalTransport()}
+        return Trainer(config, tmp_path, resume="auto", callbacks=callbacks, **run)
+
+    for step, last in ((1, None), (4, 3)):
+        failing = build(FailAt(step))
+        with pytest.raises(LookupError):
+            failing.train()
+        taken = failing.snapshots._taking
+        assert (None if taken is None else taken.step) == last
+    resumed = build()
+    assert any("resumed after step 3, from memory" in note for note in resumed.notes)
+    resumed.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
 
 
 def test_the_snippet_of_the_documentation_runs(data, tmp_path, monkeypatch, capsys):

@@ -92,6 +92,11 @@ class CallbackList:
                 except Exception as error:
                     self._failure = error
 
+    @property
+    def failed(self) -> bool:
+        """Whether a hook has failed on this rank."""
+        return self._failure is not None
+
     def guard(
         self, batches: Iterator[SequenceBatch], skipped: Collection[int] = ()
     ) -> GuardedBatches:

@@ -30,16 +30,17 @@ def test(trainer: Trainer) -> dict[str, dict[str, float]]:
 def take_snapshot(trainer: Trainer) -> None:
     """Begins a snapshot of this step, if one is due."""
     assert trainer.snapshots is not None
-    line = trainer.snapshots.take_if_due(trainer.state)
+    line = trainer.snapshots.take_if_due(trainer.state, trainer.callbacks.failed)
     if line is not None:
         (kind,) = line
         trainer.callbacks.call(f"on_{kind}", trainer, {"step": trainer.step, **line})
 
 
 def save_checkpoint(trainer: Trainer, last: bool = False) -> None:
-    """Saves this step. An asynchronous checkpoint is complete at the next one, or at the
-    `last`."""
+    """Saves this step, unless a hook has failed on a rank: then all ranks raise. An asynchronous
+    checkpoint is complete at the next one, or at the `last`."""
     complete_checkpoint(trainer)
+    trainer.callbacks.check()
     trainer.state.save()
     if last or not trainer.checkpoints.asynchronous:
         complete_checkpoint(trainer)

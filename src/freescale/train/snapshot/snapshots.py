@@ -76,6 +76,7 @@ class Snapshots:
         self.transport, self.pace, self._costs = transport, Pace(every), StepCosts()
         self.machines = transport.gather_bytes(identify_machine())
         self._link: KeeperLink | None = None
+        self._run = ""  # whose keeper that is
         self._held: HeldChains | None = None
         self._channel: Transport | None = None
         self._taking: _Taking | None = None
@@ -95,7 +96,7 @@ class Snapshots:
         if run is None:
             return None
         if self._link is None:
-            self._link = KeeperLink.connect(self._name(run))
+            self._link, self._run = KeeperLink.connect(self._name(run)), run
         return Restoring(run, self.transport, self._link, self.machines)
 
     def clear(self) -> None:
@@ -121,6 +122,9 @@ class Snapshots:
 
     def open(self, run: str, step: int) -> None:
         """Starts the keepers that are missing, before the first step after `step`."""
+        if self._run != run:  # a run that has begun anew, or gone back
+            self.abandon(end=True)
+        self._run = run
 
         def start() -> None:
             if self._is_first and self._link is None:
@@ -136,7 +140,7 @@ class Snapshots:
             return link
 
         self._link = run_on_all_ranks(self.transport, connect)
-        self._held, self._run = HeldChains(run, self._link), run
+        self._held = HeldChains(run, self._link)
         ledger = ThreadLedger(self.transport.ledger, "snapshot")
         self._side, self._channel = ledger, self.transport.channel(ledger)
         buddies, rank = choose_buddies(self.machines), self.transport.rank
@@ -146,9 +150,13 @@ class Snapshots:
         self._owners = {*here, *(other for other, buddy in enumerate(buddies) if buddy in here)}
         self._due = step + self.interval
 
-    def take_if_due(self, state: RunState) -> dict[str, Any] | None:
+    def take_if_due(self, state: RunState, failed: bool = False) -> dict[str, Any] | None:
         """After a step: begins a snapshot if it is due and the one before is complete on all
         ranks.
+
+        Args:
+            state: of the run.
+            failed: on any rank: the run is about to end, and no rank takes one.
 
         Returns:
             A line for the log, if the interval grows or costs much.
@@ -157,16 +165,16 @@ class Snapshots:
         self._costs.note_step()
         if step < self._due:
             return None
-        line = self._agree(step)
+        ready, line = self._agree(step, failed)
         self._due = step + self.interval
-        if self._taking is None:
+        if ready:
             self._take(state)
         return line
 
-    def _agree(self, step: int) -> dict[str, Any] | None:
-        """Whether the last snapshot is complete is for all ranks to say."""
+    def _agree(self, step: int, failed: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Whether all ranks are ready for a snapshot, and the line for the log."""
         taking = self._taking
-        busy = taking is not None and not taking.done.is_set()
+        busy = failed or (taking is not None and not taking.done.is_set())
         timed = taking if taking is not None and taking.delta and not busy else None
         costs = 0.0, 0.0
         if timed is not None:  # what its threads have computed is the least that it costs
@@ -174,9 +182,9 @@ class Snapshots:
         mine = json.dumps(self.pace.look(step, busy, *costs)).encode()
         looks = [json.loads(part) for part in self.transport.gather_bytes(mine)]
         if any(look["busy"] for look in looks):
-            return None
+            return False, None
         self._finish()
-        return self.pace.agree(looks)
+        return True, self.pace.agree(looks)
 
     def _take(self, state: RunState) -> None:
         assert self._held is not None
