@@ -137,13 +137,24 @@ def test_interrupted_and_resumed_keeps_the_same_best_and_stops_at_the_same_step(
     with pytest.raises(ValueError, match=r"ended at step 18, after 3 evaluations .* --patience"):
         run(scripted, config, folder, resume=True)
     # the best one is where a run may go on from, too; what followed is made again
-    with pytest.warns(UserWarning, match="step-00000018 will be removed"):
+    with pytest.warns(UserWarning, match="step-00000018 will be given up"):
         again = run(scripted, config, folder, resume="best")
     assert again["best"] == best and read_metrics(folder, LAST) == lines
     # with more patience the run goes on, as if that had been asked for from the start
     results = run(scripted, configure(data, patience=4), whole, resume=True)
     assert results["best"]["step"] == 21 and results["best"]["since"] == 1
     assert scripted[-1].step == 24 and scripted[-1].checkpoints.steps() == [21, 24]
+
+
+def test_a_best_one_whose_checkpoint_has_gone_is_forgotten(data, tmp_path, scripted):
+    """Step 18 names step 9 as the best, which went when step 21 was better."""
+    settings = {"keep_checkpoints": 3, "checkpoint_every": 3, "patience": None}
+    run(scripted, configure(data, **settings), tmp_path)
+    assert scripted[-1].checkpoints.steps() == [18, 21, 24]
+    with pytest.warns(UserWarning, match="step-00000021, step-00000024 will be given up"):
+        results = run(scripted, configure(data, steps=20, **settings), tmp_path, resume="18")
+    assert results["best"]["step"] is None and results["test"]
+    assert any("best checkpoint, step 9, has gone" in note for note in scripted[-1].notes)
 
 
 def test_names_of_checkpoints(data, tmp_path, scripted):

@@ -83,20 +83,30 @@ def test_the_checkpoint_just_saved_is_never_removed(tmp_path, keep):
     )
 
 
-def test_going_back_leaves_the_later_ones_behind(tmp_path):
-    """They go with the next save that succeeds, whatever its step: nobody falls back to what was
-    given up."""
+def test_going_back_gives_up_the_later_ones(tmp_path):
+    """When it is checked that the run may go on: one that is killed before its next save does not
+    come back to them. They go with the next save that succeeds, whatever its step."""
     trained(tmp_path, 1, 2, 4, 6)
     parallel, dense, _ = build(LocalTransport())
     checkpoints = Checkpoints(tmp_path, LocalTransport(), keep=5)
     with pytest.warns(
         UserWarning,
-        match="going on after step 2: step-00000004, step-00000006 will be removed",
+        match="going on after step 2: step-00000004, step-00000006 will be given up.* removed when",
     ):
         checkpoints.load(checkpoints.path(2), parallel, dense)
     assert checkpoints.steps() == [1, 2, 4, 6]
+    checkpoints.check(parallel, dense, 2)
+    kept, given_up = ["step-00000001", "step-00000002"], ["given-up-00000004", "given-up-00000006"]
+    assert names(tmp_path) == [*given_up, *kept]
+    again = Checkpoints(tmp_path, LocalTransport())
+    assert again.last_intact().path == again.latest() == tmp_path / "step-00000002"
+    (tmp_path / "given-up-00000006").rename(tmp_path / "step-00000006")  # a change of mind
+    assert again.load(again.last_intact(), parallel, dense)["step"] == 6
+    with pytest.warns(UserWarning, match="step-00000006 will be given up"):
+        checkpoints.load(checkpoints.path(2), parallel, dense)
+    shutil.copytree(tmp_path / "given-up-00000004", tmp_path / "given-up-00000004-keep")
     checkpoints.save(parallel, dense, {"step": 5})
-    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000005"]
+    assert names(tmp_path) == ["given-up-00000004-keep", *kept, "step-00000005"]
     with pytest.raises(ValueError, match="ahead of step 4"):  # it came from 5 now
         checkpoints.save(parallel, dense, {"step": 4})
 
@@ -135,7 +145,7 @@ def test_a_run_goes_on_from_a_link(tmp_path):
     shutil.move(checkpoints.path(1), tmp_path / "elsewhere")
     checkpoints.path(1).symlink_to(tmp_path / "elsewhere")
     parallel, dense, _ = build(LocalTransport())
-    with pytest.warns(UserWarning, match="step-00000002 .*removed"):
+    with pytest.warns(UserWarning, match="step-00000002 will be given up"):
         checkpoints.load(checkpoints.path(1), parallel, dense)
     checkpoints.save(parallel, dense, {"step": 2})
     assert names(tmp_path / "run") == ["step-00000001", "step-00000002"]
@@ -170,6 +180,29 @@ def test_a_kill_at_any_point_leaves_a_checkpoint_that_loads(tmp_path, step):
         number += 1
     assert number > 10 and found == sorted(found) and found[0] != found[-1]
     assert names(tmp_path / "run") == [f"step-{step:08d}"]
+
+
+def test_a_kill_while_the_later_ones_are_given_up_leaves_the_earlier_ones(tmp_path):
+    """Of a chain, too: none is without its parent. The same load completes it."""
+    _, _, checkpoints = trained(tmp_path / "run", 1, 2, 4, 6)
+    shutil.copytree(checkpoints.path(6), tmp_path / "run" / "step-00000006.replaced")
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    parallel, dense, _ = build(LocalTransport())
+
+    def go_back():
+        checkpoints.load(checkpoints.path(2), parallel, dense)
+        checkpoints.check(parallel, dense, 2)
+
+    number, found = 0, []
+    while killed_at(number, go_back):
+        found.append(checkpoints.steps())
+        go_back()
+        assert checkpoints.steps() == [1, 2]
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "whole", tmp_path / "run")
+        number += 1
+    assert found[0] == [1, 2, 4, 6] and [1, 2, 4] in found
+    assert all(steps == [1, 2, 4, 6][: len(steps)] for steps in found)
 
 
 # ---- damaged
@@ -235,14 +268,11 @@ def test_the_one_before_is_taken_with_a_warning(tmp_path):
             0
         ] == "dense.safetensors"
     parallel, dense, _ = build(LocalTransport())
-    with pytest.warns(UserWarning, match="step-00000002, step-00000003 will be removed"):
+    with pytest.warns(UserWarning, match="step-00000002, step-00000003 will be given up"):
         assert checkpoints.load(found, parallel, dense)["step"] == 1
     path = checkpoints.path(1) / "__0_0.distcp"
     path.write_bytes(flipped(path.read_bytes()))
-    with (
-        pytest.warns(UserWarning),
-        pytest.raises(ValueError, match=("step-00000001/__0_0.distcp is damaged")),
-    ):
+    with pytest.raises(ValueError, match="step-00000001/__0_0.distcp is damaged"):
         checkpoints.last_intact()
 
 

@@ -167,7 +167,7 @@ def test_a_resumed_run_goes_on_with_its_chain(saved, tmp_path):
     folder, transport = copied(saved, tmp_path), LocalTransport()
     parallel, dense, pipeline = build(transport, placement=MIXED)
     checkpoints = Checkpoints(folder, transport, keep=2, full_every=4)
-    with pytest.warns(UserWarning, match="step-00000003.* will be removed"):
+    with pytest.warns(UserWarning, match="step-00000003.* given up"):
         progress = checkpoints.load(folder / "step-00000002", parallel, dense)
     pipeline.load_state_dict(progress["pipeline"])
     for result in pipeline.run(batches(transport, 2, 6)):

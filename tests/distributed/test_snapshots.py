@@ -135,8 +135,9 @@ def leave(trainer, step):
     for _ in steps:
         if trainer.step == step:
             break
-    abandon = trainer.snapshots.abandon
-    trainer.snapshots.abandon = lambda end: abandon(end=False)
+    if trainer.snapshots is not None:
+        abandon = trainer.snapshots.abandon
+        trainer.snapshots.abandon = lambda end: abandon(end=False)
     steps.close()
 
 
@@ -238,6 +239,20 @@ def test_the_newest_is_taken_wherever_it_is(killed, data):
     checkpoint = build(data, folder, "10")  # whoever names a checkpoint gets it
     assert checkpoint.step == 10 and not link.list()
     checkpoint.run_folder.close()
+
+
+@pytest.mark.parametrize("every", [EVERY, None], ids=["with snapshots", "without"])
+def test_snapshots_that_were_given_up_do_not_come_back(killed, data, every):
+    """A run that goes back to a checkpoint, with or without snapshots of its own, is killed."""
+    folder, _ = killed
+    leave(build(data, folder, "10", snapshot_every=every), 11)
+    trainer = build(data, folder, "auto")
+    assert trainer.step == 10
+    leave(trainer, 14)
+    trainer = build(data, folder, "auto")
+    assert trainer.step == 13 and "from memory" in trainer.notes[-1]
+    trainer.train()
+    assert find_keepers(folder, identify_machine()) == [None]
 
 
 def test_other_ranks_and_a_newer_checkpoint_go_on_from_disk(killed, data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -141,6 +142,36 @@ def test_what_is_left_of_a_run_after_its_last_step_is_tested(data, tmp_path):
     assert train(data, run, **settings)["test"]
     assert "test" in read_lines(run)[-1]
     assert "test" not in train(data, run, **settings)
+
+
+def test_checkpoints_that_were_given_up_do_not_come_back(data, tmp_path):
+    """A run that goes back to an earlier checkpoint and fails before its next one."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    settings = {"checkpoint_every": 2, "keep_checkpoints": 9, "row_lr": 0.001}
+    train(data, run, steps=8, checkpoint_every=2, keep_checkpoints=9)
+    shutil.copytree(run, whole)
+    with pytest.warns(UserWarning, match="after step 4: step-00000006, step-00000008 will be"):
+        train(data, whole, resume="4", **settings)
+    with pytest.warns(UserWarning), pytest.raises(MemoryError):
+        train(data, run, Fail(5), resume="4", **settings)
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
+        *("step-00000002", "step-00000004")
+    ]
+    train(data, run, **settings)
+    assert losses(run) == losses(whole) and len(losses(run)) == 12
+    assert list_restarts(run)[0][0] == 4
+    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert saved == [f"step-{step:08d}" for step in range(2, 14, 2)]
+
+
+def test_nothing_is_given_up_before_the_run_goes_on(data, tmp_path):
+    """A command that is refused, and a program that only looks, leave checkpoints and logs."""
+    run, settings = tmp_path / "run", {"checkpoint_every": 2, "keep_checkpoints": 9}
+    train(data, run, steps=6, **settings)
+    before = sorted((run / "checkpoints").iterdir()), read_lines(run)
+    with pytest.raises(ValueError, match="pass a larger --steps"):
+        train(data, run, resume="4", steps=4, **settings)
+    assert (sorted((run / "checkpoints").iterdir()), read_lines(run)) == before
 
 
 def test_an_extended_run_is_tested_again(data, tmp_path):

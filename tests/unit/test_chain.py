@@ -45,8 +45,3 @@ def test_a_chain_goes_as_a_whole_once_a_full_one_takes_its_place():
     assert find_expired(parents, 40, 2) == []
     parents[50] = 40
     assert find_expired(parents, 50, 2) == [10, 20, 30]
-
-
-def test_steps_that_the_run_turned_back_from_go_first():
-    parents = {10: None, 20: 10, 30: 20, 40: 10}
-    assert find_expired(parents, 40, 5, left_behind=[20, 30]) == [20, 30]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from freescale.train import milestones
 from freescale.train.checkpoint import Damaged
+from freescale.train.checkpoint.on_all_ranks import run_on_rank_0
 from freescale.train.metrics_log import truncate_logs, was_tested
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def begin_or_resume(trainer: Trainer, checkpoint: str) -> None:
         checkpoint: as `Checkpoints.find` names it.
     """
     if trainer.run_folder.resume:
-        truncate_run(trainer, _load(trainer, checkpoint))
+        _load(trainer, checkpoint)
     else:
         trainer.model.tables.place(trainer.data.batch(0))
     # without a step: the run folder has been checked for other runs
@@ -47,7 +48,7 @@ def _load(trainer: Trainer, checkpoint: str) -> int:
     if step is None:
         step = _load_checkpoint(trainer, checkpoint)
         snapshots.clear()
-        if found is not None:
+        if found is not None and found.choose() is None:
             trainer.state.notes.append(f"not from memory: {found.explain_none()}")
     return step
 
@@ -98,15 +99,21 @@ def _load_checkpoint(trainer: Trainer, checkpoint: str) -> int:
     return trainer.state.load(checkpoint)
 
 
-def truncate_run(trainer: Trainer, step: int) -> None:
-    """The logs end with the step that was loaded."""
-    if trainer.rank == 0:
-        truncate_logs(trainer.folder, step)
+def give_up_later(trainer: Trainer) -> None:
+    """The run goes on from the step that was loaded: what was saved and logged after it is past.
+    Logs come last, so that they hold at least the steps of the last checkpoint. A collective."""
+    trainer.checkpoints.give_up_later()
+
+    def truncate() -> None:
+        truncate_logs(trainer.folder, trainer.step)
+
+    run_on_rank_0(trainer.transport, truncate, str(trainer.folder))
 
 
 def complete_run(trainer: Trainer) -> dict[str, Any]:
     """Of a run that was started again after its last step: evaluates the test part, unless that was
     done. Returns the results, as `Trainer.train`. A collective."""
+    give_up_later(trainer)
     trainer.run_folder.log_restarts(trainer.step)
     results: dict[str, Any] = {"stopped": 0}
     if trainer.best is not None:

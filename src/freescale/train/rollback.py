@@ -10,7 +10,7 @@ from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.train.checkpoint import NotFinite
 from freescale.train.milestones import complete_checkpoint
-from freescale.train.resume import truncate_run
+from freescale.train.resume import give_up_later
 
 if TYPE_CHECKING:
     from freescale.train.trainer import Trainer
@@ -32,7 +32,7 @@ def roll_back(trainer: Trainer, error: LossNotFinite, collector: Collector) -> N
         trainer.snapshots.forget()
     position.skipped.append(error.batch_number)
     collector.collect()  # what the ledgers still hold is cut off with the rest
-    truncate_run(trainer, step)
+    give_up_later(trainer)
     collector.restart()
     back = {"at_step": error.step, "loss": str(error.loss)}
     back |= {"skipped_batch": error.batch_number}

@@ -103,6 +103,7 @@ class RunFolder:
         """
         self._folder, self._transport = folder, transport
         self.is_auto = resume == AUTO
+        self._named = isinstance(resume, str) and resume not in (AUTO, "last")
         self.resume = bool(resume)  # with "auto" as rank 0 finds it
         self._lock: IO[str] | None = None
         self._begun = False
@@ -121,6 +122,12 @@ class RunFolder:
         folder."""
         self.path = self._agree_on(lambda: self._claim_new(config, vocabulary))
         self._begun = True
+
+    def forget_snapshots(self) -> None:
+        """Gives a run that goes on from a checkpoint that was named another id: nobody finds the
+        snapshots of what it gives up any more, on whichever machine they are. A collective."""
+        if self._named:
+            self._agree_on(lambda: self._name_run(self.path))
 
     def log_restarts(self, step: int) -> None:
         """Writes to metrics.jsonl, on rank 0, how the attempts before ended, now that the run goes
@@ -215,13 +222,17 @@ class RunFolder:
         note_begin(path, self._endings)
         self.run_id = read_run_id(path) if self.resume else None
         if self.run_id is None:
-            self.run_id = secrets.token_hex(8)
-            (path / RUN_ID).write_text(self.run_id + "\n", encoding="utf-8")
+            self._name_run(path)
         if vocabulary is not None:
             copy_file(vocabulary, path / vocabulary.name)
         temporary = path / "config.json.tmp"
         temporary.write_text(config, encoding="utf-8")
         temporary.replace(path / "config.json")
+        return path
+
+    def _name_run(self, path: Path) -> Path:
+        self.run_id = secrets.token_hex(8)
+        (path / RUN_ID).write_text(self.run_id + "\n", encoding="utf-8")
         return path
 
     def _claim(self, path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.train.checkpoint import Checkpoints, Intact
+from freescale.train.checkpoint.find import find_best_step
 from freescale.train.position import Position
 
 
@@ -63,7 +64,7 @@ class RunState:
 
     def load(self, name: str | Intact = "last") -> int:
         """Loads a checkpoint, as `Checkpoints.find` names or returns it, and returns its step.
-        ValueError if there is none."""
+        Later ones stay until the run goes on. ValueError if there is none."""
         found = self.checkpoints.find(name) if isinstance(name, str) else name
         progress = self.checkpoints.load(
             found, self.model, self.optimizer, self.position.pipeline.reducer
@@ -87,7 +88,16 @@ class RunState:
         position.number = position.data.start - 1
         position.skipped, self._saved = list(progress.get("skipped", ())), 0
         if position.best is not None:
-            position.best.load_state_dict(progress.get("best"))
+            position.best.load_state_dict(self._find_best(progress))
+
+    def _find_best(self, progress: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The best evaluation so far; None if its checkpoint was to be kept and has gone: a later
+        one, which the run has given up, was better."""
+        step = find_best_step(progress)
+        if step is None or self.checkpoints.holds(step):
+            return progress.get("best")
+        self.notes.append(f"the best checkpoint, step {step:,}, has gone: looking for another")
+        return None
 
 
 def _count_ranks(count: int) -> str:

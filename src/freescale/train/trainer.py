@@ -32,7 +32,7 @@ from freescale.train.launch import has_launcher
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.position import Position, count_steps
 from freescale.train.progress import TensorBoardLog
-from freescale.train.resume import begin_or_resume, complete_run, remembers
+from freescale.train.resume import begin_or_resume, complete_run, give_up_later, remembers
 from freescale.train.run_folder import AUTO, RunFolder
 from freescale.train.run_state import RunState
 from freescale.train.snapshot.snapshots import Snapshots
@@ -279,6 +279,9 @@ class Trainer:
             lambda done, count: self.callbacks.call("on_compile", self, done, count),
         )
         self.pipeline.tune()  # before the run is described
+        if self.run_folder.resume:
+            self.run_folder.forget_snapshots()
+            give_up_later(self)
         self.run_folder.open(self.config.to_json(), find_vocabulary(self.histories))
         self.run_folder.log_restarts(self.step)
         self.checkpoints.folder = self.folder / "checkpoints"

@@ -197,20 +197,17 @@ def find_expired(
     saved: int,
     keep: int,
     protected: Collection[int] = (),
-    left_behind: Collection[int] = (),
 ) -> list[int]:
-    """The steps that may go once a checkpoint is saved: those left behind, and all but the last
-    `keep`, the protected, and what these depend on.
+    """The steps that may go once a checkpoint is saved: all but the last `keep`, the protected, and
+    what these depend on.
 
     Args:
         parents: of each step that there is, the one whose changes it holds, or None.
         saved: the step just saved, which stays and counts as the last one.
         keep: how many stay, `saved` included.
         protected: steps that stay whatever their age.
-        left_behind: steps that the run has turned back from.
     """
-    others = sorted(step for step in parents if step != saved and step not in left_behind)
+    others = sorted(step for step in parents if step != saved)
     last = others[max(0, len(others) - keep + 1) :]
-    protected = [step for step in protected if step not in left_behind]
     needed = find_needed(parents, [saved, *last, *protected])
     return sorted(set(parents) - needed)

@@ -50,8 +50,8 @@ class Checkpoints:
     collectives.
 
     A folder holds one run. Steps ahead of the one that is saved are refused: they belong to another
-    run. Loading an earlier checkpoint with its optimizer leaves the later ones behind: the next
-    save removes them.
+    run. After an earlier one was loaded with its optimizer, `check` with a step, or the next save,
+    gives up the later ones: they are renamed to `given-up-*`, and the next save removes them.
 
     Args:
         folder: where the checkpoints are, one folder `step-00000100` each.
@@ -85,7 +85,7 @@ class Checkpoints:
         self.keep = keep
         self.full_every = full_every
         self.asynchronous = asynchronous
-        self._left_behind: set[int] = set()  # rank 0's
+        self._restored: int | None = None  # the step that was loaded, to go on from
         self._parent: Parent | None = None
         self._saving: _Saving | None = None
         self._finished: Path | None = None  # since `wait` was last called
@@ -118,6 +118,11 @@ class Checkpoints:
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
+    def holds(self, step: int) -> bool:
+        """Whether there is a checkpoint of a step, by its name. A collective: rank 0 looks."""
+        found = self.transport.rank == 0 and step in self.steps()
+        return bool(self.transport.gather_bytes(b"1" if found else b"")[0])
+
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
         self._complete_or_warn()
@@ -134,17 +139,19 @@ class Checkpoints:
     def check(
         self, model: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
     ) -> None:
-        """Refuses, before training, what could not be saved later.
+        """Refuses, before training, what could not be saved later. Gives up the checkpoints after
+        one that was loaded: if the run ends before its next one, it goes on from that.
 
         Args:
             model: to be saved.
             optimizer: of its dense parameters.
-            step: where training begins. None leaves the folder unchecked.
+            step: where training begins. None leaves the folder as it is, and unchecked.
 
         Raises:
             ValueError: names what a checkpoint cannot hold, or checkpoints ahead of `step`.
         """
         if step is not None:
+            self.give_up_later()
             self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
         def check_names() -> None:
@@ -188,6 +195,7 @@ class Checkpoints:
             )
         self._complete()
         self._finished = None
+        self.give_up_later()
         step = int(progress["step"])
         parent = self._choose_parent(model.tables, step)
         deltas = parent.deltas + 1 if parent is not None else 0
@@ -315,33 +323,25 @@ class Checkpoints:
         if parent is None or not parent.fits(tables, self._consumer, step, self.full_every):
             parent = None
         elif self.transport.rank == 0:
-            known = b"1" * parent.is_in_place(self.files, self._left_behind)
+            known = b"1" * parent.is_in_place(self.files)
         return parent if self.transport.gather_bytes(known)[0] else None
 
     def _run_on_rank_0(self, work: Callable[[], object]) -> None:
         run_on_rank_0(self.transport, work, str(self.folder))
 
     def _refuse_ahead(self, step: int) -> None:
-        ahead = [
-            self.path(found).name
-            for found in self.steps()
-            if found > step and found not in self._left_behind
-        ]
-        if ahead:
+        if ahead := self._name_later(step):
             raise ValueError(
-                f"{self.folder} holds checkpoints ahead of step {step} ({', '.join(ahead)}), "
+                f"{self.folder} holds checkpoints ahead of step {step} ({ahead}), "
                 "which this run did not come from: "
                 "go on from one of them (load it; --resume), remove them, or use another folder"
             )
 
     def _remove_old(self, saving: _Saving) -> None:
-        """Those left behind, and all but the last `keep`, the protected, and what these depend
-        on."""
-        expired = find_expired(
-            self.files.parents(), saving.step, self.keep, saving.protected, self._left_behind
-        )
-        self.files.remove(expired)
-        self._left_behind.clear()
+        """Those given up, and all but the last `keep`, the protected, and what these depend on."""
+        files = self.files
+        files.remove(find_expired(files.parents(), saving.step, self.keep, saving.protected))
+        files.remove_given_up()
 
     # ---- beside snapshots, which hold the marks of changed rows
 
@@ -364,8 +364,7 @@ class Checkpoints:
             named = said.get("checksum") if self.transport.rank == 0 else 0
             checksum = self.files.sum_state(said["step"]) if named is None else named
             self._parent = Parent(said["step"], checksum, said["deltas"], tables)
-        if self.transport.rank == 0:
-            self._leave_behind(step)
+        self._note_restored(step)
 
     # ---- load
 
@@ -403,26 +402,33 @@ class Checkpoints:
         return progress
 
     def _go_on_from(self, checkpoint: Intact, tables: Tables) -> None:
+        self._restored = None
         step = parse_step(checkpoint.path)
         if step is None or checkpoint.path.parent.resolve() != self.folder.resolve():
             return
         if self.full_every > 1 and checkpoint.state["format"] > 1:
             follow_changes(tables, self._consumer)
             self._parent = Parent.of(step, checkpoint, tables)
-        if self.transport.rank == 0:
-            self._leave_behind(step)
+        self._note_restored(step)
 
-    def _leave_behind(self, step: int) -> None:
-        self._left_behind = {found for found in self.steps() if found > step}
-        if self._left_behind:
-            names = ", ".join(self.path(found).name for found in sorted(self._left_behind))
+    def _note_restored(self, step: int) -> None:
+        self._restored = step
+        if self.transport.rank == 0 and (later := self._name_later(step)):
             warnings.warn(
-                (
-                    f"going on after step {step}: {names} will be removed when the next "
-                    "checkpoint is saved"
-                ),
-                stacklevel=4,
+                f"going on after step {step}: {later} will be given up, renamed to given-up-*, and "
+                "removed when the next checkpoint is saved",
+                stacklevel=5,
             )
+
+    def give_up_later(self) -> None:
+        """Before the first step after one that was loaded: no attempt may come back to what was
+        saved after that. A collective."""
+        step, self._restored = self._restored, None
+        if step is not None:
+            self._run_on_rank_0(lambda: self.files.give_up_after(step))
+
+    def _name_later(self, step: int) -> str:
+        return ", ".join(self.path(found).name for found in self.steps() if found > step)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -4,6 +4,7 @@ state.json says.
     .writing-00000100         being written; becomes step-00000100 by a rename
     step-00000100.replaced    valid until a new checkpoint of the same step has taken its place
     .removing-00000100        being removed
+    given-up-00000100         the run went on from an earlier one; goes with the next save
 
 A process may be killed between any two operations: what is listed is whole, and the next save
 clears the rest.
@@ -25,6 +26,7 @@ FORMAT = 2  # 1 has no checksums, and of an optimizer's state only the tensors
 DELTA_FORMAT = 3  # of the tables only the rows that changed since the parent
 _CHUNK = 1 << 22
 _STATE = "state.json"
+_GIVEN_UP = "given-up-"
 
 
 class Damaged(ValueError):
@@ -108,6 +110,25 @@ class CheckpointFolder:
         _sync(self.folder)
         if os.path.lexists(replaced):
             self._discard(replaced)
+
+    def give_up_after(self, step: int) -> None:
+        """Renames the checkpoints after `step`, so that nothing finds them. The last ones first, as
+        in `remove`."""
+        later = [found for found in self.steps() if found > step]
+        for found in reversed(later):
+            given_up = self.folder / f"{_GIVEN_UP}{found:08d}"
+            for path in (self._replaced(found), self._final(found)):  # the latter counts
+                if os.path.lexists(path):
+                    if os.path.lexists(given_up):
+                        _remove(given_up)
+                    path.rename(given_up)
+        if later:
+            _sync(self.folder)
+
+    def remove_given_up(self) -> None:
+        for path in self.folder.glob(f"{_GIVEN_UP}*"):
+            if path.name.removeprefix(_GIVEN_UP).isdecimal():
+                _remove(path)
 
     def remove(self, steps: Iterable[int]) -> None:
         """The last ones first: a kill in between leaves no delta without its parent."""

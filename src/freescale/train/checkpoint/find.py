@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def find_checkpoint(folder: Path, name: str | None, transport: Transport) -> Int
     return verify_checkpoint(files.path(wanted), transport)
 
 
-def find_best_step(progress: dict[str, Any]) -> int | None:
+def find_best_step(progress: Mapping[str, Any]) -> int | None:
     """The step of the best checkpoint, if the run keeps it."""
     best = progress.get("best") or {}
     return best.get("step") if best.get("kept") else None

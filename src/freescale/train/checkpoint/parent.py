@@ -33,7 +33,6 @@ class Parent:
             and is_followed(tables, consumer)
         )
 
-    def is_in_place(self, files: CheckpointFolder, left_behind: set[int]) -> bool:
+    def is_in_place(self, files: CheckpointFolder) -> bool:
         """Whether the checkpoint is as it was saved, and still the last of the run. Rank 0's."""
-        steps = [step for step in files.steps() if step not in left_behind]
-        return steps[-1:] == [self.step] and files.sum_state(self.step) == self.checksum
+        return files.steps()[-1:] == [self.step] and files.sum_state(self.step) == self.checksum
