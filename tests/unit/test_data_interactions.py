@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -404,3 +405,75 @@ def test_unknown_format_and_mixed_files(tmp_path):
         rows([path, other])
     with pytest.raises(ValueError, match="no interaction file"):
         read_interactions([])
+
+
+SECONDS, UNITS = 1_700_000_000, {"ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+def as_csv(folder: Path, times: list) -> Path:
+    lines = [f"{number % 3},{number},{time}\n" for number, time in enumerate(times)]
+    return text(folder, "events.csv", "user_id,item_id,timestamp\n" + "".join(lines))
+
+
+def as_jsonl(folder: Path, times: list) -> Path:
+    events = [event(number % 3, number, time) for number, time in enumerate(times)]
+    return text(folder, "events.jsonl", "".join(json.dumps(each) + "\n" for each in events))
+
+
+def as_parquet(folder: Path, times: list) -> Path:
+    numbers = list(range(len(times)))
+    kind = pa.float64() if any(isinstance(time, float) for time in times) else pa.int64()
+    columns = {"user_id": numbers, "item_id": numbers, "timestamp": pa.array(times, kind)}
+    pq.write_table(pa.table(columns), folder / "events.parquet", row_group_size=7)
+    return folder / "events.parquet"
+
+
+@pytest.mark.parametrize("write", [as_csv, as_jsonl, as_parquet])
+@pytest.mark.parametrize(
+    ("unit", "part"), [("ms", 0), ("us", 0), ("ns", 0), ("ms", 0.25), ("us", 0.25)]
+)
+def test_times_of_two_units_in_one_column_are_refused(tmp_path, monkeypatch, write, unit, part):
+    """Beside each other or in another block, and whichever of them is the rarer one."""
+    monkeypatch.setattr(tables, "_ROWS", 10)
+    monkeypatch.setattr(text_blocks, "_BLOCK", 200)
+    times = [SECONDS + number + part for number in range(40)]
+    for place in (3, 35, 0):
+        mixed = [*times[:place], int(times[place] * UNITS[unit]), *times[place + 1 :]]
+        path = write(tmp_path, [0, *mixed, -1])
+        with pytest.raises(ValueError, match="'timestamp' holds .*; convert .* one unit") as error:
+            rows(path)
+        message, found = str(error.value), max(place, 1)
+        row = found + 2 + (write is as_csv)  # after a zero, from 1 on; text has a head
+        assert re.search(rf"{path.name}, (line|row) {row}:", message), message
+        assert f"{mixed[0]}" in message and f"{mixed[found]}" in message, message
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        list(range(2000)),
+        [19_000 + number % 400 for number in range(2000)],  # days
+        [2024_0101_0000_00 + number for number in range(2000)],
+        [number * 2_000_000_000 for number in range(2000)],  # nanoseconds since a start
+        [(-1) ** number * 10 ** (number % 18) for number in range(2000)],
+        [SECONDS - 3 * 10**8 * (number % 6) for number in range(2000)],  # from 1970 to 2023
+        [SECONDS] * 1990 + [0] * 5 + [-1] * 5,
+        [SECONDS * 1000 + number for number in range(2000)],
+    ],
+    ids=["counts", "days", "digits", "since a start", "magnitudes", "past", "unknown", "one unit"],
+)
+def test_other_integers_are_no_mixture(tmp_path, monkeypatch, times):
+    monkeypatch.setattr(tables, "_ROWS", 100)
+    assert [row["timestamp"] for row in rows(as_parquet(tmp_path, times))] == times
+
+
+def test_files_of_different_units_are_converted_and_each_is_of_one(tmp_path):
+    files = []
+    for name, scale in (("a", 1), ("b", 1000)):
+        (tmp_path / name).mkdir()
+        files.append(as_csv(tmp_path / name, [(SECONDS + number) * scale for number in range(3)]))
+    found = [row["timestamp"] for row in rows(files)]
+    assert found == 2 * [(SECONDS + number) * 1000 for number in range(3)]
+    files.append(as_parquet(tmp_path, [SECONDS, SECONDS * 1000]))
+    with pytest.raises(ValueError, match=r"events\.parquet, row 2: .* milliseconds .* one unit"):
+        rows(files)

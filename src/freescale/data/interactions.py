@@ -47,6 +47,7 @@ from freescale.data.tables import TableBlock, is_empty, lay_out, list_side_colum
 from freescale.data.timestamps import (
     FinerTimes,
     TimestampFormat,
+    UnitCheck,
     choose_unit,
     detect_timestamps,
 )
@@ -149,6 +150,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         schema: pa.Schema | None = None
         self.times = self._detect_times()
         times = list(self.times.values())
+        self._units = {file: UnitCheck() for file in self.times}
         unit = choose_unit(times) if len(self.files) > 1 else None
         for file, layout in zip(self.files, self.layouts):
             events = 0
@@ -251,7 +253,8 @@ class Interactions(Iterator[pa.RecordBatch]):
             return pa.array(np.arange(self._events - rows, self._events))
         try:
             return block.convert(
-                times.column, lambda values: times.convert(times.parse(values), unit)
+                times.column,
+                lambda values: times.convert(times.parse(values, self._units[block.file]), unit),
             )
         except FinerTimes:
             raise ReadDifferently(

@@ -4,6 +4,7 @@ of several files in one unit, so that events of one user from two files can be o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +26,47 @@ _FINER = {None: "us", "s": "us", "ms": "us", "us": "ns", "ns": "ns"}
 _MEND = "write seconds since 1970, or 2024-05-31 or 2024-05-31T13:45:00"
 # Least magnitude of a moment in a unit: 1973 in each; in the next coarser one it is after 5000.
 _LEAST = {"s": 1e8, "ms": 1e11, "us": 1e14, "ns": 1e17}
+# Numbers are 0 or less, or between two of these bounds. The second, fourth, ... gap holds the
+# moments from 1990 to 2100 in a unit, the others hold no such moment in any unit.
+_BOUNDS = np.array([1, *(y * 1000**n for n in range(4) for y in (631_152_000, 4_102_444_800))])
+_STRAY = 0.01  # share of other numbers up to which a column with two units is a mixture
+
+
+class UnitCheck:
+    """Refuses a column of seconds and milliseconds, which would be sorted as they stand. Numbers
+    that count something else may fall into the range of several units, but most of them fall
+    between. Sees a column block by block."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(len(_BOUNDS) + 1, np.int64)
+        self._first: tuple[int, float] | None = None  # gap and value
+
+    def check(self, numbers: pa.Array) -> None:
+        """BadValue for the first moment in another unit than the first one of the column."""
+        if not len(numbers):
+            return
+        values = numbers.to_numpy(zero_copy_only=False)
+        low, high = np.searchsorted(_BOUNDS, (values.min(), values.max()), side="right")
+        if low == high:  # most blocks: the first value stands for all
+            self._counts[low] += len(values) - 1
+            values = values[:1]
+        gaps = np.searchsorted(_BOUNDS, values, side="right")
+        self._counts += np.bincount(gaps, minlength=len(self._counts))
+        moments = np.flatnonzero((gaps > 0) & (gaps % 2 == 0))
+        if not len(moments):
+            return
+        if self._first is None:
+            self._first = int(gaps[moments[0]]), values[moments[0]].item()
+        gap, value = self._first
+        others = moments[gaps[moments] != gap]
+        if len(others) and self._counts[1::2].sum() <= _STRAY * self._counts[1:].sum():
+            row = int(others[0])
+            unit, usual = (_WORDS[_UNITS[int(at) // 2 - 1]] for at in (gaps[row], gap))
+            raise BadValue(
+                row,
+                f"holds {values[row].item()}, {unit} since 1970, and {value}, {usual}",
+                "convert the column to one unit",
+            )
 
 
 class FinerTimes(Exception):
@@ -63,11 +105,11 @@ class TimestampFormat:
         unit = _FINER[self.unit]
         return replace(self, kind="fractions", source=self.unit or "s", unit=unit)
 
-    def parse(self, values: pa.Array) -> pa.Array:
+    def parse(self, values: pa.Array, units: UnitCheck) -> pa.Array:
         """Values of any type as int64 in the file's unit.
 
         Raises:
-            BadValue: a value is no time.
+            BadValue: a value is no time, or in another unit than those before.
             FinerTimes: a value has a part below the unit.
         """
         values = decode_text(values)
@@ -77,16 +119,18 @@ class TimestampFormat:
             return _cast_time(values, pa.timestamp(self.unit, getattr(kind, "tz", None)))
         if self.kind == "dates":
             return self._parse_dates(values)
+        numbers = None
         if pa.types.is_integer(kind) and self.kind == "integers":
-            return _cast_time(values, pa.int64())
-        if is_text(kind) and self.kind == "integers":
-            try:
-                return values.cast(pa.int64())
-            except pa.ArrowInvalid:
-                pass  # 881250949.0 is whole, too
-        return self._parse_fractions(values)
+            numbers = _cast_time(values, pa.int64())
+        elif is_text(kind) and self.kind == "integers":
+            with suppress(pa.ArrowInvalid):  # 881250949.0 is whole, too
+                numbers = values.cast(pa.int64())
+        if numbers is None:
+            return self._parse_fractions(values, units)
+        units.check(numbers)
+        return numbers
 
-    def _parse_fractions(self, values: pa.Array) -> pa.Array:
+    def _parse_fractions(self, values: pa.Array, units: UnitCheck) -> pa.Array:
         numbers = (
             parse_text(values, pa.float64(), "a time", _MEND)
             if is_text(values.type)
@@ -95,6 +139,7 @@ class TimestampFormat:
         bad = pc.index(pc.is_finite(numbers), pa.scalar(False)).as_py()
         if bad >= 0:
             raise BadValue(bad, f"holds {values[bad].as_py()!r}, not a time", _MEND)
+        units.check(numbers)
         if self.kind == "integers":
             if not pc.all(pc.equal(numbers, pc.floor(numbers))).as_py():
                 raise FinerTimes
