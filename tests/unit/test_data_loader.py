@@ -7,6 +7,7 @@ import random
 import threading
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.data import Histories, prefetch
+from freescale.data.histories import RowGroup
 from freescale.data.negative_draws import draw_negatives
 from freescale.data.negatives import choose_negatives_per
+from freescale.data.splits import LEAST_EVENTS, Split, find_window
 from freescale.random import derive, hash_name, integers
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short
@@ -144,6 +147,24 @@ def test_retrieval_samples(data, part, split, split_time, max_length):
             assert columns["timestamps"][place] == expected["timestamp"]
             assert columns["actions"][place] == expected["action"]
     assert sorted(seen) == list(range(USERS))
+
+
+@pytest.mark.parametrize("split", sorted(LEAST_EVENTS))
+def test_the_shortest_history_that_is_trained_on(split):
+    least = LEAST_EVENTS[split]
+    offsets = np.array([0, least - 1, 2 * least - 1])  # one event too few, then enough
+    ends = Split(split, None).find_ends(RowGroup(offsets, {}), "train")
+    window = find_window(offsets[:-1], ends, max_length=10, tail=1)
+    assert (window.end - window.begin).tolist() == [0, 2]
+
+
+def test_events_after_the_first_target_of_the_test_part():
+    """Only behind a history: not of users who are all before or all after the split."""
+    times = [[1, 2], [5, 6, 7], [1, 5, 6, 7], [1, 5]]
+    offsets = np.cumsum([0, *map(len, times)])
+    group = RowGroup(offsets, {"timestamp": np.concatenate(times)})
+    assert Split("time", 5).find_later(group, 9).tolist() == [0, 0, 2, 0]
+    assert Split("time", 5).find_later(group, 1).tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("part", "split", "split_time"), CASES)
