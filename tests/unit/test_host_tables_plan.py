@@ -20,8 +20,8 @@ class PlainCache:
     def __init__(self, slots: int) -> None:
         self.slots, self.last_use = slots, {}
 
-    def plan(self, wanted: set[int], batch: int) -> tuple[list[int], list[int]]:
-        """(rows to bring, rows that leave, in this order)."""
+    def plan(self, wanted: set[int], batch: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """(rows to bring, (last use, row) of those that leave, in this order)."""
         bring = sorted(wanted - self.last_use.keys())
         candidates = sorted(
             (use, row)
@@ -32,8 +32,8 @@ class PlainCache:
         if excess > len(candidates):
             pinned = {row for row, use in self.last_use.items() if use > batch - PINNED}
             raise CacheTooSmall(len(pinned | wanted))
-        leave = [row for _, row in candidates[:excess]]
-        for row in leave:
+        leave = candidates[:excess]
+        for _, row in leave:
             del self.last_use[row]
         self.last_use |= dict.fromkeys(wanted, batch)
         return bring, leave
@@ -66,9 +66,12 @@ def compare_with_plain(batches, slots):
         plan = plan_cache(contents, ascending(wanted), batch)
         now = contents.slot_of, contents.row_of, contents.last_use
         assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))  # pure
-        assert (plan.bring.tolist(), plan.leave.tolist()) == (bring, leave)
+        assert (plan.bring.tolist(), plan.leave.tolist()) == (bring, [row for _, row in leave])
         assert plan.into[: len(leave)].tolist() == contents.slot_of[plan.leave].tolist()
         contents.apply(plan)
+        first = contents.queue[0]
+        if leave and first.rows.numel():  # what has been looked through is not looked through again
+            assert (first.batch, first.rows[0]) > leave[-1]
         # What a memory with these slots holds: each wanted row in its slot, no row twice.
         memory |= dict(zip(plan.into.tolist(), plan.bring.tolist(), strict=True))
         assert [memory[slot] for slot in plan.slots.tolist()] == sorted(wanted)
@@ -90,9 +93,13 @@ def test_rows_of_three_batches_stay():
 
 
 def test_the_queue_stays_small_without_evictions():
-    contents = CacheContents.make(10, 10)
+    contents, plain = CacheContents.make(10, 10), PlainCache(10)
     for batch in range(200):
-        contents.apply(plan_cache(contents, ascending([batch % 10, (batch + 3) % 10]), batch))
+        wanted = {batch % 6, (batch + 3) % 6, *([9, 8] if batch < 2 else [])}
+        plain.plan(wanted, batch)
+        contents.apply(plan_cache(contents, ascending(wanted), batch))
         assert sum(used.rows.numel() for used in contents.queue) <= 2 * contents.slots + 2
-    # and what it forgot was old: the row that goes first is still the oldest one
-    assert contents.find_oldest(1, ascending([]), 200).rows.tolist() == [3]
+    # and what it forgot was old: rows still go in the order of their last use
+    order = [row for _, row in sorted((use, row) for row, use in plain.last_use.items())]
+    assert order[:2] == [8, 9]
+    assert contents.find_oldest(len(order), ascending([]), 210).rows.tolist() == order

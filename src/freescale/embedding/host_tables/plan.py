@@ -107,7 +107,7 @@ class CacheContents:
         rows: list[Tensor] = [wanted[:0]]
         passed_batches = passed_entries = 0
         for used in self.queue:
-            if not count or used.batch > batch - PINNED:
+            if used.batch > batch - PINNED:
                 break
             at = 0
             while count and at < used.rows.numel():
@@ -179,7 +179,7 @@ def plan_cache(contents: CacheContents, wanted: Tensor, batch: int) -> CachePlan
     oldest = contents.find_oldest(bring.numel() - empty, wanted, batch)
     if oldest is None:
         raise CacheTooSmall(contents.count_pinned(wanted, batch))
-    freed = contents.slot_of.index_select(0, oldest.rows).long()
+    freed = contents.slot_of.index_select(0, oldest.rows)
     after = contents.filled + empty
     into = torch.cat([freed, torch.arange(contents.filled, after, device=wanted.device)])
     slots.index_copy_(0, missing, into)
