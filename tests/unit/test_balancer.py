@@ -15,8 +15,9 @@ from freescale.balance.partitioners.lookup import stay
 from freescale.balance.partitioners.variable import Variable
 from freescale.balance.shuffle import measure_samples
 from freescale.batch import Jagged, Nested, SequenceBatch
+from freescale.segments import Segments
 
-LENGTHS = np.array([9, 2, 3, 1, 1, 2])
+LENGTHS = np.array([7, 4, 3, 1, 1, 2])
 TABLE = np.stack([LENGTHS, np.zeros(6, np.int64), LENGTHS], axis=1)
 HOME = np.array([0, 0, 0, 1, 1, 1])  # 14 events and 4: the best assignment has 9 and 9
 COST = CostModel(0.0, 10.0)
@@ -39,8 +40,9 @@ def test_samples_stay_where_the_best_assignment_gains_too_little():
     assert (kept.rank_of == HOME).all()
     assert kept.loads.tolist() == kept.loads_before.tolist() == [140, 40]
     assert kept.bound == 90
-    for least in (50, 0):
-        assert Balancer("greedy", COST, least_gain=least).keep(TABLE, HOME, 2) is None
+    assert Balancer("greedy", COST, least_gain=50).keep(TABLE, HOME, 2) is None
+    even = np.array([0, 1, 1, 1, 1, 0])
+    assert Balancer("greedy", COST).keep(TABLE, even, 2) is None, "by default they always move"
 
 
 def test_a_sample_larger_than_the_mean_bounds_the_gain():
@@ -78,10 +80,12 @@ def test_the_default_cap_is_the_mean_and_the_largest_sample():
     assert own.problems[0].cap is None, "a function of the user's keeps no cap unless it is given"
 
 
-def test_the_default_cost_counts_events():
-    own = Recorded()
-    Balancer(own).plan(1, TABLE, HOME, 2)
-    assert own.problems[0].costs.tolist() == LENGTHS.tolist()
+def test_the_default_cost_counts_events_and_summaries_are_tokens():
+    table, home, own = np.array([[5, 1, 9], [4, 2, 6]]), np.array([0, 1]), Recorded()
+    Balancer(own).plan(1, table, home, 2)
+    assert own.problems[0].costs.tolist() == [5, 4] and own.problems[0].tokens.tolist() == [9, 6]
+    Balancer(own, segments=Segments(5, 2)).plan(1, table, home, 2)
+    assert own.problems[1].tokens.tolist() == [9 + 2, 6]
 
 
 def test_an_empty_batch():
@@ -105,21 +109,35 @@ def test_costs_follow_measured_times_and_so_do_later_plans():
     shares = own.problems[-1].costs / own.problems[-1].costs.sum()
     assert shares == pytest.approx(lengths / lengths.sum(), rel=0.02)
     assert balancer.error < 0.01
+    balancer.plan(40, table, np.arange(12) % 3, 3)
+    balancer.learn(40, 2 * times)
+    assert balancer.errors == pytest.approx(np.full(3, 0.5), rel=0.05)
 
 
 def test_prediction_errors():
     """Of ranks with samples and a measured time. A frozen cost has no unit: it is scaled to the
     measured total."""
-    balancer = Balancer(stay, CostModel(0.0, 1.0))
+    balancer = Balancer(stay, CostModel(0.0, 0.01))
     assert balancer.error is None
-    balancer.plan(1, TABLE, HOME, 3)  # 14 : 4 : nothing
+    table = np.array([[9, 0, 9], [5, 0, 5], [4, 0, 4]])
+    balancer.plan(1, table, np.array([0, 0, 1]), 3)  # 14 : 4 : nothing
     balancer.learn(1, np.array([10.0, 8.0, 0.5]))
-    assert balancer.errors.tolist() == [0.4, 0.5] and balancer.error == pytest.approx(0.45)
+    assert balancer.errors == pytest.approx([0.4, 0.5]) and balancer.error == pytest.approx(0.45)
     balancer.learn(1, np.array([7.0, 0.0, 0.0]))
-    assert balancer.errors.tolist() == [0.0]
-    for nothing_new in (np.zeros(3), np.ones(2)):  # not measured; of another number of ranks
-        balancer.learn(1, nothing_new)
-        assert balancer.errors.tolist() == [0.0]
+    assert balancer.errors == pytest.approx([0.0])
+    balancer.plan(2, 0 * table, np.array([0, 0, 1]), 3)  # costs nothing
+    for step, nothing_new in ((1, np.zeros(3)), (1, np.ones(2)), (2, np.ones(3))):
+        balancer.learn(step, nothing_new)
+        assert balancer.errors == pytest.approx([0.0])
+
+
+def test_a_frozen_balancer_shows_no_times():
+    own = Recorded()
+    balancer = Balancer(own, COST)
+    for step in (1, 2):
+        balancer.plan(step, TABLE, HOME, 2)
+        balancer.learn(step, np.ones(2))
+    assert [problem.times for problem in own.problems] == [None, None]
 
 
 def test_a_measurement_may_come_seven_steps_late():

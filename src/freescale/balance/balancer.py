@@ -173,7 +173,7 @@ class Balancer:
         if planned is None or len(planned.summed) != len(seconds):
             return
         known = (seconds > 0) & (planned.summed[:, 3] > 0)
-        if known.any() and planned.predicted[known].sum() > 0:
+        if planned.predicted[known].sum() > 0:
             predicted, measured = planned.predicted[known], seconds[known]
             if not planned.in_seconds:
                 predicted = predicted * (measured.sum() / predicted.sum())
