@@ -3,6 +3,8 @@ Python oracle, for every number of owners, and can be undone and made again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from freescale.embedding.dynamic_rules import (
     After,
     Dynamic,
     Seen,
+    parse_count,
     parse_dynamic,
 )
 from freescale.embedding.layout import TableSpec
@@ -287,18 +290,59 @@ def test_keys_are_ids_in_the_order_of_owners():
         ("dynamic:8192:seen=3:lfu", Dynamic(8192, Seen(3), "lfu")),
         ("dynamic:1K:lfu=500", Dynamic(1000, Seen(1), LFU(500))),
         ("dynamic:1K:after=100", Dynamic(1000, Seen(1), After(100))),
+        ("dynamic:1.5m:lru:map=host", Dynamic(1_500_000, map="host")),
+        ("dynamic:2G:seen=2:default=learned", Dynamic(2 * 10**9, Seen(2), default="learned")),
+        ("dynamic:3b:default=zeros:map=auto", Dynamic(3 * 10**9)),
         ("host:8GB", None),
     ],
 )
 def test_text_for_the_command_line(text, expected):
     found = parse_dynamic(text)
-    assert (found is None) == (expected is None)
-    if found is not None:
-        assert (found.rows, found.admit, found.evict) == (
-            expected.rows,
-            expected.admit,
-            expected.evict,
-        )
+    if expected is None:
+        assert found is None
+    else:
+        assert parse_count(found.capacity) == expected.capacity
+        assert replace(found, capacity=expected.capacity) == expected
+
+
+def test_sizes_are_those_of_whole_shards():
+    rules = Dynamic(SHARDS + 1, Seen(2, room=2 * SHARDS + 1))
+    assert (rules.shard_rows, rules.rows, rules.shard_counters) == (2, 2 * SHARDS, 3)
+    assert rules.map_bytes == 2 * SHARDS * ENTRY_BYTES
+    assert rules.counter_bytes == 3 * SHARDS * ENTRY_BYTES
+    assert Dynamic(SHARDS + 1, Seen(2)).shard_counters == 2  # as many as rows
+    assert Dynamic(SHARDS + 1, Seen(1, room=1)).shard_counters == 0  # every id is admitted
+    assert Dynamic(SHARDS).rows == SHARDS
+
+
+def test_checkpoints_tell_tables_apart_that_do_not_hold_the_same():
+    others = [
+        Dynamic(9),
+        Dynamic(9, Seen(2)),
+        Dynamic(9, Seen(2, room=2 * SHARDS)),
+        Dynamic(9, draws="targets"),
+        Dynamic(9, default="learned"),
+        Dynamic(9, draws="targets", default="learned"),
+    ]
+    assert len({str(rules.describe()) for rules in others}) == len(others)
+    same = Dynamic(5 * SHARDS, evict=LFU(9), negatives=(), map="host")
+    assert same.describe() == others[0].describe()
+
+
+def test_which_maps_are_on_the_device():
+    assert Dynamic(1).maps_on_device and Dynamic(1, map="device").maps_on_device
+    for others in ({"map": "host"}, {"evict": LFU(9)}, {"default": "learned"}):
+        assert not Dynamic(1, **others).maps_on_device
+
+
+def test_words_for_the_user():
+    assert str(Dynamic(1)) == "dynamic, admits every id, evicts the row used longest ago"
+    rules = Dynamic(1, Seen(2), LFU(5000), default="learned", map="host")
+    assert str(rules) == (
+        "dynamic, admits after 2 batches, evicts the row used least often, counts halved every "
+        "5,000 batches, others read a learned row, map on the host"
+    )
+    assert "removes rows unused for 3 steps" in str(Dynamic(1, evict=After(3)))
 
 
 @pytest.mark.parametrize(
@@ -310,11 +354,17 @@ def test_text_for_the_command_line(text, expected):
         (lambda: Dynamic(1, admit=3), "freescale.Seen"),
         (lambda: Seen(0), "from 1 on"),
         (lambda: After(2), "at least 3"),
+        (lambda: Seen(2, room=0), "room of Seen must be at least 1"),
         (lambda: LFU(0), "evict='lfu'"),
+        (lambda: Dynamic(1, evict=LFU(1), map="device"), "take map='host'"),
         (lambda: parse_dynamic("dynamic:"), "dynamic:50M"),
         (lambda: parse_dynamic("dynamic:1M:fifo"), "seen=N"),
+        *(
+            (lambda option=option: parse_dynamic(f"dynamic:1M:{option}"), f"'{option}' in")
+            for option in ("seen=x", "seen=-1", "lfu=x", "lru=3", "after=", "default=mean", "map=")
+        ),
     ],
 )
-def test_mistakes_name_the_mend(make, message):
+def test_mistakes_name_the_fix(make, message):
     with pytest.raises(ValueError, match=message):
         make()
