@@ -22,8 +22,9 @@ from freescale.balance.partitioners.greedy import (
     greedy_equal,
 )
 from freescale.balance.partitioners.karmarkar_karp import karmarkar_karp
+from freescale.balance.partitioners.local import local
 from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner, stay
-from freescale.balance.partitioners.variable import Variable
+from freescale.balance.partitioners.variable import Variable, variable
 from freescale.balance.problem import Problem, assign
 
 EQUAL_COUNTS = ("fixed", "greedy_equal", "karmarkar_karp")
@@ -41,7 +42,8 @@ def problems(draw):
     ranks = draw(st.integers(1, 9))
     lengths = draw(st.lists(st.one_of(st.integers(0, 50), st.integers(0, 5000)), max_size=60))
     home = [draw(st.integers(0, ranks - 1)) for _ in lengths]
-    nodes = np.array([draw(st.integers(0, 2)) for _ in range(ranks)])
+    nodes = draw(st.none() | st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
+    nodes = None if nodes is None else np.array(nodes)
     problem = problem_of(lengths, ranks, home, nodes=nodes)
     kind = draw(st.sampled_from(["by length", "any", "ties"]))
     if kind != "by length":  # costs that do not follow the tokens
@@ -283,6 +285,61 @@ def test_trades_are_the_best_of_all(problem, slack, above):
     assert rank_of.tolist() == expected.tolist()
 
 
+def move_few(problem):
+    """`local` by its definition, one sample at a time; trades follow."""
+    costs, tokens, rank_of = problem.costs, problem.tokens, problem.home.copy()
+    loads, held = (np.bincount(rank_of, each, problem.ranks) for each in (costs, tokens))
+    nodes = np.zeros(problem.ranks) if problem.nodes is None else problem.nodes
+    cap = np.inf if problem.cap is None else problem.cap
+    goal = 1.004 * max(loads.mean(), costs.max())
+    given = []
+    for rank in range(problem.ranks):
+        kept, excess, surplus = [], loads[rank] - goal, held[rank] - cap
+        if excess <= 0 and surplus <= 0:
+            continue
+        mine = np.flatnonzero(problem.home == rank)
+        for sample in mine[sort_descending(costs[mine])]:
+            if surplus > 0 or 0 < costs[sample] <= excess:
+                given.append(sample)
+                excess, surplus = excess - costs[sample], surplus - tokens[sample]
+            else:
+                kept.append(sample)
+        if excess > 0:
+            given.append(min(reversed(kept), key=lambda one: (costs[one] < excess, costs[one])))
+    for sample in given:
+        loads[problem.home[sample]] -= costs[sample]
+        held[problem.home[sample]] -= tokens[sample]
+    for sample in sorted(given, key=lambda one: (-costs[one], one)):
+        roomy = [r for r in range(problem.ranks) if held[r] + tokens[sample] <= cap]
+        near = np.flatnonzero(nodes == nodes[problem.home[sample]])
+        rank = min(near, key=lambda rank: loads[rank])
+        if rank not in roomy or loads[rank] + costs[sample] > goal:
+            if not roomy:
+                raise ValueError(f"sample {sample} .* fits on no rank")
+            rank = min(roomy, key=lambda rank: loads[rank])
+        rank_of[sample] = rank
+        loads[rank] += costs[sample]
+        held[rank] += tokens[sample]
+    trade_samples(problem, rank_of, goal)
+    return rank_of.tolist()
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems(), st.sampled_from([None, 1.0, 1.2, 2.0]))
+def test_local_by_definition(problem, slack):
+    if not len(problem.costs):
+        return
+    if slack is not None:
+        problem = replace(problem, cap=int(smallest_cap(problem) * slack))
+    try:
+        expected = move_few(problem)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=str(error)):
+            local(problem)
+        return
+    assert local(problem).tolist() == expected
+
+
 def test_greedy_trades_what_longest_first_leaves_uneven():
     """3, 3, 2, 2, 2: longest first ends with 7 : 5, a swap of 3 and 2 makes it 6 : 6."""
     costs = np.array([3.0, 3.0, 2.0, 2.0, 2.0])
@@ -299,6 +356,33 @@ def test_fixed_on_a_device_is_fixed(costs, ranks):
         np.array(costs, np.float64), np.ones(n, np.int64), np.zeros(n, np.int64), ranks
     )
     assert (FixedOnDevice(torch.device("cpu"))(problem) == fixed(problem)).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems())
+def test_variable_cuts_sorted_samples_where_the_weights_are_equal(problem):
+    """A sample belongs to the segment that contains its middle."""
+    weight, total, expected = 0, int(problem.tokens.sum()), np.empty(len(problem.tokens), np.int64)
+    for sample in sort_descending(problem.tokens):
+        middle = weight + problem.tokens[sample] / 2
+        cuts = [cut / problem.ranks * total for cut in range(1, problem.ranks)]
+        expected[sample] = sum(cut <= middle for cut in cuts)
+        weight += problem.tokens[sample]
+    # sums of whole numbers are exact
+    assert Variable(alpha=1.0)(problem).tolist() == expected.tolist()
+
+
+def test_variable_weighs_and_tunes():
+    """4^1.5 = 8: one sample of 4 tokens weighs as much as eight of one."""
+    tuner, problem = Variable(), problem_of([4] + [1] * 8, 2)
+    assert tuner(problem).tolist() == [0] + [1] * 8
+    tuner(replace(problem, times=np.array([1.0, 3.0])))  # half the mean less, half the mean more
+    assert tuner.shares.tolist() == [1.125, 0.875]
+    far = Variable()
+    far(replace(problem_of([1], 4, home=[0]), times=np.array([1.0, 1.0, 1.0, 9.0])))
+    moved = np.array([7 / 6, 7 / 6, 7 / 6, 0.75])  # no further than by the gain at once
+    assert far.shares == pytest.approx(moved / moved.mean())
+    assert far(problem).tolist() == variable(problem).tolist(), "other ranks: shares are equal"
 
 
 def test_variable_follows_the_measured_times():
@@ -319,6 +403,18 @@ def test_variable_follows_the_measured_times():
     assert (tuner.shares == shares).all()
     with pytest.raises(ValueError, match="step times must be finite"):
         tuner(replace(problem, times=np.array([1.0, -1.0, 1.0, 1.0])))
+
+
+def test_figures_of_an_assignment():
+    problem = Problem(
+        np.array([3.0, 1.0, 2.0]), np.array([30, 10, 20]), np.array([0, 0, 1]), ranks=2
+    )
+    found = assign(problem, lambda _: np.zeros(3, np.int64))
+    assert found.loads.tolist() == [6, 0] and found.loads_before.tolist() == [4, 2]
+    assert (found.imbalance, found.bound, found.above_bound) == (2.0, 3.0, 1.0)
+    assert found.straggler_percent == 50 and found.moved_tokens == 20
+    free = assign(replace(problem, costs=np.zeros(3)), stay)
+    assert (free.imbalance, free.above_bound, free.straggler_percent) == (1.0, 0.0, 0.0)
 
 
 def test_bad_functions_are_named():
@@ -357,6 +453,11 @@ def test_bad_problems_are_refused():
         Problem(np.ones(3), np.array([2, 2, 2]), np.array([0, 1, 0]), 2, cap=2)
     with pytest.raises(ValueError, match="sample 1 is at rank 5 of 2"):
         Problem(np.ones(2), lengths, np.array([0, 5]), 2)
+    with pytest.raises(ValueError, match="sample 0 is at rank -1 of 2"):
+        Problem(np.ones(2), lengths, np.array([-1, 2]), 2)
+    for tokens, homes in ((lengths[:1], home), (lengths, home[:1])):
+        with pytest.raises(ValueError, match="they must be equally many"):
+            Problem(np.ones(2), tokens, homes, 2)
     with pytest.raises(ValueError, match="at least one rank"):
         Problem(np.ones(2), lengths, home, 0)
 
