@@ -18,7 +18,12 @@ import torch
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.kernels.triton import compile_worker, launch
-from freescale.kernels.triton.compile import compile_versions, find_versions
+from freescale.kernels.triton.compile import (
+    compile_recorded,
+    compile_versions,
+    find_versions,
+    preload,
+)
 from freescale.kernels.triton.compile_worker import Version, settle_keys
 from freescale.kernels.triton.launch import identify_launch, launch_kernel, record_launches
 from freescale.kernels.triton.launch_plan import Block
@@ -230,6 +235,25 @@ class FakeKernel:
 
         return launch_by_triton
 
+    def run(self, *values, grid, warmup, **options):
+        assert warmup
+        self.made.append((grid, values, options))
+
+
+@pytest.fixture
+def unknown_triton(monkeypatch):
+    """A version after those that are known, without what `launch` and `compile` take from it."""
+    import triton
+    from triton.runtime import cache, jit
+
+    compile_worker.read_version.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    monkeypatch.delattr(cache, "triton_key")
+    monkeypatch.delattr(cache, "get_cache_key")
+    monkeypatch.delattr(jit, "create_function_from_signature")
+    yield
+    compile_worker.read_version.cache_clear()
+
 
 @pytest.fixture
 def kernel(monkeypatch):
@@ -258,6 +282,15 @@ class TestLaunch:
         assert given[:9] == (5, 2, 1, 99, 7, "packed", None, None, None)
         assert given[9:] == (other.data_ptr(), block, 0.5, 10**6, None, 4)
 
+    def test_an_unknown_triton_compiles_and_launches_itself(self, kernel, unknown_triton):
+        x = torch.zeros(4, 16)
+        preload()
+        assert compile_recorded(lambda: self.start(kernel, x)) == 0
+        assert len(kernel.made) == 1  # compiled by Triton's own warm-up
+        for launches in (2, 3):
+            self.start(kernel, x)
+            assert len(kernel.made) == launches and not kernel.direct
+
     def test_what_triton_compiles_anew_is_not_direct(self, kernel):
         x = torch.zeros(4, 16)
         self.start(kernel, x)
@@ -282,6 +315,51 @@ class TestLaunch:
         monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
         self.start(kernel, x)
         assert len(kernel.made) == 2 and not kernel.direct
+
+
+TMA = dict(swizzle=3, elem_size=4, elem_type=0, block_size=[16, 16], fp4_padded=False)
+
+
+@pytest.mark.parametrize("descriptors", [[], [TMA]], ids=["plain", "tma"])
+def test_the_installed_triton_takes_addresses_and_blocks(monkeypatch, descriptors):
+    """Its launcher gives the driver the same as for tensors and for descriptors of its own."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    calls = []
+    fill = lambda address, *described: (address, *map(str, described))  # noqa: E731
+    utils = SimpleNamespace(
+        launch=lambda *given: calls.append(given),
+        fill_tma_descriptor=fill,  # Triton 3.6
+        fill_tma_descriptor_tiled=fill,
+        build_signature_metadata=str,
+    )
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
+    # Triton 3.6 compiles a module for each signature, and links the GPU's driver to it.
+    monkeypatch.setattr(nvidia, "library_dirs", list)
+    monkeypatch.setattr(nvidia, "PyKernelArg", lambda **kind: str(kind), raising=False)
+    monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **_: utils, raising=False)
+    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+    aligned = dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
+    flags = dict.fromkeys(("launch_cooperative_grid", "launch_pdl"), False)
+    metadata = SimpleNamespace(**sizes, **aligned, **flags, tensordesc_meta=descriptors)
+    signature = {"x": "*fp32", "block": "tensordesc<fp32[16, 16]>", "n": "i32", "C": "constexpr"}
+    source = SimpleNamespace(signature=signature, constants={(3,): 4}, fn=FakeKernel())
+    run = nvidia.CudaLauncher(source, metadata)
+    x = torch.zeros(64, 16)
+    block = Block(x, [64, 16], [16, 1], [16, 16])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
+    launch._run(0, (5, 2), run, 7, "packed", (x.data_ptr(), block, 3, 4))
+    run(5, 2, 1, 99, 7, "packed", None, None, None, x, launch.describe_block(block), 3, 4)
+    ours, theirs = (flatten(call) for call in calls)
+    assert ours == theirs and {5, 2, 99, 7, "packed", x.data_ptr(), 64, 3} <= set(ours)
+
+
+def flatten(values):
+    """Nested tuples and lists as one list, and tensors as their addresses."""
+    if isinstance(values, list | tuple):
+        return [leaf for value in values for leaf in flatten(value)]
+    return [values.data_ptr() if torch.is_tensor(values) else values]
 
 
 def list_variants():

@@ -31,7 +31,7 @@ def launcher(monkeypatch):
             packed_metadata=(),
         )
 
-    monkeypatch.setattr(launch, "_can_run_compiled", lambda: True)
+    monkeypatch.setattr(launch, "is_known", lambda: True)
     monkeypatch.setattr(launch, "_get_current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(launch._Launcher, "_launch_by_triton", compile_and_launch)

@@ -23,7 +23,7 @@ from typing import Any
 from freescale.file_lock import lock
 from freescale.kernels import triton as package
 from freescale.kernels.triton import compile_worker
-from freescale.kernels.triton.compile_worker import Version
+from freescale.kernels.triton.compile_worker import Version, is_known
 from freescale.kernels.triton.launch import (
     Launch,
     describe_block,
@@ -52,12 +52,13 @@ def compile_recorded(
         tell: As in `compile_versions`.
 
     Returns:
-        How many were compiled; the others were in Triton's cache folder.
+        How many worker processes compiled; the others were in Triton's cache folder. With a Triton
+        that is not known they compile nothing, and this process compiles one after another.
     """
     with record_launches() as recorded:
         run()
     launches = list({identify_launch(launch): launch for launch in recorded}.values())
-    count = compile_versions(find_versions(launches, read_target()), tell)
+    count = compile_versions(find_versions(launches, read_target()), tell) if is_known() else 0
     for launch in launches:
         prepare_launch(launch)
     return count
@@ -65,7 +66,10 @@ def compile_recorded(
 
 def preload() -> None:
     """Imports Triton and all kernels, and computes what their places in its cache folder follow
-    from: a process that has done so can be forked. Asks for no GPU."""
+    from: a process that has done so can be forked. Asks for no GPU. Does nothing with a Triton that
+    is not known."""
+    if not is_known():
+        return
     from triton.compiler import code_generator  # noqa: F401 - imported when a kernel is looked up
     from triton.runtime.cache import triton_key
     from triton.tools import tensor_descriptor  # noqa: F401 - with the first of them
@@ -93,11 +97,10 @@ def _specialise(launch: Launch, target: tuple[Any, ...]) -> Version:
     from triton.runtime.jit import create_function_from_signature
 
     kernel, backend = launch.kernel, make_backend(GPUTarget(*target))
-    options = {
-        **launch.options,
-        "debug": kernel.debug or knobs.runtime.debug,
-        "instrumentation_mode": knobs.compilation.instrumentation_mode,
-    }
+    options = {**launch.options, "debug": kernel.debug or knobs.runtime.debug}
+    for name in ("instrumentation_mode", "fpsan_homomorphic_casts"):  # the second: Triton 3.9
+        if hasattr(knobs.compilation, name):
+            options[name] = getattr(knobs.compilation, name)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, left = bind(*map(describe_block, launch.values), **options)
     parsed, signature, constants, attributes = kernel._pack_args(

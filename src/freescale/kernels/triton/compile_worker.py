@@ -14,6 +14,23 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+# Triton versions whose private interfaces were compared with what `launch`, `compile` and this
+# module use of them. With any other version, Triton itself compiles and launches.
+KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
+
+
+@cache
+def read_version() -> tuple[int, ...]:
+    """Triton's version, major and minor."""
+    import triton
+
+    return tuple(int(part) for part in str(triton.__version__).split(".")[:2])
+
+
+def is_known() -> bool:
+    """Whether Triton's private interfaces are known."""
+    return read_version() in KNOWN
+
 
 @cache
 def settle_keys(module: str) -> None:
@@ -58,7 +75,7 @@ class Version:
 
         source = self.build_source()
         kernel = triton.compile(source, target=GPUTarget(*self.target), options=self.options)
-        if str(triton.__version__).startswith("3.6."):
+        if read_version() == (3, 6):
             # it has C code for the launches of each signature, which it compiles when first needed
             from triton.backends.nvidia.driver import CudaLauncher
 

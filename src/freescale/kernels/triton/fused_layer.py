@@ -252,17 +252,9 @@ def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b, summed and returned in `dtype` where the product can."""
     if a.dtype == dtype:
         return torch.mm(a, b)
-    if dtype == torch.float32 and _returns_float32(a.device.type):
+    if dtype == torch.float32 and a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
-
-
-@cache
-def _returns_float32(device: str) -> bool:
-    """Whether products of narrower numbers can be returned in float32: from torch 2.8 on, on
-    GPUs."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return device == "cuda" and (major, minor) >= (2, 8)
 
 
 class _Layer(torch.autograd.Function):

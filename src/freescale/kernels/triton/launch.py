@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from freescale.kernels.triton.compile_worker import settle_keys
+from freescale.kernels.triton.compile_worker import is_known, settle_keys
 from freescale.kernels.triton.launch_plan import (
     Block,
     LaunchPlan,
@@ -20,6 +20,8 @@ from freescale.kernels.triton.launch_plan import (
 )
 
 _NOTHING = nullcontext()
+# Of every launch. Triton 3.9 warns if this is not set, and 3.10 changes the default.
+_OPTIONS = {"enable_fp_fusion": True}
 
 
 def require_gpu(device: torch.device, instead: str) -> None:
@@ -150,10 +152,10 @@ class _Launcher:
         # of which there would be one for each value.
         self.shortcuts = dict[tuple[Any, ...], Shortcut | None]()
         self.takes_shortcuts = True
-        self.direct = not is_interpreted() and _can_run_compiled()
+        self.direct = not is_interpreted() and is_known()
         self.names = tuple(kernel.arg_names)
         self._hooks: Any = None
-        if not is_interpreted():
+        if self.direct:
             from triton import knobs
 
             self._hooks = knobs
@@ -181,7 +183,7 @@ class _Launcher:
         self, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """The values of all parameters, and what is left: options."""
-        options = named.copy()
+        options = named | _OPTIONS
         return [*arguments, *[options.pop(name) for name in self.names[len(arguments) :]]], options
 
     def _launch_compiled(
@@ -247,7 +249,7 @@ class _Launcher:
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         described = {name: describe_block(value) for name, value in named.items()}
-        return self.kernel[grid](*map(describe_block, arguments), **described)
+        return self.kernel[grid](*map(describe_block, arguments), **described, **_OPTIONS)
 
 
 def _run(
@@ -271,11 +273,3 @@ def describe_block(value: Any) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(value.base, value.shape, value.strides, value.block_shape)
-
-
-@cache
-def _can_run_compiled() -> bool:
-    """Whether this is a Triton whose compiled kernels are called the way this module does."""
-    import triton
-
-    return str(triton.__version__).startswith(("3.6.", "3.7."))

@@ -36,10 +36,12 @@ class LaunchPlan:
 
     def __init__(self, parameters: Sequence[Any], types: Sequence[type]) -> None:
         self.compiled = dict[Key, tuple[Any, Any, Any]]()
+        self._alive = dict[Key, Any]()
         self.build_key = _write_key_function(parameters, types)
 
     def keep(self, key: Key, compiled: Any) -> None:
         self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
+        self._alive[key] = compiled  # Triton 3.8 and later unload its function when it is collected
 
 
 class Shortcut:
