@@ -41,7 +41,7 @@ OPTIONAL = "pyarrow rich click typer tensorboard safetensors pandas triton".spli
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in OPTIONAL:
-            raise ImportError(name + " is not part of the core")
+            raise ModuleNotFoundError(name + " is not part of the core")
 sys.meta_path.insert(0, Block())
 import freescale
 for name in {CORE}:

@@ -51,9 +51,12 @@ def _lscpu() -> str | None:
 
 
 def get_versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of Python, torch, numpy and those of `packages` that are installed."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", *packages):
+    """Returns the versions of Python, torch (with its build, as in `2.15.0+cu132`), numpy and those
+    of `packages` that are installed."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("numpy", *packages):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
