@@ -180,12 +180,12 @@ def _bad_partitioner(transport, path, kind):
 def test_bad_partitioners_fail_on_all_ranks(path, kind, message):
     import re
 
-    for error, _ in gather_ranks(2, _bad_partitioner, path, kind, timeout=40):
+    for error, _ in gather_ranks(2, _bad_partitioner, path, kind):
         assert error is not None and re.search(message, error), error
 
 
 def test_a_cap_that_cannot_be_met(path):
-    for error, _ in gather_ranks(2, _capped, path, timeout=40):
+    for error, _ in gather_ranks(2, _capped, path):
         assert error is not None and "over the cap of 3 per rank" in error
 
 

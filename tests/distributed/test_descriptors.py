@@ -83,7 +83,7 @@ def _too_few(transport):
 
 
 def test_too_few_on_one_rank_are_an_error_on_all():
-    for error, text in gather_ranks(2, _too_few, timeout=30):
+    for error, text in gather_ranks(2, _too_few):
         assert error is None, error
         assert (
             "2 ranks over hostwire-gloo need about" in text

@@ -43,13 +43,13 @@ def _met(transport, carrier, message, answers=b""):
         found = load_engine()
         assert found is not None
         channel = EngineChannel(
-            found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 5.0
+            found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 60.0
         )
         laid = [([0, tensor.data_ptr()], [0, tensor.numel()]) for tensor in (sent, came)]
         wait = lambda: channel.submit("rows", False, (sent, came), *laid[0], *laid[1]).wait()  # noqa: E731
     else:
         channel = PythonChannel(
-            "test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 5.0, caller_drives=True
+            "test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 60.0, caller_drives=True
         )
         transfer = Transfer(
             "rows", [Round([Block(1, sent)])], [Round([Block(1, came)])], False, CPU
@@ -68,16 +68,14 @@ def _met(transport, carrier, message, answers=b""):
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense_is_an_error_that_names_the_peer(carrier, what):
     message, reason = NONSENSE[what]
-    ((text, _, _),) = run_ranks(1, _met, carrier, message, timeout=20)
+    ((text, _, _),) = run_ranks(1, _met, carrier, message)
     assert text.startswith("rank 0: bulk exchange of rows failed: rank 1 ") and reason in text
 
 
 @pytest.mark.parametrize("carrier", ["engine", "python"])
 def test_answers_beyond_the_pieces_that_were_sent_are_not_heard(carrier):
     """Whoever says so loses what it has not read, and nothing else."""
-    ((text, sent, read),) = run_ranks(
-        1, _met, carrier, struct.pack("<QQ", 0, SIZE), b"." * 4000, timeout=20
-    )
+    ((text, sent, read),) = run_ranks(1, _met, carrier, struct.pack("<QQ", 0, SIZE), b"." * 4000)
     assert text == "" and (carrier == "engine" or 8 < read[1] <= sent[1])
 
 
@@ -94,7 +92,7 @@ def _names_a_size(transport, size):
 
 @pytest.mark.parametrize("size", [-5, 1 << 60])
 def test_the_length_of_a_control_message_is_checked(size):
-    for error, text in gather_ranks(2, _names_a_size, size, timeout=20):
+    for error, text in gather_ranks(2, _names_a_size, size):
         assert error is None and f"rank 1 names a control message of {size:,} bytes" in text, (
             error,
             text,

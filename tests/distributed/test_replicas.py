@@ -174,7 +174,7 @@ def _refused(transport, what):
 def test_what_cannot_be_replicated_is_refused_by_name_on_all_ranks(what):
     with pytest.raises(ValueError, match=REFUSED[what][1]):
         freescale.parallelize(REFUSED[what][0](), Clicks.ids)
-    for error, text in gather_ranks(2, _refused, what, timeout=30):
+    for error, text in gather_ranks(2, _refused, what):
         assert error is None and REFUSED[what][1] in text, (error, text)
 
 
@@ -211,4 +211,4 @@ def _different(transport, what):
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_models_that_differ_between_ranks_are_refused_by_name(what):
-    assert all(run_ranks(2, _different, what, timeout=30))
+    assert all(run_ranks(2, _different, what))

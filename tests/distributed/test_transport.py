@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import gather_ranks, run_ranks
+from helpers.ranks import run_ranks
 
 from freescale.ledger.ledger import Ledger
 from freescale.transport import clock_offsets
@@ -112,7 +112,7 @@ def _silent(transport, kind):
     group = dist.new_group(timeout=timedelta(seconds=3))
     short = ProcessGroupTransport("cpu", Ledger(), group=group, control=group)
     if transport.rank == 1:
-        time.sleep(10)
+        transport.gather_bytes(b"")  # silent until rank 0 has its error
         return None
     begin = time.monotonic()
     with pytest.raises(Exception, match="fell silent") as caught:
@@ -120,10 +120,12 @@ def _silent(transport, kind):
             short.all_to_all(torch.zeros(2), [1, 1], [1, 1], "ids").wait()
         else:
             short.gather_bytes(b"hello")
-    return type(caught.value).__name__, time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    transport.gather_bytes(b"")
+    return type(caught.value).__name__, seconds
 
 
 @pytest.mark.parametrize("kind", ["tensor", "control"])
 def test_a_silent_rank_is_an_error_after_the_timeout(kind):
-    (error, (name, seconds)), _ = gather_ranks(2, _silent, kind, timeout=60)
-    assert error is None and name == "TransportError" and 2 < seconds < 9
+    (name, seconds), _ = run_ranks(2, _silent, kind)
+    assert name == "TransportError" and seconds > 2

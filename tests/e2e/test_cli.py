@@ -375,7 +375,7 @@ def test_killed_rank_ends_the_run(tmp_path):
     data = interactions(tmp_path / "events.parquet")
     where = ["--folder", tmp_path / "run", "--cache", tmp_path / "cache"]
     with Begun("train", "--data", data, *where, "--nproc", 2, *SMALL, *ENDLESS) as launcher:
-        wait_for(lambda: _stepped(tmp_path), 150)
+        wait_for(lambda: _stepped(tmp_path))
         children = launcher.ranks()
         assert len(children) == 2
         os.kill(children[1], signal.SIGKILL)
@@ -398,7 +398,7 @@ def test_killed_rank_is_noticed_without_a_launcher(tmp_path):
     where = ["--folder", tmp_path / "run", "--cache", tmp_path / "cache"]
     command = ["train", "--data", data, *where, *SMALL, *ENDLESS]
     with Begun(*command, **_joined(0, port)) as left, Begun(*command, **_joined(1, port)) as lost:
-        wait_for(lambda: _stepped(tmp_path), 150)
+        wait_for(lambda: _stepped(tmp_path))
         os.kill(lost.pid, signal.SIGKILL)
         done = left.ended(180)
     assert done.returncode == 1 and "died or fell silent" in done.stderr

@@ -96,7 +96,7 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(arguments, tmp_path):
         ranks = begun.ranks()
         os.kill(begun.pid, signal.SIGKILL)
         assert begun.ended().returncode == -signal.SIGKILL
-        wait_for(lambda: not any(is_alive(rank) for rank in ranks), 60)
+        wait_for(lambda: not any(is_alive(rank) for rank in ranks))
     (saved,) = (run / "checkpoints").iterdir()
     assert int(saved.name.removeprefix("step-")) == losses(run)[-1][0]
     with open(run / ".lock") as file:

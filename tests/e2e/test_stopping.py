@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.command import Begun, freescale, torchrun, wait_for
@@ -171,7 +172,7 @@ def test_a_rank_that_waits_for_a_silent_peer_ends_within_its_limit(tmp_path):
 
 def _wait_for_a_silent_peer(transport, said: Path) -> None:
     if transport.rank == 1:
-        return wait_for(lambda: said.exists() and "without saving" in said.read_text(), 20)
+        return wait_for(lambda: said.exists() and "without saving" in said.read_text())
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
     stop_signals.SILENCE = 1.0
     with StopSignals(lambda: None, 0):
@@ -194,7 +195,7 @@ def test_one_press_is_heard_once_and_what_was_before_comes_back():
 def status_of(function: Callable[..., None], *arguments: object) -> int | None:
     process = CONTEXT.Process(target=function, args=arguments)
     process.start()
-    process.join(30)
+    process.join(240)
     process.kill()
     return process.exitcode
 
@@ -210,7 +211,7 @@ def _told_twice(number: int) -> None:
         for _ in range(2):
             os.kill(os.getpid(), number)
             time.sleep(0.2)
-        time.sleep(20)
+        signal.pause()
 
 
 def test_the_limit_is_of_silence_not_of_work():
@@ -219,16 +220,24 @@ def test_the_limit_is_of_silence_not_of_work():
 
 
 def _at_work() -> None:
-    stop_signals.SILENCE, stop_signals._LOOK = 1.0, 0.05
+    now = [0.0]
+    stop_signals.SILENCE, stop_signals._LOOK = 10.0, 0.01
+    stop_signals.time = SimpleNamespace(monotonic=lambda: now[0])
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+        time.sleep(0.1)  # for the listener to look at the clock
+
     with StopSignals(lambda: None, 0) as heard:
         os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: heard.number != 0)
         for _ in range(6):
-            time.sleep(0.25)
+            pass_time(9)
             heard.note_step()
         with heard.suspend_limit():
-            time.sleep(1.5)
+            pass_time(90)
         heard.lift_limit()
-        time.sleep(1.5)
+        pass_time(90)
     os._exit(0)
 
 

@@ -55,7 +55,7 @@ def read_parent(process: int) -> int:
 
 def wait_for_end(process: int) -> None:
     """Raises ProcessLookupError once a process has ended, waited for or not."""
-    for _ in range(200):
+    for _ in range(4000):
         try:
             state = Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[0]
         except OSError:

@@ -40,25 +40,26 @@ def test_a_copy_that_is_over_between_two_looks_is_not_slept_through(alone):
     assert library is not None, explain_missing_engine()
     ranks = join_ranks(library, 2, alone, True, [AtTheThirdLook() for _ in range(2)])
     found: list[bool] = []
+    seconds: list[float] = []
 
     def exchange(rank):
         other = 1 - rank.rank
         for number in range(EXCHANGES):
+            begin = time.monotonic()
             sent = [make_message(rank.rank, to, number, 5000) for to in range(2)]
             begun, into = rank.exchange(sent, [5000, 5000])
             failed = rank.until(begun)
+            seconds.append(time.monotonic() - begin)
             came = into[other].raw[:5000]
             found.append(not failed and came == make_message(other, rank.rank, number, 5000))
 
     threads = [threading.Thread(target=exchange, args=(rank,)) for rank in ranks]
-    begin = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = time.monotonic() - begin
     for rank in ranks:
         rank.close()
     assert found == [True] * (2 * EXCHANGES)
-    # Half of what the sleeps would be: this is about being woken, not about how fast.
-    assert seconds < EXCHANGES * SLEEP / 2
+    # With sleeps, none would be as quick; without, a busy machine holds some of them up.
+    assert sorted(seconds)[EXCHANGES // 2] < SLEEP

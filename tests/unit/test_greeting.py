@@ -23,7 +23,7 @@ SIZE = 1 << 12
 def _met(connect, between):
     """What `connect(rank, gather)` gave to each of two ranks, threads of this process, or raised.
     `between`: called with what they gathered, before any of them goes on."""
-    said, met, found = [b"", b""], threading.Barrier(2, timeout=30), [None, None]
+    said, met, found = [b"", b""], threading.Barrier(2, timeout=120), [None, None]
 
     def rank_of(rank: int) -> None:
         def gather(what: bytes) -> list[bytes]:
@@ -42,19 +42,19 @@ def _met(connect, between):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
     return found
 
 
 def _by_stream(rank, gather):
-    return tcp.connect(rank, [1 - rank], gather, 20.0)
+    return tcp.connect(rank, [1 - rank], gather, 120.0)
 
 
 def _by_memory(rank, gather):
     file = create_shared_file(SIZE)
     ring = Pinned(SIZE, torch.device("cpu"), file)
     try:
-        return shared.connect(rank, [1 - rank], ring, file, torch.device("cpu"), gather, 20.0)
+        return shared.connect(rank, [1 - rank], ring, file, torch.device("cpu"), gather, 120.0)
     finally:
         os.close(file)
 
@@ -72,7 +72,7 @@ def _called(text: bytes) -> socket.socket:
         calling.connect(text)
         return calling
     address, port, _ = text.decode().rsplit(" ", 2)
-    return socket.create_connection((address, int(port)), 5.0)
+    return socket.create_connection((address, int(port)), 60.0)
 
 
 @pytest.mark.parametrize("connect", [_by_stream, _by_memory])
@@ -132,7 +132,7 @@ def test_who_says_nothing_is_sent_away(monkeypatch):
     monkeypatch.setattr(greeting, "_GREETING_SECONDS", 0.05)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname(), 5.0) as calling,
+        socket.create_connection(listener.getsockname(), 60.0) as calling,
     ):
         with pytest.raises(TimeoutError):
             next(greeting.accept_callers(listener, 4, 1, time.monotonic() + 0.3))
@@ -142,10 +142,10 @@ def test_who_says_nothing_is_sent_away(monkeypatch):
 def test_what_comes_in_parts_is_heard():
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname(), 5.0) as calling,
+        socket.create_connection(listener.getsockname(), 60.0) as calling,
     ):
         calling.sendall(b"he")
         threading.Timer(0.1, calling.sendall, [b"llo"]).start()
-        caller = next(greeting.accept_callers(listener, 4, 1, time.monotonic() + 5.0))
+        caller = next(greeting.accept_callers(listener, 4, 1, time.monotonic() + 60.0))
         assert caller.hello == b"hell"
         caller.close()

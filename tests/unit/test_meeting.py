@@ -21,7 +21,7 @@ def address(tmp_path):
 
 def open_store(address: str) -> dist.Store:
     store = dist.FileStore(address, -1)
-    store.set_timeout(timedelta(seconds=20))
+    store.set_timeout(timedelta(seconds=120))
     return store
 
 
@@ -31,7 +31,7 @@ def meet_all(address: str, world: int, late: int = 1) -> list[bytes]:
     mark = str(threading.get_ident()).encode()
 
     def take_part(rank: int) -> None:
-        store = meet(open_store(address), rank, world, 20.0)
+        store = meet(open_store(address), rank, world, 120.0)
         store.set(f"address/{rank}", b"of this attempt, " + mark + str(late).encode())
         found[rank] = b"".join(store.get(f"address/{other}") for other in range(world))
 
@@ -41,7 +41,7 @@ def meet_all(address: str, world: int, late: int = 1) -> list[bytes]:
             threading.Event().wait(0.1)
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(240)
     return [found[rank] for rank in range(world)]
 
 

@@ -56,7 +56,7 @@ def cluster(tmp_path, monkeypatch):
 
 
 def started(*command: str) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

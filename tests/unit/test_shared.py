@@ -36,7 +36,7 @@ except (BrokenPipeError, ConnectionResetError):
 def _together(between=lambda names: None, size=2):
     """What `connect` gave to each of two ranks, threads of this process, or raised. `between`:
     called with both names."""
-    names, met = [b""] * size, threading.Barrier(size, timeout=30)
+    names, met = [b""] * size, threading.Barrier(size, timeout=120)
     found: list[object] = [None] * size
 
     def rank_of(rank: int) -> None:
@@ -64,7 +64,7 @@ def _together(between=lambda names: None, size=2):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=240)
     return found
 
 
@@ -80,7 +80,7 @@ def test_another_user_is_not_let_in():
         assert [stranger.stdout.readline() for stranger in strangers] == ["in the queue\n"] * 2
 
     wires = _together(call)
-    assert [stranger.wait(timeout=20) for stranger in strangers] == [0, 0]
+    assert [stranger.wait(timeout=120) for stranger in strangers] == [0, 0]
     for stranger in strangers:
         stranger.stdout.close()
     for rank, wire in enumerate(wires):

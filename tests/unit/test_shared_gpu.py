@@ -96,9 +96,8 @@ def test_a_rank_whose_gpu_is_busy_is_started_again_alone(tmp_path, monkeypatch, 
     (tmp_path / "gpu_program.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.setattr(launch, "_NOTICE", 0.2)
-    if refusals > 2:
-        monkeypatch.setattr(launch, "_BUSY", 1.0)
-    ended = launch.run_ranks([str(tmp_path), str(refusals)], 2, module="gpu_program", seconds=30)
+    monkeypatch.setattr(launch, "_BUSY", 240.0 if refusals == 2 else 1.0)
+    ended = launch.run_ranks([str(tmp_path), str(refusals)], 2, module="gpu_program", seconds=240)
     starts = [len(list(tmp_path.glob(f"{rank}-*"))) for rank in range(2)]
     if refusals == 2:
         assert ended.failed is None and starts == [1, 3]

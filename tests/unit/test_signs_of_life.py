@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from helpers.command import wait_for
 
 from freescale.transport import signs_of_life
 from freescale.transport.api import TransportError
@@ -15,11 +16,11 @@ from freescale.transport.signs_of_life import SignsOfLife, choose_limit, name_si
 
 @pytest.fixture
 def ranks(monkeypatch, tmp_path):
-    monkeypatch.setattr(signs_of_life, "PERIOD", 0.3)
-    monkeypatch.setattr(signs_of_life, "_ANSWER", 1.0)
+    monkeypatch.setattr(signs_of_life, "PERIOD", 0.5)
+    monkeypatch.setattr(signs_of_life, "_ANSWER", 4.0)
     store = dist.FileStore(str(tmp_path / "store"), -1)
     made = [SignsOfLife(store, rank, 4, host=0) for rank in range(4)]
-    threading.Event().wait(0.5)
+    wait_for(lambda: store.check([f"signs/{rank}" for rank in range(4)]))
     yield made
     for one in made:
         one.close()
@@ -50,6 +51,7 @@ def test_nobody_is_named_while_all_are_alive(ranks):
 
 
 def test_a_store_that_does_not_answer_is_its_ranks_silence(ranks, monkeypatch):
+    monkeypatch.setattr(signs_of_life, "_ANSWER", 0.1)
     monkeypatch.setattr(ranks[1], "_look", lambda: threading.Event().wait(20))
     assert ranks[1].find_silent() == [0]
 
