@@ -7,8 +7,11 @@ import torch
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.toys import Clicks, clicks_batch, rank_slice
 from helpers.training import assert_close, build, gather_tables, snapshot
+from torch import nn
 
+import freescale
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.pipeline.dense import buckets
 from freescale.transport.local import LocalTransport
 
 OPTIMIZERS = list(ROW_OPTIMIZERS)
@@ -100,6 +103,95 @@ def test_against_plain_torch():
         snapshots[-1]["layers.0.weight"], plain.layers[0].weight.detach(), rtol=1e-10, atol=1e-12
     )
     assert losses[-1] == pytest.approx(loss.item(), rel=1e-10)
+
+
+class Gated(Clicks):
+    """Each of four layers is used in some of the steps only: the first by all samples, the second
+    by the first one, the third by the last one; the fourth never."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, batch):
+        losses, step, keys = super().forward(batch), batch.number, batch.keys
+        in_steps = step % 2 == 0, step % 3 == 1, step == 2, False
+        users = keys >= 0, keys == 0, keys == 6, keys >= 0
+        for gate, on, using in zip(self.gates, in_steps, users, strict=True):
+            if on and using.any():
+                losses["click"] = losses["click"] + using.sum() * gate(gate.bias).sum()
+        return losses
+
+
+DENSE = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def _train_gated(transport, schedule, dense, least, options):
+    """-> dense weights, whether each has a state, and the rows, which stay as they are."""
+    buckets._LEAST_BYTES = {"cpu": least}
+    torch.manual_seed(3)
+    row_optimizer = ROW_OPTIMIZERS["sgd"](lr=0.0)
+    model = {"transport": transport, "placement": "sharded", "init_std": 0.3, "seed": 5}
+    parallel = freescale.parallelize(Gated(), Gated.ids, row_optimizer, **model)
+    optimizer = DENSE[dense](parallel.dense_parameters())
+    pipeline = freescale.Pipeline(parallel, optimizer, schedule=schedule, check=False, **options)
+    batches = [
+        rank_slice(clicks_batch(7, step), transport.rank, transport.world) for step in range(5)
+    ]
+    assert len(list(pipeline.run(batches))) == 5
+    named = dict(parallel.module.named_parameters())
+    return (
+        {name: value.detach().clone() for name, value in named.items()},
+        {name: value in optimizer.state for name, value in named.items()},
+        {name: gather_tables(parallel)[f"{name}/rows"] for name in ("item", "action")},
+    )
+
+
+def _train_gated_cases(transport, cases):
+    return [_train_gated(transport, *case) for case in cases]
+
+
+def _train_plain(dense, rows):
+    torch.manual_seed(3)
+    plain = Gated()
+    plain.item, plain.action = (nn.Embedding.from_pretrained(rows[n]) for n in ("item", "action"))
+    optimizer = DENSE[dense]([p for p in plain.parameters() if p.requires_grad])
+    for step in range(5):
+        optimizer.zero_grad()
+        (sum(plain(clicks_batch(7, step)).values()) / 7).backward()
+        optimizer.step()
+    return plain, optimizer
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_dense_parameters_that_no_rank_uses_are_left_alone(world):
+    """As by plain torch: no weight decay, no momentum, no state before the first gradient. In one
+    bucket and in several."""
+    shapes = [
+        (1 << 18, {"clip": 1e9}),
+        (64, {"accumulate": 2}),
+        (64, {"dense_sums": "partitioned"}),
+    ]
+    cases = [
+        (schedule, dense, *shape)
+        for dense in DENSE
+        for shape in shapes
+        for schedule in ("serial", "staged")
+    ]
+    everyone = run_ranks(world, _train_gated_cases, cases)
+    for (_, dense, *_), *found in zip(cases, *everyone, strict=True):
+        plain, optimizer = _train_plain(dense, found[0][2])
+        for weights, states, _ in found:
+            for name, value in weights.items():
+                parameter = plain.get_parameter(name)
+                torch.testing.assert_close(value, parameter.detach(), rtol=1e-10, atol=1e-12)
+                assert states[name] == (parameter in optimizer.state)
+        assert not found[0][1]["gates.3.bias"] and found[0][1]["gates.2.bias"]
+    for serial, staged in zip(everyone[0][::2], everyone[0][1::2], strict=True):
+        assert all(torch.equal(value, staged[0][name]) for name, value in serial[0].items())
 
 
 def test_only_rows_that_were_read_change():

@@ -73,10 +73,22 @@ def test_what_c_does_not_take_is_torch_s(natively):
     assert [int(optimizer.state[each]["step"]) for each in parameters] == [4, 3, 3]
     assert not any(map(torch.equal, before, parameters))
     parameters[1].grad = None
+    optimizer.step()
+    assert [int(optimizer.state[each]["step"]) for each in parameters] == [5, 3, 4]
+
+
+def test_parameters_without_a_gradient_are_left_alone(natively):
+    parameters, optimizer = _train(adamw.AdamW, 2, 0.5, torch.Generator())
+    before = [each.detach().clone() for each in parameters]
+    parameters[1].grad = None
     count = len(natively)
     optimizer.step()
-    assert len(natively) == count
-    assert [int(optimizer.state[each]["step"]) for each in parameters] == [5, 3, 4]
+    assert len(natively) == count + 1
+    assert list(map(torch.equal, before, parameters)) == [False, True, False]
+    for parameter in parameters:
+        parameter.grad = None
+    optimizer.step()
+    assert [int(optimizer.state[each]["step"]) for each in parameters] == [3, 2, 3]
 
 
 def test_autograd_notices_a_step(natively):

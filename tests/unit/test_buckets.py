@@ -74,10 +74,10 @@ def test_buckets_leave_during_the_backward_with_their_gradients():
     assert len(buckets.flat) >= 4 and before == len(transport.left) == 1 + len(buckets.flat)
     assert 1 + 3 <= seen[1] < before  # most had left when the first layer got its gradient
     assert [address for address, _ in transport.left[1:]] == [
-        flat.data_ptr() for flat in buckets.flat
+        buffer.data_ptr() for buffer in buckets._buffers
     ] and summed.item() == 3.0
     for (_, left), flat in zip(transport.left[1:], buckets.flat, strict=True):
-        assert torch.equal(left, flat)  # nothing was added after it had left
+        assert torch.equal(left[-flat.numel() :], flat)  # nothing was added after it had left
     alone = _model()
     alone(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
@@ -140,6 +140,37 @@ def test_a_rank_without_a_batch_or_with_unused_parameters_sends_the_same():
         assert len(transport.sent) == 2 * used
         orders.append([left.shape for _, left in transport.left])
     assert orders[0] == orders[1] == orders[2]
+
+
+class Reading(Watched):
+    """Another rank has used the parameters of these numbers."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.others, self.buckets = others, None
+
+    def all_reduce(self, tensor, kind):
+        handle = super().all_reduce(tensor, kind)
+        if tensor.data_ptr() == self.buckets._marks.data_ptr():
+            tensor[self.others] += 1
+        return handle
+
+
+@pytest.mark.parametrize("width", [8, 700], ids=["one bucket", "several"])
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_what_no_rank_has_used_has_no_gradient(width, overlapped):
+    """In each step anew; what another rank has used has zeros here."""
+    model, transport = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]), Reading([4])
+    parameters = list(model.parameters())
+    transport.buckets = buckets = _watching(parameters)
+    assert (len(buckets.flat) > 1) == (width == 700)
+    x = torch.randn(2, width)
+    for used in (1, 8, 0, 1):
+        _step(buckets, transport, model[:used], x if used else None, overlapped=overlapped)
+        there = [parameter.grad is not None for parameter in parameters]
+        assert there == [number < 2 * used or number == 4 for number in range(16)]
+        if used < 3:
+            assert not parameters[4].grad.any()
 
 
 def test_only_the_last_backward_sends():
@@ -295,8 +326,9 @@ def test_rows_of_positions_that_no_sample_has_do_not_travel(longest, rows):
     buckets.send()
     buckets.reduce()
     (_, losses), (_, sent) = transport.left
-    assert losses.numel() == 1 and sent.numel() == 8 * 8 + 8 + rows * 8
+    marks = buckets._marks.numel()
+    assert losses.numel() == 1 and sent.numel() == marks + 8 * 8 + 8 + rows * 8
     # all that is not zero is in it
-    assert sent.abs().sum() == pytest.approx(float(buckets.flat[0].abs().sum()))
+    assert sent[marks:].abs().sum() == pytest.approx(float(buckets.flat[0].abs().sum()))
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)

@@ -29,7 +29,9 @@ class AdamW(torch.optim.AdamW):
         """Returns False, with nothing done, where the step has to be torch's: before there is a
         state, and with options or tensors that are not the usual ones."""
         group = self.param_groups[0]
-        parameters = group["params"]
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return True
         gradients = [parameter.grad for parameter in parameters]
         states = [self.state.get(parameter) for parameter in parameters]
         usual = not (group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor))

@@ -20,11 +20,13 @@ _MOST_BYTES = 25 << 20
 _LEAST_BYTES = {"cpu": 256 << 10, "cuda": 2 << 20}
 # at least, where they are large enough: a backward has something to hide the first ones behind
 _BUCKETS = 4
+# Marks in front of the last bucket come in so many numbers, so that its gradients are aligned.
+_ALIGNED = 64
 
 
 class FlatGradients:
-    """Every parameter's .grad is a view of one of `flat`: nothing is copied before or after they
-    are summed over the ranks."""
+    """Gradients are views of a few buffers, `flat`, when they are summed over the ranks and
+    clipped."""
 
     parameters: list[nn.Parameter]
     flat: list[Tensor]
@@ -46,6 +48,9 @@ class FlatGradients:
         """Zero gradients, attached: before the first backward of a step."""
         for flat in self.flat:
             flat.zero_()
+        self._attach()
+
+    def _attach(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is not view:  # which is faster to see than to set
                 parameter.grad = view
@@ -60,6 +65,23 @@ class FlatGradients:
             flat.mul_(factor.to(flat.dtype))
         return norm
 
+    def _collect(self) -> list[nn.Parameter]:
+        """Copies the gradients that a backward has made into `flat`, with zeros for the others, and
+        attaches them. Returns their parameters."""
+        used: dict[nn.Parameter, Tensor] = {}
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                used[parameter] = view
+        if used:
+            found = [parameter.grad for parameter in used if parameter.grad is not None]
+            gradients = [each.to_dense() if each.is_sparse else each for each in found]
+            torch._foreach_copy_(list(used.values()), gradients)
+        for parameter, view in used.items():
+            parameter.grad = view
+        return list(used)
+
     def _check_attached(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             assert parameter.grad is view, (
@@ -70,9 +92,13 @@ class FlatGradients:
 class GradientBuckets(FlatGradients):
     """Each of `flat` is a bucket, an AllReduce of its own.
 
-    Parameters that a rank's batch did not reach count as zero, so that all ranks reduce the same
+    Parameters that a rank's batch did not use count as zero, so that all ranks reduce the same
     buffers; one further message carries the step's summed losses. The order is the same on every
     rank, whatever it computes: losses, then the buckets.
+
+    A parameter that no rank has used has no gradient after `reduce`, as in plain torch: optimizers
+    leave it alone. Marks in front of the last bucket, which leaves when all uses are known, say
+    which were used. Only a rank that lacks a gradient reads their sums: on a GPU it waits for them.
 
     The first backward decides which parameters share a bucket: those whose gradients came one after
     another. It sends nothing before it has ended; each later one sends a bucket as soon as it is
@@ -92,6 +118,9 @@ class GradientBuckets(FlatGradients):
         self._device, self.summing = device, summing
         # of each bucket: parameters whose gradient is not there yet; empty while nobody asks
         self._lacking: list[set[int]] = []
+        self._hooked = False  # the backward tells which gradients are there
+        self._used: set[Tensor] = set()  # parameters that got a gradient in this step
+        self._unused: list[int] = []  # the others, by number, once the backward is over
         self._summed: Handle | None = None
         self._handles: list[Handle] = []
         self._longest: int | None = None  # sequence of the step's global batch
@@ -106,17 +135,30 @@ class GradientBuckets(FlatGradients):
         leaves with the last. What a run left behind that failed in its backward is forgotten."""
         self._lacking, self._summed, self._handles, self._sums = [], None, [], None
         self._came = None if self._came is None else {}
+        self._hooked = len(self.flat) > 1
         hooks = [
             p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._mark_ready, number)
             )
-            for number, p in enumerate(self.parameters if len(self.flat) > 1 else ())
+            for number, p in enumerate(self.parameters if self._hooked else ())
         ]
         try:
             yield
         finally:
+            self._hooked = False
             for hook in hooks:
                 hook.remove()
+
+    def clear(self) -> None:
+        """Before the first backward of a step. Without hooks, gradients stay where the backward
+        puts them until `send`: that shows which there are."""
+        if self._hooked:
+            super().clear()
+        else:
+            for parameter in self.parameters:
+                parameter.grad = None
+        self._marks.fill_(1)
+        self._used.clear()
 
     @property
     def order(self) -> list[int] | None:
@@ -135,20 +177,30 @@ class GradientBuckets(FlatGradients):
         """Into buckets, in that order of the parameters."""
         self._order = order
         self.flat = []
+        self._buffers: list[Tensor] = []  # of each bucket, as it leaves
         self._members: list[set[int]] = []  # of each bucket: parameters by number
         self._last: list[int] = []  # of each bucket: the parameter at its end
         views: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(self.parameters[number].dtype for number in order):
-            for bucket in self._cut(
-                [number for number in order if self.parameters[number].dtype == dtype]
-            ):
-                # at the end, where what a batch does not reach can be left out
-                bucket.sort(key=lambda number: has_positions(self.parameters[number]))
-                self._last.append(bucket[-1])
-                sizes = [self.parameters[number].numel() for number in bucket]
-                self.flat.append(torch.zeros(sum(sizes), dtype=dtype, device=self._device))
-                views |= dict(zip(bucket, torch.split(self.flat[-1], sizes), strict=True))
-                self._members.append(set(bucket))
+        buckets = [
+            bucket
+            for dtype in dict.fromkeys(self.parameters[number].dtype for number in order)
+            for bucket in self._cut([n for n in order if self.parameters[n].dtype == dtype])
+        ]
+        marks = -(-len(order) // _ALIGNED) * _ALIGNED
+        for bucket in buckets:
+            # at the end, where what a batch does not reach can be left out
+            bucket.sort(key=lambda number: has_positions(self.parameters[number]))
+            self._last.append(bucket[-1])
+            sizes = [self.parameters[number].numel() for number in bucket]
+            ahead = marks if bucket is buckets[-1] else 0
+            dtype = self.parameters[bucket[0]].dtype
+            buffer = torch.zeros(ahead + sum(sizes), dtype=dtype, device=self._device)
+            self._buffers.append(buffer)
+            self.flat.append(buffer[ahead:])
+            views |= dict(zip(bucket, torch.split(self.flat[-1], sizes), strict=True))
+            self._members.append(set(bucket))
+        # of each parameter, how many ranks have used it; before the sum 0 or 1
+        self._marks = self._buffers[-1][:marks].fill_(1) if buckets else torch.ones(0)
         self._views = [
             views[number].view_as(parameter) for number, parameter in enumerate(self.parameters)
         ]
@@ -192,14 +244,27 @@ class GradientBuckets(FlatGradients):
     def send(self) -> None:
         """The buckets that have not left yet: all, on a rank without a batch. Before any other
         collective of this transport."""
+        if not self._hooked:
+            self._used.update(self._collect())
+            self._attach()
         self._check_attached()
         if self._came is not None:
             self._agree_on_order(self._came)
+        self._mark_unused()
         self._lacking = []
         self._send_ready()
 
+    def _mark_unused(self) -> None:
+        """If all are used, the last bucket may have left, with the marks as they are."""
+        self._unused = []
+        if len(self._used) < len(self.parameters):
+            used = [parameter in self._used for parameter in self.parameters]
+            self._marks[: len(used)] = torch.tensor(used)
+            self._unused = [number for number, is_used in enumerate(used) if not is_used]
+
     def reduce(self) -> Tensor:
-        """Waits for the sums of gradients, in place, and losses; returns the summed losses."""
+        """Waits for the sums of gradients, in place, and losses; returns the summed losses.
+        Parameters that no rank has used have no gradient then."""
         self._check_attached()
         assert self._summed is not None and len(self._handles) == len(self.flat), (
             "the buckets were not sent"
@@ -209,6 +274,11 @@ class GradientBuckets(FlatGradients):
         summed = self._summed.wait()
         self._summed = self._sums = None
         self._handles = []
+        if self._unused:
+            anywhere = (self._marks != 0).tolist()
+            for number in self._unused:
+                if not anywhere[number]:
+                    self.parameters[number].grad = None
         return summed
 
     def _agree_on_order(self, came: dict[int, None]) -> None:
@@ -227,6 +297,7 @@ class GradientBuckets(FlatGradients):
         self._came = None
 
     def _mark_ready(self, number: int, parameter: Tensor) -> None:
+        self._used.add(parameter)
         if self._came is not None:
             self._came[number] = None
         if not self._lacking:
@@ -252,11 +323,11 @@ class GradientBuckets(FlatGradients):
 
     def _select_reached(self, bucket: int) -> Tensor:
         """[n]: a bucket up to the last position that the global batch reaches."""
-        flat, last = self.flat[bucket], self.parameters[self._last[bucket]]
+        buffer, last = self._buffers[bucket], self.parameters[self._last[bucket]]
         if self._longest is None or not has_positions(last):
-            return flat
+            return buffer
         later = max(0, last.shape[0] - (self._longest + 1))
-        return flat[: flat.numel() - later * last[0].numel()]
+        return buffer[: buffer.numel() - later * last[0].numel()]
 
 
 def compute_bucket_limit(total: int, device: str = "cuda") -> int:

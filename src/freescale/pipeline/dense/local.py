@@ -14,8 +14,8 @@ from freescale.transport.api import Transport
 
 class LocalGradients(FlatGradients):
     """The methods of the other reducers. A gradient that a backward makes becomes the parameter's
-    own, without a buffer to clear and to add to; parameters that a batch did not reach have zeros,
-    as on several ranks. `clip` alone collects them in flat buffers."""
+    own, without a buffer to clear and to add to; parameters that a batch did not use have none.
+    `clip` alone collects them in flat buffers."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -60,11 +60,8 @@ class LocalGradients(FlatGradients):
         """Nothing leaves."""
 
     def reduce(self) -> Tensor:
-        """Every parameter has a gradient; returns the losses."""
+        """Returns the losses."""
         assert self._losses is not None, "`start` comes first"
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         losses, self._losses = self._losses, None
         return losses
 
@@ -72,8 +69,5 @@ class LocalGradients(FlatGradients):
         """Scales all gradients to a global norm of at most `limit`; returns the norm before.
         Nothing is read by the host."""
         assert self.flat
-        gradients = [parameter.grad for parameter in self.parameters]
-        torch._foreach_copy_(self._views, gradients)  # type: ignore[arg-type]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
+        self._collect()
         return super().clip(limit)

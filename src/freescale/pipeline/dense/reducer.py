@@ -31,7 +31,7 @@ class Reducer(Protocol):
         """Around a run: the backward tells which gradients are there."""
 
     def clear(self) -> None:
-        """Zero gradients, attached: before the first backward of a step."""
+        """Before the first backward of a step."""
 
     def start(self, transport: Transport, losses: Tensor, longest: int | None = None) -> None:
         """Before the last backward of a step, or after it: what is complete may leave. losses
@@ -43,8 +43,8 @@ class Reducer(Protocol):
         left, in one order everywhere."""
 
     def reduce(self) -> Tensor:
-        """Gradients become what all ranks apply, the same bits on each; returns the losses summed
-        over the ranks."""
+        """Gradients become what all ranks apply, the same bits on each, and None where no rank has
+        one; returns the losses summed over the ranks."""
 
     def clip(self, limit: float) -> Tensor:
         """Scales what is applied to a global norm of at most `limit`; returns the norm before."""
