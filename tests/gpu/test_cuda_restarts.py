@@ -21,7 +21,7 @@ if "RANK" not in os.environ:
 
 
 def test_forked_ranks_compute_on_the_gpu(tmp_path):
-    server = start_server(tmp_path / "first")
+    server = start_server()
     try:
         ranks = [start_forked(server, tmp_path / name, "compute") for name in "ab"]
         assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].stderr.read()
@@ -36,7 +36,7 @@ def test_ranks_compute_though_something_imported_has_asked_for_gpus(tmp_path):
     """CUDA does not survive a fork: such a rank becomes a new process."""
     (tmp_path / "sitecustomize.py").write_text(_ASKS)
     told = {"PYTHONPATH": f"{tmp_path}:{find_path()}"}
-    server = start_server(tmp_path / "first", **told)
+    server = start_server(**told)
     try:
         rank = start_forked(server, tmp_path / "said", "compute", **told)
         assert rank.wait(120) == 0, rank.stderr.read()
