@@ -124,7 +124,7 @@ def assign(problem: Problem, partitioner: Partitioner) -> Assignment:
             f"{rank_of[outside[0]]} of {problem.ranks}"
         )
     rank_of = rank_of.astype(np.int64)
-    if problem.cap is not None and n:
+    if problem.cap is not None:
         held = np.bincount(rank_of, problem.tokens, problem.ranks)
         if held.max() > problem.cap:
             over = int(held.argmax())

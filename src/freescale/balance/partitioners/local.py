@@ -67,7 +67,7 @@ def _choose_samples_to_give(
     into the excess, then the cheapest that covers the remainder."""
     # Rank by rank, by falling cost; equal costs keep the order of the batch.
     order = np.lexsort((-problem.costs, problem.home))
-    ends = np.cumsum(np.bincount(problem.home, minlength=problem.ranks))
+    ends = np.cumsum(np.bincount(problem.home))
     given: list[int] = []
     for rank in np.flatnonzero((loads > goal) | (held > cap)):
         mine = order[ends[rank - 1] if rank else 0 : ends[rank]]
@@ -78,9 +78,8 @@ def _choose_samples_to_give(
                 given.append(int(sample))
                 excess -= problem.costs[sample]
                 surplus -= problem.tokens[sample]
-            else:
+            elif problem.costs[sample] > 0:
                 kept.append(int(sample))
         if excess > 0:
-            covering = [sample for sample in kept if problem.costs[sample] >= excess]
-            given.append(covering[-1])  # the cheapest: `kept` falls in cost
+            given.append(kept[-1])  # the cheapest: each costs more than the excess
     return np.array(given, np.int64)

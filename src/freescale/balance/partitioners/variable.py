@@ -33,8 +33,8 @@ class Variable:
         """Tokens [n], ranks and times [ranks] of the problem -> rank_of [n] int64."""
         if problem.times is not None:
             self._tune(problem.times)
-        order = sort_descending(problem.tokens.astype(np.float64))
-        weights = problem.tokens[order].astype(np.float64) ** self.alpha
+        order = sort_descending(problem.tokens)
+        weights = problem.tokens[order] ** self.alpha
         shares = self._shares(problem.ranks)
         cuts = np.cumsum(shares)[:-1] / np.sum(shares) * weights.sum()
         # A sample belongs to the segment that contains its middle.
@@ -58,7 +58,7 @@ class Variable:
             )
         if (times == 0).any():
             return
-        moved = self._shares(len(times)) * (1 - self.gain * (times / times.mean() - 1).clip(-1, 1))
+        moved = self._shares(len(times)) * (1 - self.gain * (times / times.mean() - 1).clip(max=1))
         self.shares = moved / moved.sum() * len(times)
 
     def state_dict(self) -> dict[str, Any]:
