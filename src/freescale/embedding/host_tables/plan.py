@@ -83,7 +83,8 @@ class CacheContents:
             first = self.queue.popleft()
             rest = slice(plan.passed_entries, None)
             self.queue.appendleft(UsedRows(first.batch, first.rows[rest], first.slots[rest]))
-        self.queue.append(UsedRows(plan.batch, plan.wanted, plan.slots))
+        if plan.wanted.numel():
+            self.queue.append(UsedRows(plan.batch, plan.wanted, plan.slots))
         if sum(used.rows.numel() for used in self.queue) > 2 * self.slots + len(plan.wanted):
             self._drop_old_entries()
 
