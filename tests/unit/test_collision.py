@@ -6,7 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.embedding.collision import MarkedRows, collision_masks, count_pieces, divide_rows
+from freescale.embedding.collision import (
+    MarkedRows,
+    collision_masks,
+    count_pieces,
+    divide_rows,
+    is_few,
+)
 from freescale.kernels.reference.division import find_first_tags, tag_rows
 
 rows = st.lists(st.integers(0, 12), max_size=20)
@@ -87,6 +93,13 @@ def test_pieces_are_not_too_small():
         8,
         1,
     ]
+
+
+def test_few_rows_wait_for_the_update():
+    """Less than a piece, on a CPU, within a machine."""
+    cpu, least = torch.device("cpu"), 1 << 20
+    assert is_few(least - 1, cpu, nearby=True) and not is_few(least, cpu, nearby=True)
+    assert not is_few(0, cpu, nearby=False) and not is_few(0, torch.device("cuda"), nearby=True)
 
 
 def test_the_size_of_the_table_does_not_matter():

@@ -325,6 +325,8 @@ def test_checkpoints_tell_tables_apart_that_do_not_hold_the_same():
         Dynamic(9, draws="targets", default="learned"),
     ]
     assert len({str(rules.describe()) for rules in others}) == len(others)
+    assert others[0].describe() == ["dynamic", 0]  # as existing checkpoints have it
+    assert others[-1].describe() == ["dynamic", 0, "draws", "learned"]
     same = Dynamic(5 * SHARDS, evict=LFU(9), negatives=(), map="host")
     assert same.describe() == others[0].describe()
 
@@ -361,7 +363,7 @@ def test_words_for_the_user():
         (lambda: parse_dynamic("dynamic:1M:fifo"), "seen=N"),
         *(
             (lambda option=option: parse_dynamic(f"dynamic:1M:{option}"), f"'{option}' in")
-            for option in ("seen=x", "seen=-1", "lfu=x", "lru=3", "after=", "default=mean", "map=")
+            for option in "seen=x seen=-1 lfu=x lru=3 after= default=mean map= x=host".split()
         ),
     ],
 )
