@@ -13,7 +13,7 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.lookup import stay
 from freescale.balance.partitioners.variable import Variable
-from freescale.balance.shuffle import measure_samples
+from freescale.balance.shuffle import list_homes, measure_samples
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.segments import Segments
 
@@ -203,6 +203,7 @@ def test_samples_are_measured_by_events_candidates_and_tokens():
     assert measure_samples(batch, "history").tolist() == [[2, 1, 5], [0, 2, 5], [1, 0, 1]]
     assert measure_samples(batch, None).tolist() == [[4, 1, 7], [0, 2, 5], [2, 0, 2]]
     assert measure_samples(batch, "clicks").tolist() == [[0, 1, 3], [0, 2, 5], [0, 0, 0]]
+    assert list_homes([2, 0, 1]).tolist() == [0, 0, 2]
 
 
 def test_a_cost_by_length_needs_its_feature():

