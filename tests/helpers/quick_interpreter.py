@@ -82,8 +82,22 @@ def skip_overflow_checks() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
+def keep_masks_boolean() -> None:
+    """Triton 3.9 refuses masks that are not boolean, and makes such a mask itself: spread over a
+    block, a comparison of two scalars gets their type."""
+    builder = type(interpreter.interpreter_builder)
+    splat = builder.create_splat
+
+    def create_splat(self: Any, kind: Any, value: Any) -> Any:
+        boolean = value.data.dtype == np.bool_
+        return splat(self, kind, replace(value, dtype=tl.int1) if boolean else value)
+
+    builder.create_splat = create_splat
+
+
 if __name__ == "__main__":
     patch_language_once()
+    keep_masks_boolean()
     remember_types()
     broadcast_different_shapes_alone()
     skip_overflow_checks()

@@ -291,6 +291,15 @@ class TestLaunch:
             self.start(kernel, x)
             assert len(kernel.made) == launches and not kernel.direct
 
+    @pytest.mark.parametrize("given, taken", [({}, True), ({"enable_fp_fusion": False}, False)])
+    def test_no_launch_leaves_fusion_to_triton(self, kernel, given, taken):
+        arguments = (torch.zeros(4, 16), None, 0.5, 3, None, 4)
+        with record_launches() as recorded:
+            launch_kernel(kernel, (1,), *arguments, **given)
+        launch_kernel(kernel, (1,), *arguments, **given)
+        ((_, _, named),) = kernel.made
+        assert recorded[0].options["enable_fp_fusion"] is named["enable_fp_fusion"] is taken
+
     def test_what_triton_compiles_anew_is_not_direct(self, kernel):
         x = torch.zeros(4, 16)
         self.start(kernel, x)

@@ -20,7 +20,7 @@ from freescale.kernels.triton.launch_plan import (
 )
 
 _NOTHING = nullcontext()
-# Of every launch. Triton 3.9 warns if this is not set, and 3.10 changes the default.
+# Of every launch that does not set it. Triton 3.9 warns without it, and 3.10 changes the default.
 _OPTIONS = {"enable_fp_fusion": True}
 
 
@@ -183,7 +183,7 @@ class _Launcher:
         self, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """The values of all parameters, and what is left: options."""
-        options = named | _OPTIONS
+        options = _OPTIONS | named
         return [*arguments, *[options.pop(name) for name in self.names[len(arguments) :]]], options
 
     def _launch_compiled(
@@ -249,7 +249,7 @@ class _Launcher:
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         described = {name: describe_block(value) for name, value in named.items()}
-        return self.kernel[grid](*map(describe_block, arguments), **described, **_OPTIONS)
+        return self.kernel[grid](*map(describe_block, arguments), **_OPTIONS | described)
 
 
 def _run(
