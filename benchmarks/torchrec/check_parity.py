@@ -1,7 +1,7 @@
 """Shows that TorchRec's arms compute what the workload defines: 2 ranks against plain torch in one
 process.
 
-    .venv-peer/bin/python benchmarks/peer/check_parity.py
+    .venv-peer/bin/python benchmarks/torchrec/check_parity.py [PIPELINE ...]
 
 Prints the largest differences of loss, table and dense weights after a few steps for each pipeline,
 row optimizer and id distribution, and fails if one is above the tolerance.
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
-from torchrec_arms import PIPELINES, build
+from torchrec_arms import build
 
 from freescale.bench.common.workload import (
     ROW_OPTIMIZERS,
@@ -83,6 +83,7 @@ def compare(workload: Workload, rank: int, pipeline: Any, deduplicate: bool) -> 
     took the table."""
     arm = build(workload, rank, WORLD, pipeline, deduplicate)
     losses = [arm.step() for _ in range(workload.steps)]
+    arm.finish()
     expected_losses, table, dense = oracle(workload, WORLD)
     mine = table[arm.first_row : arm.first_row + arm.shard.shape[0]]
     before = torch.empty_like(mine)
@@ -107,7 +108,8 @@ def run(rank: int, port: int) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
     )
     failed = []
-    pipelines = [name for name in PIPELINES if name != "semi_sync"]  # needs CUDA, and is stale
+    # semi_sync and prefetch_sparse_dist need CUDA; pec needs TorchRec 1.9
+    pipelines = sys.argv[1:] or ["base", "sparse_dist", "sparse_dist_late"]
     arms = itertools.product(pipelines, ROW_OPTIMIZERS, POPULARITIES, (False, True))
     for pipeline, optimizer, popularity, deduplicate in arms:
         workload = dataclasses.replace(

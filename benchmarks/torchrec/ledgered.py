@@ -93,7 +93,7 @@ def recorded(ledger: Ledger, rank: int) -> Iterator[None]:
 
 
 def _find_kind(tensor: Tensor, caller: FrameType) -> str:
-    backward = caller.f_code.co_name == "backward"
+    backward = caller.f_code.co_name in ("backward", "_grad_dist")  # the second: PEC
     return ("gradients" if backward else "rows") if tensor.is_floating_point() else "ids"
 
 

@@ -1,5 +1,5 @@
 """TorchRec as benchmark arms: the shared workload under TrainPipelineBase, TrainPipelineSparseDist
-and, on GPUs, the stale TrainPipelineSemiSync.
+and, on GPUs, the stale TrainPipelineSemiSync; `pec.py` has TrainPipelinePEC.
 
 The table is one row-wise sharded EmbeddingCollection with its optimizer fused into the backward
 pass, the dense layers are what DistributedModelParallel makes of them (DistributedDataParallel),
@@ -68,8 +68,15 @@ def _semi_sync(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch
     return TrainPipelineSemiSync(model, optimizer, device, start_batch=0)
 
 
+def _pec(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
+    from pec import CpuPipelinePEC
+
+    return CpuPipelinePEC(model, optimizer, device)
+
+
 PIPELINES = {
     "semi_sync": _semi_sync,
+    "pec": _pec,
     "base": TrainPipelineBase,
     "sparse_dist": TrainPipelineSparseDist,
     "prefetch_sparse_dist": PrefetchTrainPipelineSparseDist,
@@ -102,8 +109,9 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for part in (self.features, self.places, self.lengths, self.labels):
-            part.record_stream(stream)
+        if self.labels.is_cuda:  # PEC calls it on CPU, too, where tensors refuse it
+            for part in (self.features, self.places, self.lengths, self.labels):
+                part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         return Batch(
@@ -116,7 +124,7 @@ class Batch(Pipelineable):
 
 
 class Model(nn.Module):
-    def __init__(self, workload: Workload, world: int, deduplicate: bool) -> None:
+    def __init__(self, workload: Workload, world: int, deduplicate: bool, pec: bool) -> None:
         super().__init__()
         table = EmbeddingConfig(
             name="item",
@@ -124,7 +132,11 @@ class Model(nn.Module):
             embedding_dim=workload.width,
             feature_names=["history"],
         )
-        self.embedding = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        self.embedding: nn.Module = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+        if pec:
+            from pec import PECEmbeddingCollection
+
+            self.embedding = PECEmbeddingCollection(self.embedding)
         self.dense = Dense(workload)
         # ranks / global count: every rank has the same number of samples
         self.scale = 1.0 / workload.samples
@@ -216,8 +228,13 @@ def shard_model(
         first of them.
     """
     sharder: ModuleSharder = EmbeddingCollectionSharder(fused_params=fused)  # type: ignore[assignment]
+    if not isinstance(model.embedding, EmbeddingCollection):
+        from pec import PECEmbeddingCollectionSharder
+
+        sharder = PECEmbeddingCollectionSharder(fused_params=fused)
     sharded = shard_by_rows(model, "embedding", ["item"], sharder, world, device, cache)
-    weight = sharded.module.embedding.state_dict()["embeddings.item.weight"]
+    state = sharded.module.embedding.state_dict()
+    (weight,) = (state[name] for name in state if name.endswith("embeddings.item.weight"))
     (shard,) = weight.local_shards()
     return sharded, shard.tensor, shard.metadata.shard_offsets[0]
 
@@ -237,7 +254,7 @@ class Arm:
     ) -> None:
         if pipeline not in PIPELINES:
             raise ValueError(f"pipeline {pipeline!r} is not one of {', '.join(PIPELINES)}")
-        model = Model(workload, world, deduplicate)
+        model = Model(workload, world, deduplicate, pipeline == "pec")
         fused = {
             "optimizer": OPTIMIZERS[workload.row_optimizer],
             "learning_rate": workload.row_learning_rate,
@@ -262,6 +279,11 @@ class Arm:
         loss = self.progress()
         dist.all_reduce(loss)
         return float(loss)
+
+    def finish(self) -> None:
+        """Applies what the pipeline has deferred to its next step."""
+        if hasattr(self._pipeline, "apply_deferred"):
+            self._pipeline.apply_deferred()
 
     def close(self) -> None:
         """All ranks leave together: what a pipeline has fetched ahead is still on the wire

@@ -43,3 +43,18 @@ def test_crossover():
 
     assert find_crossover({1: 2.0, 4: 0.5, 20: 0.1}) == pytest.approx(2.0)
     assert find_crossover({1: 2.0, 4: 1.5}) is None
+
+
+def test_pec_trains_as_torchrecs_base_pipeline_does():
+    from freescale.bench.common.pinned import run_pinned_ranks
+    from freescale.bench.common.torchrec import has_pec
+    from freescale.bench.common.workload import Workload
+    from freescale.bench.ladder.arms import BASE, PEC, train_alone
+
+    if not has_pec():
+        pytest.skip("TorchRec has it from 1.9 on")
+    sizes = dict(rows=300, width=16, samples=4, median_length=8, maximum_length=30, steps=6)
+    workload = Workload(**sizes, row_optimizer="sgd", row_learning_rate=5.0)
+    base, pec = (run_pinned_ranks(2, train_alone, workload, name, 6) for name in (BASE, PEC))
+    assert pec[0]["losses"] == pytest.approx(base[0]["losses"], rel=1e-6)
+    assert base[0]["losses"][0] != base[0]["losses"][-1]

@@ -30,6 +30,14 @@ def has_torchrec() -> bool:
     return found is not None and found.origin is not None and find_repository() is not None
 
 
+def has_pec() -> bool:
+    """Whether that TorchRec has TrainPipelinePEC: from 1.9 on."""
+    found = importlib.util.find_spec("torchrec")
+    if not has_torchrec() or found is None:
+        return False
+    return (Path(str(found.origin)).parent / "distributed/pec_embedding.py").exists()
+
+
 def continue_in_peer(name: str, arguments: Sequence[str]) -> int | None:
     """Runs benchmark `name` in the environment that has TorchRec, which is set up first.
 
@@ -78,7 +86,8 @@ def build_torchrec(
     """One rank of a TorchRec pipeline on `workload`.
 
     Args:
-        pipeline: `base`, `sparse_dist`, `sparse_dist_late`, `prefetch_sparse_dist` or `semi_sync`.
+        pipeline: `base`, `sparse_dist`, `sparse_dist_late`, `prefetch_sparse_dist`, `semi_sync` or,
+            on CPU, `pec`.
         deduplicate: every id is sent once, which TorchRec leaves to its user.
         cache: the table is in unified memory, behind a cache on the GPU of this share of it.
         ledger: its collectives go through FreeScale's ledger.

@@ -18,7 +18,8 @@ from freescale.bench.ladder.rungs import OURS, PERMUTED, SPARSE_DIST, Rung
 
 BASE = "TorchRec TrainPipelineBase"
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
-PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync"}
+PEC = "TorchRec TrainPipelinePEC"  # on CPU without its calls of CUDA streams; TorchRec 1.9
+PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync", PEC: "pec"}
 
 
 def build_arm(

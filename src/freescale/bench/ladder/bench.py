@@ -22,9 +22,9 @@ from typing import Any
 from freescale.bench.common.hosts import RATE, open_hosts
 from freescale.bench.common.pinned import run_pinned_ranks
 from freescale.bench.common.results import Claim, Destination, Row, claim, write
-from freescale.bench.common.torchrec import has_torchrec
+from freescale.bench.common.torchrec import has_pec, has_torchrec
 from freescale.bench.common.workload import Workload
-from freescale.bench.ladder.arms import BASE, measure, train_alone
+from freescale.bench.ladder.arms import BASE, PEC, measure, train_alone
 from freescale.bench.ladder.rungs import FULL, OURS, PARTITIONED, PERMUTED, SERIAL, SPARSE_DIST
 from freescale.bench.staged.rows import summarize
 
@@ -158,6 +158,7 @@ def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination)
     """`kind`: paper, or retail or own with a `file` of histories."""
     workload = choose_workload(file)
     peers = [BASE, SPARSE_DIST] if has_torchrec() else []
+    peers += [PEC] if has_pec() else []
     names = [*peers, *(name for name in OURS if name != PARTITIONED)]  # PARTITIONED: for GPUs
     with open_testbed() as (run, testbed):
         together = check_parity(run, workload, names)
