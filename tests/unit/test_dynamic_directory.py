@@ -306,12 +306,13 @@ def test_text_for_the_command_line(text, expected):
 
 
 def test_sizes_are_those_of_whole_shards():
-    rules = Dynamic(SHARDS + 1, Seen(2, room=2 * SHARDS + 1))
-    assert (rules.shard_rows, rules.rows, rules.shard_counters) == (2, 2 * SHARDS, 3)
-    assert rules.map_bytes == 2 * SHARDS * ENTRY_BYTES
-    assert rules.counter_bytes == 3 * SHARDS * ENTRY_BYTES
-    assert Dynamic(SHARDS + 1, Seen(2)).shard_counters == 2  # as many as rows
-    assert Dynamic(SHARDS + 1, Seen(1, room=1)).shard_counters == 0  # every id is admitted
+    large = 128 * SHARDS + 1
+    rules = Dynamic(large, Seen(2, room=129 * SHARDS + 1))
+    assert (rules.shard_rows, rules.rows, rules.shard_counters) == (129, 129 * SHARDS, 130)
+    assert rules.map_bytes == 129 * SHARDS * ENTRY_BYTES
+    assert rules.counter_bytes == 130 * SHARDS * ENTRY_BYTES
+    assert Dynamic(large, Seen(2)).shard_counters == 129  # as many as rows
+    assert Dynamic(large, Seen(1, room=1)).shard_counters == 0  # every id is admitted
     assert Dynamic(SHARDS).rows == SHARDS
 
 
