@@ -249,7 +249,7 @@ def difference_blocks(problem):
 @settings(deadline=None, max_examples=100)
 @given(problems())
 @example(TIES)
-@example(problem_of([10] * 100, 3))
+@example(problem_of(np.arange(100) % 30, 3))
 def test_equal_counts_by_definition(problem):
     assert greedy_equal(problem).tolist() == deal_rounds(problem)
     assert karmarkar_karp(problem).tolist() == difference_blocks(problem)
@@ -362,6 +362,15 @@ def test_trades_stop_just_above_the_bound():
     assert count_trades(near) == 0 and count_trades(near, 5001.0) == 1
     assert count_trades(far) > 0 and count_trades(far, 5006.0) == 0
     assert count_trades([[10_000, 2], [1], [1]]) == 0
+
+
+def test_trades_count_the_tokens_of_earlier_ones():
+    """Each gives a sample of one token to rank 1, which has room for two."""
+    costs, tokens = np.array([1.0] * 6 + [0.0]), np.array([1] * 6 + [4])
+    problem = Problem(costs, tokens, np.array([0] * 6 + [1]), ranks=2, cap=6)
+    rank_of = problem.home.copy()
+    trade_samples(problem, rank_of)
+    assert np.bincount(rank_of, tokens).tolist() == [4, 6]
 
 
 def test_greedy_trades_what_longest_first_leaves_uneven():
