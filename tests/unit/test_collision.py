@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freescale.embedding import collision
 from freescale.embedding.collision import (
     MarkedRows,
     collision_masks,
@@ -46,16 +48,39 @@ def ask(several):
     return asked
 
 
+def divide_without_c(asked):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collision, "fits_division", lambda rows: False)
+        return divide_rows(asked)
+
+
+WAYS = {"c": divide_rows, "numpy": divide_without_c, "sort": collision._divide_by_one_sort}
+
+
 @settings(deadline=None)
-@given(several)
-def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several):
+@given(several, st.sampled_from(sorted(WAYS)))
+def test_requests_are_divided_into_the_marked_and_pieces_of_the_others(several, way):
     asked = ask(several)
-    orders, counts = divide_rows(asked)
+    orders, counts = WAYS[way](asked)
     counts = counts.split([each.bins for each in asked])
     for (ranks, pieces), order, count in zip(several, orders, counts, strict=True):
         assert [positions.tolist() for positions in order.split(count.tolist())] == expected(
             ranks, pieces
         )
+        assert order.dtype == torch.int32 or way == "sort", "half the memory"
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_more_pieces_of_ranks_than_16_bits_hold(way):
+    ranks, pieces, rows = 2000, 64, [3, 70, 5, 3, 6]
+    sizes = [0] * ranks
+    sizes[1], sizes[1234], sizes[-1] = 2, 1, 2
+    marked = torch.tensor([False, False, False, False, True])
+    (order,), counts = WAYS[way]([MarkedRows(marked, torch.tensor(rows), sizes, pieces)])
+    # the marked one of the last rank, then by piece (row modulo 64) and rank
+    assert order.tolist() == [4, 0, 3, 2, 1]
+    bins = [(0, 1999), (4, 1), (4, 1999), (6, 1234), (7, 1)]
+    assert counts.nonzero().view(-1).tolist() == [piece * ranks + rank for piece, rank in bins]
 
 
 @settings(deadline=None)

@@ -61,11 +61,14 @@ def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
         (1 + pieces) * ranks counts.
 
     A row is always in the same piece, whoever requests it, so a piece has all gradients of its
-    rows. One sort divides all lists: beside the compute every kernel waits for its turn.
+    rows.
     """
-    device = lists[0].rows.device
-    if device.type == "cpu":
-        return _divide_on_host(lists)
+    on_host = lists[0].rows.device.type == "cpu"
+    return _divide_on_host(lists) if on_host else _divide_by_one_sort(lists)
+
+
+def _divide_by_one_sort(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
+    """`divide_rows` of all lists at once: during the compute every kernel waits for its turn."""
     sizes = [one.rows.numel() for one in lists]
     order, found = group_by_tag(tag_rows(lists), sum(one.bins for one in lists))
     starts = np.cumsum([0] + sizes[:-1])
