@@ -1,13 +1,16 @@
-"""What `freescale doctor` says of kernels is what `kernels.dispatch` does."""
+"""What `freescale doctor` says of kernels is what `kernels.dispatch` does, and of torch what
+pyproject.toml allows."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
-from freescale.cli.doctor import _check_kernels, examine
+from freescale.cli.doctor import TESTED_TORCH, _check_kernels, examine
 from freescale.kernels.dispatch import fits_triton_attention, has_triton, plan_attention
 from freescale.kernels.reference.attention import AttentionPlan
 
@@ -44,3 +47,10 @@ def test_doctor_speaks_of_this_machine():
     )
     assert ("plain torch kernels run" in row[2]) == isinstance(plan, AttentionPlan)
     assert ("Triton kernels run" in row[2]) == (not isinstance(plan, AttentionPlan))
+
+
+def test_the_versions_of_torch_that_doctor_accepts_are_those_that_pip_installs():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    first, last = TESTED_TORCH
+    bound = f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    assert bound in project["dependencies"]

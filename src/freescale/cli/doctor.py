@@ -12,6 +12,7 @@ from freescale.cli.errors import exit_cleanly
 from freescale.transport.choice import choose_transport, find_rdma_devices, is_ucx_installed
 
 Row = tuple[str, str, str]  # what, found, what follows
+TESTED_TORCH = ((2, 11), (2, 15))  # first and last; as in pyproject.toml
 
 
 @click.command()
@@ -52,8 +53,9 @@ def examine() -> list[Row]:
         ("python", platform.python_version(), "ok" if supported else "3.11 or newer is needed")
     )
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    tested = (2, 11) <= version <= (2, 13)
-    rows.append(("torch", torch.__version__, "ok" if tested else "2.11 to 2.13 are tested"))
+    tested = TESTED_TORCH[0] <= version <= TESTED_TORCH[1]
+    first, last = (".".join(map(str, each)) for each in TESTED_TORCH)
+    rows.append(("torch", torch.__version__, "ok" if tested else f"{first} to {last} are tested"))
     rows.append(
         ("cpu cores", str(os.cpu_count()), f"up to {os.cpu_count()} ranks without sharing a core")
     )
