@@ -5,7 +5,11 @@ import tempfile
 from pathlib import Path
 
 import torch
+from hypothesis import HealthCheck, settings
 
+# Examples are drawn slowly on a busy machine; no test depends on its speed.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)  # two test processes on two cores would otherwise fight for them
 
