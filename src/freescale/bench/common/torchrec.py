@@ -35,7 +35,9 @@ def has_pec() -> bool:
     found = importlib.util.find_spec("torchrec")
     if not has_torchrec() or found is None:
         return False
-    return (Path(str(found.origin)).parent / "distributed/pec_embedding.py").exists()
+    return (
+        Path(str(found.origin)).parent / "distributed/train_pipeline/pec_train_pipeline.py"
+    ).exists()
 
 
 def continue_in_peer(name: str, arguments: Sequence[str]) -> int | None:
