@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# The tests start hundreds of processes: without it, each compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: ready demo test test-torchrec test-versions browser compiler lint wheel docs bench clean
 

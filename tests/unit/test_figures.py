@@ -117,10 +117,7 @@ def test_the_ladder_says_what_its_hosts_and_rungs_are():
     )
     assert "network namespaces of one machine of 2 cores" in table and "between hosts" not in table
     assert "--balance-adapt" in table and "--transport hostwire-tcp" in table
-    assert (
-        "freescale train takes by default on these ranks" in table
-        and "--transport collective" in table
-    )
+    assert "freescale train takes by default on these ranks" in table
 
 
 @pytest.mark.parametrize("name", ["ladder-paper-hosts", "ladder-paper-4ranks-h200"])
