@@ -4,8 +4,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from freescale.pipeline.gc_freeze import freeze_objects
 
 # Examples are drawn slowly on a busy machine; no test depends on its speed.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -20,6 +23,14 @@ def pytest_configure(config):
     if SHARED not in os.environ:
         os.environ[SHARED] = tempfile.mkdtemp(prefix="freescale-tests-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def objects_of_the_suite_stay_frozen():
+    """Every schedule collects garbage first: over all that the test process has imported it takes
+    longer than most of the schedules in tests."""
+    with freeze_objects():
+        yield
 
 
 def pytest_collection_modifyitems(items):

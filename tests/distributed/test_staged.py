@@ -41,7 +41,6 @@ from freescale.batch import SequenceBatch
 from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
-from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
@@ -104,14 +103,6 @@ def pieces(monkeypatch):
     tells them."""
     monkeypatch.setitem(collision._LEAST_BYTES, "cpu", 256)
     monkeypatch.setattr(collision, "_LEAST_MESSAGE", 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_the_suite_stay_frozen():
-    """Every schedule collects garbage first: over all that the test process has imported it takes
-    longer than most of the schedules here."""
-    with freeze_objects():
-        yield
 
 
 def differences(transport, stream, schedule="staged", **options):

@@ -4,6 +4,7 @@ its beginning to its end, is tested so. The ranks of `torchrun` start Python too
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -104,6 +105,7 @@ def _forked(
     said: Sequence[str],
     network: str | None,
 ) -> None:
+    gc.freeze()  # schedules collect garbage first, over all that was imported
     os.chdir(folder)
     if network is not None:
         from freescale.bench.faults.hosts_testbed import enter_network

@@ -22,17 +22,10 @@ from freescale.config import RunConfig
 from freescale.embedding.dynamic import directory
 from freescale.embedding.dynamic.storage import DynamicStorage
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.build import parse_tables
 from freescale.transport.local import LocalTransport
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_the_suite_stay_frozen():
-    with freeze_objects():
-        yield
 
 
 def batches_of(stream):

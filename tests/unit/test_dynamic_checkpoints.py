@@ -10,7 +10,6 @@ from helpers.dynamic_streams import CHURN, RULES, build, state_of
 from helpers.snapshots import TakenSnapshots
 
 import freescale
-from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
@@ -22,12 +21,6 @@ from freescale.transport.local import LocalTransport
 
 ALONE = LocalTransport()
 BATCHES = [batch_of(ids, number) for number, ids in enumerate(CHURN)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_the_suite_stay_frozen():
-    with freeze_objects():
-        yield
 
 
 @pytest.fixture(scope="module")

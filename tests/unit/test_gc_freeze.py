@@ -9,6 +9,7 @@ import torch
 from helpers.toys import Clicks, clicks_batch
 
 import freescale
+from freescale.pipeline import gc_freeze
 from freescale.transport.local import LocalTransport
 
 
@@ -21,8 +22,17 @@ def pipeline(schedule):
     )
 
 
+@pytest.fixture
+def nothing_frozen(monkeypatch):
+    """As if the suite had not set its own objects aside."""
+    monkeypatch.setattr(gc_freeze, "_running", 0)
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.mark.parametrize("schedule", ["serial", "staged"])
-def test_objects_are_set_aside_while_schedules_run(schedule):
+def test_objects_are_set_aside_while_schedules_run(schedule, nothing_frozen):
     batches = [clicks_batch(3, seed) for seed in range(2)]
     before = gc.get_freeze_count()  # newer Pythons start with some
     assert before < 10_000

@@ -25,7 +25,6 @@ from freescale.embedding.host_tables.homes import find_pages
 from freescale.embedding.host_tables.tiers import Disk, Host, format_bytes, parse_bytes
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, move_to_host, parse_placement
-from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
@@ -39,12 +38,6 @@ STREAM = colliding(0.3, steps=8)
 RETURNING = [[(i + 40 * (step % 5)) % 200 for i in range(40)] for step in range(12)]
 WIDTH = 8  # bytes of a value
 LEAST = 120  # rows: three batches of at most 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_the_suite_stay_frozen():
-    with freeze_objects():
-        yield
 
 
 def bytes_of(rows, optimizer="adagrad", width=4):

@@ -15,7 +15,6 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.pipeline.dense.thresholded import Thresholding
-from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.single import SerialSingle, Single
 from freescale.pipeline.staged import Staged
@@ -23,12 +22,6 @@ from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
 
 STREAM = colliding(0.3, steps=6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_the_suite_stay_frozen():
-    with freeze_objects():
-        yield
 
 
 def batches_of(stream=STREAM):

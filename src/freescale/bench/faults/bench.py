@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -109,6 +110,7 @@ def bench_faults(options: Options, to: Destination) -> int:
     """Makes the storms that the work folder does not have yet. Returns 1 if a run differs from the
     undisturbed one."""
     preload()
+    gc.freeze()  # of what was imported, no rank looks for garbage
     torch.set_num_threads(1)  # no threads that a fork would lose
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
