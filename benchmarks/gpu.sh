@@ -10,13 +10,13 @@ folder=${2:-build/gpu}
 shift $(($# < 2 ? $# : 2))
 wanted=" $* "
 mkdir -p "$folder"
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 
 part() { # name seconds benchmark arguments...
   local name=$1 seconds=$2 benchmark=$3 begin=$SECONDS
   [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
   shift 3
-  timeout -k 20 "$seconds" python3 -m "freescale.bench.$benchmark" "$@" --commit "$commit" --folder "$folder" \
+  timeout -k 20 "$seconds" python3 -m "freescale_bench.$benchmark" "$@" --commit "$commit" --folder "$folder" \
     >"$folder/$name.log" 2>&1
   echo "$name: exit $? after $((SECONDS - begin)) s"
   grep -E "steps of each|step |step_ms|is done|holds|FAILS|rror" "$folder/$name.log" | tail -24

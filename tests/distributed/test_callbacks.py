@@ -210,8 +210,8 @@ class FailAt(Callback):
         self.step = step
 
     def on_step(self, trainer, step):
-        if trainer.snapshots._taking is not None:
-            trainer.snapshots._taking.done.wait()
+        if trainer.snapshots.taking is not None:
+            trainer.snapshots.taking.done.wait()
         if step.step == self.step:
             raise LookupError("the registry is gone")
 
@@ -228,7 +228,7 @@ def test_nothing_is_kept_in_memory_after_an_exception_in_a_callback(data, tmp_pa
         failing = build(FailAt(step))
         with pytest.raises(LookupError):
             failing.train()
-        taken = failing.snapshots._taking
+        taken = failing.snapshots.taking
         assert (None if taken is None else taken.step) == last
     resumed = build()
     assert any("resumed after step 3, from memory" in note for note in resumed.notes)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+from freescale_bench.common.workload import Workload
+from freescale_bench.ladder import arms as ladder_arms
+from freescale_bench.ladder import product, rungs
+from freescale_bench.ladder.link import add_link_time, describe_link
 from helpers.ranks import run_ranks
 
-from freescale.bench.common.workload import Workload
-from freescale.bench.ladder import arms as ladder_arms
-from freescale.bench.ladder import product, rungs
-from freescale.bench.ladder.link import add_link_time, describe_link
 from freescale.config import TrainConfig
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.staged import Staged

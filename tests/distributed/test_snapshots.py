@@ -50,8 +50,8 @@ class Kill(Callback):
         self.step = step
 
     def on_step(self, trainer, step):
-        if trainer.snapshots is not None and trainer.snapshots._taking is not None:
-            trainer.snapshots._taking.done.wait()
+        if trainer.snapshots is not None and trainer.snapshots.taking is not None:
+            trainer.snapshots.taking.done.wait()
         if trainer.step == self.step:
             trainer.transport.gather_bytes(b"")
             os._exit(0)

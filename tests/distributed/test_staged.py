@@ -1,7 +1,7 @@
 """The staged schedule against the serial one: tables, row state, dense weights and every loss, bit
 for bit.
 
-The stale control (freescale.bench.staged.stale), which ignores collisions, must fail the same
+The stale control (freescale_bench.staged.stale), which ignores collisions, must fail the same
 comparison.
 """
 

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from freescale_bench.common.ranks import share_gpu, start_ranks
+from freescale_bench.overlap.bench import make_figures, make_notes
+from freescale_bench.overlap.overlapped import FULL
 from helpers.command import freescale
-
-from freescale.bench.common.ranks import share_gpu, start_ranks
-from freescale.bench.overlap.bench import make_figures, make_notes
-from freescale.bench.overlap.overlapped import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from freescale_bench.common.hosts import Network, open_hosts
 from helpers.command import torchrun
 
-from freescale.bench.common.hosts import Network, open_hosts
 from freescale.data.synthetic import generate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from faults.proof import compare_states, read_final_state
 from helpers.command import Begun, freescale, wait_for
 
-from freescale.bench.faults.proof import compare_states, read_final_state
 from freescale.data.synthetic import generate
 
 SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8]

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from freescale.bench.common.repository import package_path
+from freescale_bench.common.repository import package_path
 
 
 def bench(folder: Path, *words: object) -> dict:
     """The only row of the result."""
-    command = [sys.executable, "-m", "freescale.bench.faults", *map(str, words)]
+    command = [sys.executable, "-m", "freescale_bench.faults", *map(str, words)]
     command += ["--work", str(folder / "work"), "--folder", str(folder)]
     done = subprocess.run(
         command,

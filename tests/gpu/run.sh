@@ -5,7 +5,7 @@
 #   bash tests/gpu/run.sh -k layer   # some, in one process; arguments are pytest's
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 export CUBLAS_WORKSPACE_CONFIG=:4096:8  # what torch asks for where bits are compared
 mps() { # MPS only for what needs it: a fault of one process would be every other's
   export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY

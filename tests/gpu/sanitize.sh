@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 tool=${1:-memcheck}
 select=${2:-}
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # one allocation per tensor: an access past its end is seen as one
 jobs=${JOBS:-$((($(nproc) + 1) / 2))}

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from freescale_bench.train.files import write_interactions
+from freescale_bench.train.measure import build_config
+from freescale_bench.train.shapes import SHAPES
 
 import freescale.pipeline.captured.graphs as graphs
-from freescale.bench.train.files import write_interactions
-from freescale.bench.train.measure import build_config
-from freescale.bench.train.shapes import SHAPES
 from freescale.train.callbacks import Callback
 from freescale.train.trainer import Trainer
 

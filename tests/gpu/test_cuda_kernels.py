@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from freescale_bench.kernels import jagged, triton_jagged
 from helpers import kernel_cases
 
-from freescale.bench.kernels import jagged, triton_jagged
 from freescale.kernels.reference import row_updates
 from freescale.kernels.triton import row_sums as triton_row_sums
 from freescale.kernels.triton import row_updates as triton_row_updates

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from freescale_bench.ladder.product import write_histories
 from helpers import ladder_bits
 
-from freescale.bench.ladder.product import write_histories
 from freescale.transport.shared_gpu import PART
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

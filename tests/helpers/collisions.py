@@ -7,10 +7,10 @@ import time
 from functools import partial
 
 import torch
+from freescale_bench.staged.stale import no_collisions
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.staged.stale import no_collisions
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.pipeline.staged import Staged

@@ -108,7 +108,7 @@ def _forked(
     gc.freeze()  # schedules collect garbage first, over all that was imported
     os.chdir(folder)
     if network is not None:
-        from freescale.bench.faults.hosts_testbed import enter_network
+        from faults.hosts_testbed import enter_network
 
         enter_network(network)
     for file, number in zip(said, (1, 2), strict=True):

@@ -11,8 +11,8 @@ import sys
 
 import numpy as np
 import torch
+from freescale_bench.kernels import jagged, triton_jagged
 
-from freescale.bench.kernels import jagged, triton_jagged
 from freescale.embedding.layout import choose_stride, spread_ids
 from freescale.kernels.reference import division, rank_sums, row_sums, row_updates, rows, unique
 from freescale.kernels.reference import marks as reference_marks

@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-
-from freescale.bench.common.ranks import join
-from freescale.bench.ladder.product import ProductArm, make_config
+from freescale_bench.common.ranks import join
+from freescale_bench.ladder.product import ProductArm, make_config
 
 SERIAL = {"schedule": "serial", "transport": "collective"}
 # Each arm and the one that it has to equal to the bit.

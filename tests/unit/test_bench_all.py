@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from freescale_bench import BENCHMARKS
+from freescale_bench import all as all_benchmarks
+from freescale_bench.command import bench
+from freescale_bench.common import repository, results, torchrec
+from freescale_bench.common.repository import find_commit
+from freescale_bench.registry import Benchmark, Machine, choose, find_done, read_registry
+from freescale_bench.workload import bench as bench_workload
 
-from freescale.bench import BENCHMARKS
-from freescale.bench import all as all_benchmarks
-from freescale.bench.common import repository, results, torchrec
-from freescale.bench.common.repository import find_commit
-from freescale.bench.registry import Benchmark, Machine, choose, find_done, read_registry
-from freescale.bench.workload import bench as bench_workload
-from freescale.cli.bench import bench
 from freescale.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def test_every_benchmark_is_in_the_registry_and_a_command():
 def test_a_command_of_the_registry_is_understood(one, monkeypatch):
     """Up to where the benchmark itself begins."""
     name, *words = one.command.replace("{file}", "retail.parquet").split()
-    main = import_module(f"freescale.bench.{name}.__main__").main
+    main = import_module(f"freescale_bench.{name}.__main__").main
     parsed = []
     plain = argparse.ArgumentParser.parse_args
 
@@ -186,8 +186,8 @@ def test_skip_done_leaves_out_what_this_tree_measured(tmp_path, monkeypatch):
         check=True,
     )
     good = stand_ins(head.stdout.strip())[2]
-    monkeypatch.setattr("freescale.bench.all.describe_machine", lambda: {"cpu": "x"})
-    monkeypatch.setattr("freescale.bench.all.find_last_change", lambda root: 0.0)
+    monkeypatch.setattr("freescale_bench.all.describe_machine", lambda: {"cpu": "x"})
+    monkeypatch.setattr("freescale_bench.all.find_last_change", lambda root: 0.0)
     first, second = (Runner(tmp_path, tmp_path, BARE) for _ in range(2))
     assert first.run([good], skip_done=True) == 0 and first.outcomes["good"][0] == "done"
     assert second.run([good], skip_done=True) == 0 and second.outcomes["good"][0] == "done before"
@@ -197,7 +197,7 @@ def test_torchrec_that_cannot_be_set_up_leaves_out_its_benchmarks(tmp_path, monk
     def refuse(root: Path) -> str:
         raise ValueError("no network")
 
-    monkeypatch.setattr("freescale.bench.all.set_up_peer", refuse)
+    monkeypatch.setattr("freescale_bench.all.set_up_peer", refuse)
     runner = Runner(tmp_path, tmp_path, BARE)
     both = [Benchmark(name, "serial", f"{name}.json", ["torchrec"], 1) for name in ("a", "b")]
     assert runner.run(both, skip_done=False) == 0
@@ -262,7 +262,7 @@ def test_without_a_repository_torchrec_is_left_out_in_one_line(monkeypatch, caps
     monkeypatch.setattr(torchrec, "find_repository", lambda: None)
     assert torchrec.continue_in_peer("serial", []) is None
     said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "benchmarks/torchrec: they are left out" in said
+    assert said.count("\n") == 1 and "benchmarks/peers/torchrec: they are left out" in said
     assert not torchrec.has_torchrec()
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from freescale.batch import Jagged, SequenceBatch
-from freescale.bench.common.results import make_claims
-from freescale.bench.dynamic.step import (
+from freescale_bench.common.results import make_claims
+from freescale_bench.dynamic.step import (
     ARMS,
     ASKED,
     FAR,
@@ -17,6 +15,8 @@ from freescale.bench.dynamic.step import (
     make_dynamic,
     renew_ids,
 )
+
+from freescale.batch import Jagged, SequenceBatch
 from freescale.config import DataConfig, RunConfig, TrainConfig
 from freescale.embedding.dynamic_rules import Dynamic
 

@@ -10,16 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from freescale.bench.common.jobs import Job, run_jobs
-from freescale.bench.common.results import Destination
-from freescale.bench.quality import bench, peer
-from freescale.bench.quality.bench import Plan, bench_quality, compare
-from freescale.bench.quality.intervals import bootstrap_relative, find_student, summarize
-from freescale.bench.quality.peer import PeerRun, read_figures, read_run, write_interactions
-from freescale.bench.quality.seed import Seed, train_seed
-from freescale.bench.quality.table import format_recipes
-from freescale.bench.quality.together import bench_together
+from freescale_bench.common.jobs import Job, run_jobs
+from freescale_bench.common.results import Destination
+from freescale_bench.quality import bench, peer
+from freescale_bench.quality.bench import Plan, bench_quality, compare
+from freescale_bench.quality.intervals import bootstrap_relative, find_student, summarize
+from freescale_bench.quality.peer import PeerRun, read_figures, read_run, write_interactions
+from freescale_bench.quality.seed import Seed, train_seed
+from freescale_bench.quality.table import format_recipes
+from freescale_bench.quality.together import bench_together
 
 USERS, ITEMS, LONGEST = 9, 30, 6
 TINY = ["width=8", "layers=1", "heads=1", "epochs=1", "negatives=3", f"max_length={LONGEST}"]

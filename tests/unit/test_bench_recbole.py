@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from freescale_bench.common.results import Destination
+from freescale_bench.quality.bench import Plan
+from freescale_bench.quality.recbole import PEER, bench_recbole, read_earlier
+from freescale_bench.quality.table import format_recbole
 
-from freescale.bench.common.results import Destination
-from freescale.bench.quality.bench import Plan
-from freescale.bench.quality.recbole import PEER, bench_recbole, read_earlier
-from freescale.bench.quality.table import format_recbole
 from freescale.ledger.machine import describe_machine
 
 TINY = ["width=8", "layers=1", "heads=1", "epochs=1", "max_length=6", "negatives=3"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from freescale.bench.torchrec.table import format_torchrec
+from freescale_bench.torchrec.table import format_torchrec
 
 
 def make_row(factor, arm, rate):
@@ -39,17 +38,17 @@ def test_the_table_has_a_line_for_each_factor_and_the_crossover():
 
 def test_crossover():
     pytest.importorskip("torchrec")
-    from freescale.bench.torchrec.speed import find_crossover
+    from freescale_bench.torchrec.speed import find_crossover
 
     assert find_crossover({1: 2.0, 4: 0.5, 20: 0.1}) == pytest.approx(2.0)
     assert find_crossover({1: 2.0, 4: 1.5}) is None
 
 
 def test_pec_trains_as_torchrecs_base_pipeline_does():
-    from freescale.bench.common.pinned import run_pinned_ranks
-    from freescale.bench.common.torchrec import has_pec
-    from freescale.bench.common.workload import Workload
-    from freescale.bench.ladder.arms import BASE, PEC, train_alone
+    from freescale_bench.common.pinned import run_pinned_ranks
+    from freescale_bench.common.torchrec import has_pec
+    from freescale_bench.common.workload import Workload
+    from freescale_bench.ladder.arms import BASE, PEC, train_alone
 
     if not has_pec():
         pytest.skip("TorchRec has it from 1.9 on")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from freescale_bench.train.flops import count_flops, count_flops_as_nvidia
+from freescale_bench.train.measure import read_waits
+from freescale_bench.train.shapes import SHAPES
 
-from freescale.bench.train.flops import count_flops, count_flops_as_nvidia
-from freescale.bench.train.measure import read_waits
-from freescale.bench.train.shapes import SHAPES
 from freescale.ledger.device_profile import measure_union
 
 

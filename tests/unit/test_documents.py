@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from freescale.bench import figures
+from freescale_bench import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, LOG = ROOT / "benchmarks" / "results", ROOT / "docs" / "log.md"
@@ -43,7 +42,7 @@ def test_no_page_but_the_log_cites_a_superseded_result(page):
 def test_no_benchmark_reads_a_superseded_result():
     assert ARCHIVED, "superseded results are kept"
     files = [
-        *(ROOT / "src" / "freescale" / "bench").rglob("*.*"),
+        *(ROOT / "benchmarks" / "freescale_bench").rglob("*.*"),
         *(ROOT / "src" / "freescale" / "simulate").rglob("*.*"),
     ]
     for path in files:

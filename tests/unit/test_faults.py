@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults.events import Process, Struck, split_time
+from faults.moments import MOMENTS, watch
+from faults.plan import KINDS, count_steps, order_worlds, plan_faults, put_off
+from faults.proof import compare_logs, compare_states, read_log
+from faults.reporter import LAUNCHER
+from faults.setting import read_ranks
+from freescale_bench.faults.bench import Options
+from freescale_bench.faults.claims import is_exact
 
-from freescale.bench.faults.bench import Options
-from freescale.bench.faults.claims import is_exact
-from freescale.bench.faults.events import Process, Struck, split_time
-from freescale.bench.faults.moments import MOMENTS, watch
-from freescale.bench.faults.plan import KINDS, count_steps, order_worlds, plan_faults, put_off
-from freescale.bench.faults.proof import compare_logs, compare_states, read_log
-from freescale.bench.faults.reporter import LAUNCHER
-from freescale.bench.faults.setting import read_ranks
 from freescale.train import exit_status, launch
 
 ROW = {

@@ -10,12 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-
-from freescale.bench import figures
-from freescale.bench.balance.table import format_cost
-from freescale.bench.ladder import rungs
-from freescale.bench.ladder.figure import draw_ladder
-from freescale.bench.ladder.table import format_ladder
+from freescale_bench import figures
+from freescale_bench.balance.table import format_cost
+from freescale_bench.ladder import rungs
+from freescale_bench.ladder.figure import draw_ladder
+from freescale_bench.ladder.table import format_ladder
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -130,3 +130,36 @@ def test_every_kernel_is_on_the_path_of_training():
         if name.startswith("freescale.kernels.") and not name.endswith("__init__")
     }
     assert kernels <= reached, sorted(kernels - reached)
+
+
+def find_private_names(source: str) -> list[str]:
+    """What a file imports of freescale by a name with an underscore, and the attributes with one
+    that it reads from other objects than itself."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("freescale"):
+            words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [word for word in words if word.startswith("_")]
+        elif isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "os", "torch.cuda"):
+                found.append(f"{owner}.{node.attr}")
+    return found
+
+
+# Of torch's process groups and of generative-recommenders.
+OTHERS = {"options._timeout", "model._embedding_collection"}
+BENCHMARKS = sorted((ROOT / "benchmarks" / "freescale_bench").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_benchmarks_use_no_private_name(path):
+    assert set(find_private_names(path.read_text(encoding="utf-8"))) <= OTHERS
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from freescale.a import _b", "from freescale._a import b", "self.a._b = 0", "a.b._c()"],
+)
+def test_a_private_name_is_found(source):
+    assert find_private_names(source)

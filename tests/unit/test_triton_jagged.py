@@ -8,19 +8,19 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import interpreter, kernel_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from freescale.batch import Jagged
-from freescale.bench.kernels import triton_jagged
-from freescale.bench.kernels.jagged import (
+from freescale_bench.kernels import triton_jagged
+from freescale_bench.kernels.jagged import (
     move,
     plan_combine,
     plan_dispatch,
     plan_permute,
     plan_transpose,
 )
+from helpers import interpreter, kernel_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freescale.batch import Jagged
 
 
 @pytest.fixture(scope="module")

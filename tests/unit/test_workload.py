@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-
-from freescale.bench.common.workload import Dense, Workload, make_batches
+from freescale_bench.common.workload import Dense, Workload, make_batches
 
 SKEWED = Workload(
     rows=60_000,

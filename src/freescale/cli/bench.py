@@ -1,41 +1,30 @@
-"""The command `bench`: one subcommand for each benchmark, which reads its own options and is
-imported when it is run."""
+"""The command `bench`: that of the distribution freescale-bench, or how to install it."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib.metadata import entry_points
 
 import click
 
-from freescale.bench import BENCHMARKS
 from freescale.cli.errors import exit_cleanly
-from freescale.cli.layout import CommandGroup
 
-_OTHERS = {
-    "all": "Run every benchmark that this machine can, one after another; --list shows them.",
-    "figures": "Draw figures and tables of the documents from the results; needs the repository.",
-}
+COMMANDS = "freescale.commands"  # the group of entry points
 
 
-@click.group(cls=CommandGroup)
-def bench() -> None:
+def find_bench() -> click.Command:
+    """The installed benchmarks, which are imported here, or a command that says how to get them."""
+    for point in entry_points(group=COMMANDS, name="bench"):
+        found: click.Command = point.load()
+        return found
+    return missing_bench
+
+
+@click.command("bench", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@exit_cleanly
+def missing_bench(arguments: tuple[str, ...]) -> int:
     """Run the benchmarks on this machine."""
-
-
-def _add(name: str, text: str, module: str) -> None:
-    # The words after the name, --help among them, are the benchmark's to read.
-    @bench.command(
-        name,
-        help=text,
-        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    raise ValueError(
+        "the benchmarks are a package of their own: in a clone of the repository, "
+        "`pip install ./benchmarks`"
     )
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    @exit_cleanly
-    def run(arguments: tuple[str, ...]) -> int:
-        return int(import_module(module).main(arguments))
-
-
-for _name, _text in _OTHERS.items():
-    _add(_name, _text, f"freescale.bench.{_name}")
-for _name, _text in BENCHMARKS.items():
-    _add(_name, _text, f"freescale.bench.{_name}.__main__")

@@ -73,7 +73,7 @@ class Tables:
         for name, wanted in self._wanted.items():
             if wanted.kind == "replicated" and self.specs[name].dynamic is not None:
                 raise ValueError(f"table {name!r} is dynamic, which a replicated table cannot be")
-        self._seed, self._std, self._weights = seed, dict(std), dict(weights or {})
+        self._seed, self.init_std, self._weights = seed, dict(std), dict(weights or {})
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
         # groups and their requests, while the model can read them
         self._open: list[tuple[Any, Any]] | None = None
@@ -224,7 +224,7 @@ class Tables:
             if name in self._weights:
                 rows.copy_from(name, self._weights[name])
             else:
-                rows.initialise(name, self._seed, self._std[name])
+                rows.initialise(name, self._seed, self.init_std[name])
 
     def _count_rows_read(self, batch: SequenceBatch | None) -> dict[str, float]:
         """How many distinct rows of each table a rank reads, mean over ranks that have a batch."""

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Taking:
+class Taking:
     """A snapshot under way."""
 
     step: int
@@ -79,8 +79,8 @@ class Snapshots:
         self._run = ""  # whose keeper that is
         self._held: HeldChains | None = None
         self._channel: Transport | None = None
-        self._taking: _Taking | None = None
-        self._due = 0
+        self.taking: Taking | None = None  # the one under way, or the last
+        self.due = 0  # the step of the next
         self._files: list[StateFile] = []  # two, taken in turn
         self._turn = 0
 
@@ -148,7 +148,7 @@ class Snapshots:
         self._proteges = [other for other, buddy in enumerate(buddies) if buddy == rank]
         here = [r for r, machine in enumerate(self.machines) if machine == self.machines[rank]]
         self._owners = {*here, *(other for other, buddy in enumerate(buddies) if buddy in here)}
-        self._due = step + self.interval
+        self.due = step + self.interval
 
     def take_if_due(self, state: RunState, failed: bool = False) -> dict[str, Any] | None:
         """After a step: begins a snapshot if it is due and the one before is complete on all
@@ -163,17 +163,17 @@ class Snapshots:
         """
         step = state.position.step
         self._costs.note_step()
-        if step < self._due:
+        if step < self.due:
             return None
         ready, line = self._agree(step, failed)
-        self._due = step + self.interval
+        self.due = step + self.interval
         if ready:
             self._take(state)
         return line
 
     def _agree(self, step: int, failed: bool) -> tuple[bool, dict[str, Any] | None]:
         """Whether all ranks are ready for a snapshot, and the line for the log."""
-        taking = self._taking
+        taking = self.taking
         busy = failed or (taking is not None and not taking.done.is_set())
         timed = taking if taking is not None and taking.delta and not busy else None
         costs = 0.0, 0.0
@@ -194,7 +194,7 @@ class Snapshots:
         parent = None if last is None or self._buddy is None else last.step
         sends = "nothing" if self._buddy is None else "whole" if parent is None else "changes"
         usual = file.current and sends != "whole"
-        taking = self._taking = _Taking(step, usual, time.perf_counter())
+        taking = self.taking = Taking(step, usual, time.perf_counter())
         self._costs.note_snapshot(usual)
         contents = taking.run(
             lambda: SnapshotContents.collect(
@@ -224,7 +224,7 @@ class Snapshots:
 
     def _finish(self) -> None:
         """Of a snapshot that is complete on all ranks, or failed."""
-        taking, self._taking = self._taking, None
+        taking, self.taking = self.taking, None
         if taking is None:
             return
         if taking.error is None:
@@ -319,7 +319,7 @@ class Snapshots:
 
     def close(self, state: RunState) -> None:
         """Of a run that is over: the keepers end, and the memory is free."""
-        if self._taking is not None:
+        if self.taking is not None:
             state.model.tables.finish_captures()
             self._await_last()
         self.transport.gather_bytes(b"")  # nobody needs them any more
@@ -330,9 +330,9 @@ class Snapshots:
 
     def _await_last(self) -> None:
         """Whatever has become of it."""
-        if self._taking is not None:
-            self._taking.done.wait()
-            self._taking = None
+        if self.taking is not None:
+            self.taking.done.wait()
+            self.taking = None
 
     def abandon(self, end: bool) -> None:
         """Of a run that has failed: with `end` its keeper ends at once, otherwise once nobody has

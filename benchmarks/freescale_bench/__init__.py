@@ -1,0 +1,30 @@
+"""Benchmarks: `freescale bench NAME`, or `python -m freescale_bench.NAME`, where click is not
+installed."""
+
+# In the order of `freescale bench --help`: what each measures.
+BENCHMARKS = {
+    "ladder": "TorchRec, then one technique more on each rung: samples/s, waits, memory, loss.",
+    "serial": "Samples/s of the serial schedule against TorchRec's pipelines.",
+    "staged": "Exposed communication and samples/s of the staged schedule.",
+    "torchrec": "Models of TorchRec's here and there: what they train, and samples/s.",
+    "balance": "Straggler % with and without balancing, predicted and measured.",
+    "hostwire": "What urgent traffic waits for behind bulk, over hostwire and gloo.",
+    "overlap": "What communication costs the compute beside it, NCCL's and hostwire's.",
+    "kernels": "Time and share of the GPU's ceiling of each Triton kernel.",
+    "packing": "Packing and unpacking samples for the exchange.",
+    "compress": "Thresholded gradients: step time, traffic and quality.",
+    "segments": "Histories cut into segments: Recall@10 and the work of a request.",
+    "quality": "HR@10 and NDCG@10 of a recipe over several seeds, beside popularity and a peer.",
+    "learning": "What the defaults of training are worth, one at a time, after few epochs.",
+    "short": "Step time and HR@10 where histories have a few events, before and now.",
+    "negatives": "HR@10 and NDCG@10 with each kind of negatives.",
+    "snapshot": "Snapshots in memory: what they add to a step, and restores from memory and disk.",
+    "checkpoint": "Bytes of checkpoints, full and differential, and what they add to training.",
+    "faults": "Training under a storm of faults, beside the run that nothing happens to.",
+    "host_tables": "Step time with tables in host memory or on a disk beside the device's.",
+    "dynamic": "Tables whose rows come and go: ids/s, memory, lookups beside a static table's.",
+    "memory": "Peak memory of a rank with a large sharded table.",
+    "simulate": "The simulator against measured runs, and to 4,096 GPUs.",
+    "train": "What freescale train makes of one GPU, shape by shape.",
+    "workload": "Padding, straggler % and collisions of generated workloads.",
+}

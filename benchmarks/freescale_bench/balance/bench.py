@@ -1,0 +1,221 @@
+"""Partitioners on heavy-tailed lengths: predicted straggler time, distance to the lower bound,
+tokens moved, planning time.
+
+Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; costs
+have L^2 and L terms that are equal at L = 3,072. Everything here is predicted from these costs but
+the planning time, which is measured on one core; on a GPU, copies and the wait for the result
+included.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from freescale.balance.cost import CostModel
+from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner
+from freescale.balance.problem import Assignment, Partitioner, Problem, assign
+from freescale.ledger.machine import get_gpu_name
+from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.spread import spread
+
+MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)
+BATCHES, RANKS = (8, 32, 128), (16, 64, 256, 1024)
+COST = CostModel.balanced_at(3072)
+
+
+def make_problem(median: int, cap: int, batch: int, ranks: int, seed: int) -> Problem:
+    random = np.random.default_rng((seed, median, cap, batch, ranks))
+    lengths = np.clip(
+        np.rint(np.exp(random.normal(np.log(median), 1.0, batch * ranks))), 1, cap
+    ).astype(np.int64)
+    home = np.repeat(np.arange(ranks), batch)
+    return Problem(COST(lengths), lengths, home, ranks, nodes=np.arange(ranks) // 8)
+
+
+def measure_planning(
+    problem: Problem, partitioner: Partitioner, repetitions: int
+) -> tuple[Assignment, list[float]]:
+    times = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        found = assign(problem, partitioner)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return found, times
+
+
+def measure_configuration(
+    median: int, cap: int, batch: int, ranks: int, seeds: int, repetitions: int
+) -> list[Row]:
+    rows = []
+    problems = [make_problem(median, cap, batch, ranks, seed) for seed in range(seeds)]
+    alone = [float(p.costs.max()) >= float(p.costs.mean()) * batch for p in problems]
+    for name in PARTITIONERS:
+        found, times = zip(
+            *(measure_planning(problem, PARTITIONERS[name], repetitions) for problem in problems),
+            strict=True,
+        )
+        rows.append(
+            {
+                "median": median,
+                "cap": cap,
+                "batch": batch,
+                "ranks": ranks,
+                "arm": name,
+                "one_sample_is_the_bound": any(alone),
+                "straggler_percent": float(np.mean([a.straggler_percent for a in found])),
+                "imbalance": float(np.mean([a.imbalance for a in found])),
+                "above_bound_percent": float(np.max([a.above_bound for a in found])) * 100,
+                "moved_percent": float(
+                    np.mean(
+                        [
+                            100 * a.moved_tokens / p.tokens.sum()
+                            for a, p in zip(found, problems, strict=True)
+                        ]
+                    )
+                ),
+                "planning_ms": spread([t for part in times for t in part]),
+            }
+        )
+    return rows
+
+
+def make_claims(rows: list[Row]) -> list[Claim]:
+    def pick(arm: str, **wanted: object) -> list[Row]:
+        return [r for r in rows if r["arm"] == arm and all(r[k] == v for k, v in wanted.items())]
+
+    def worst(picked: list[Row], key: str) -> float:
+        return float(max(r[key] for r in picked))
+
+    free = {"one_sample_is_the_bound": False}
+    large = [r for r in pick("greedy", **free) if r["batch"] >= 32]
+    near = [r for r in pick("local", **free) if r["batch"] >= 32]
+    shape = {"median": 3000, "cap": 21_000, "batch": 128, "ranks": 64}
+    none, zigzag = pick("none", **shape)[0], pick("fixed", **shape)[0]
+    heavy = {"cap": 21_000, "median": 800, "batch": 128}
+    claims = [
+        claim(
+            "greedy above the bound, 32 samples a rank and more (worst)",
+            0.5,
+            worst(large, "above_bound_percent"),
+            "%",
+            at_least=False,
+        ),
+        claim(
+            "greedy above the bound, 8 samples a rank (worst)",
+            1.0,
+            worst(pick("greedy", batch=8, **free), "above_bound_percent"),
+            "%",
+            at_least=False,
+        ),
+        claim(
+            "local above the bound, 32 and more (worst)",
+            1.0,
+            worst(near, "above_bound_percent"),
+            "%",
+            at_least=False,
+        ),
+        claim(
+            "local: tokens moved, 32 and more (most)",
+            15.0,
+            worst(near, "moved_percent"),
+            "%",
+            at_least=False,
+        ),
+        claim(
+            "fixed: times less straggler than none at 21,000/128/64",
+            9.0,
+            none["straggler_percent"] / zigzag["straggler_percent"],
+            "x",
+            at_least=True,
+        ),
+        claim(
+            (
+                "Karmarkar-Karp's largest load over greedy's on heavy tails (800/21,000/128, least "
+                "over ranks)"
+            ),
+            1.0,
+            min(
+                k["imbalance"] / g["imbalance"]
+                for k, g in zip(
+                    pick("karmarkar_karp", **heavy), pick("greedy", **heavy), strict=True
+                )
+            ),
+            "x",
+            at_least=True,
+        ),
+    ]
+    for arm, ranks, asked in (
+        ("fixed", 256, 5.0),
+        ("greedy", 256, 30.0),
+        ("fixed", 1024, 50.0),
+        ("greedy", 1024, 300.0),
+    ):
+        slowest = max(r["planning_ms"]["median"] for r in pick(arm, batch=128, ranks=ranks))
+        claims.append(
+            claim(
+                f"{arm}: planning {ranks} ranks x 128 on one core (slowest median)",
+                asked,
+                slowest,
+                "ms",
+                at_least=False,
+            )
+        )
+    return claims
+
+
+def bench_predicted(seeds: int, repetitions: int, to: Destination) -> None:
+    """Every partitioner over medians, caps, batches and ranks, by the cost model; planning times
+    are measured."""
+    rows = []
+    for median in MEDIANS:
+        for cap in CAPS:
+            for batch in BATCHES:
+                for ranks in RANKS:
+                    rows += measure_configuration(median, cap, batch, ranks, seeds, repetitions)
+            print(f"median {median}, cap {cap}: done", flush=True)
+    write(
+        "balance",
+        "cpu",
+        f"freescale bench balance --seeds {seeds} --repetitions {repetitions}",
+        rows,
+        make_claims(rows),
+        to=to,
+        cost={"equal_at": 3072},
+        predicted="all but planning_ms",
+    )
+
+
+def bench_planning_on_gpu(seeds: int, repetitions: int, to: Destination) -> None:
+    """Planning times of `fixed` on a GPU, beside the host's."""
+    rows, claims = [], []
+    for ranks, asked in ((256, 1.0), (1024, 10.0)):
+        on_host, on_device = [], []
+        partitioner = find_partitioner("fixed", "cuda")
+        for seed in range(seeds):
+            problem = make_problem(3000, 21_000, 128, ranks, seed)
+            measure_planning(problem, partitioner, 3)  # the first calls load kernels and pin memory
+            expected, host_times = measure_planning(problem, PARTITIONERS["fixed"], repetitions)
+            found, times = measure_planning(problem, partitioner, repetitions)
+            if not (found.rank_of == expected.rank_of).all():
+                raise SystemExit("fixed on the GPU differs from fixed on the host")
+            on_host += host_times
+            on_device += times
+        for where, taken in (("host", on_host), ("gpu", on_device)):
+            rows.append(
+                {
+                    "arm": f"fixed on the {where}",
+                    "ranks": ranks,
+                    "batch": 128,
+                    "planning_ms": spread(taken),
+                }
+            )
+        median = spread(on_device)["median"]
+        claims.append(
+            claim(
+                f"fixed: planning {ranks} ranks x 128 on a GPU", asked, median, "ms", at_least=False
+            )
+        )
+    command = f"freescale bench balance --device cuda --seeds {seeds} --repetitions {repetitions}"
+    write("balance", get_gpu_name(), command, rows, claims, to=to)

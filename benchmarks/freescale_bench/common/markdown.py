@@ -1,0 +1,110 @@
+"""Tables of the documents, made of results: their common shape, and those that fit any result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from freescale_bench.common.drawing import describe_origin
+
+Results = Mapping[str, Mapping[str, Any]]  # by the file's name, without .json
+Table = Callable[[Results, str], str]  # of results, and of the way to their folder, for links
+
+
+def single(used: Results) -> Mapping[str, Any]:
+    """The result of a table that is made of one."""
+    (result,) = used.values()
+    return result
+
+
+def format_table(
+    used: Results,
+    folder: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    note: str = "",
+    conditions: str = "",
+) -> str:
+    """The shape of every table: head and rows, a note, and where the numbers are from.
+
+    Args:
+        used: the results that it is made of.
+        folder: where they lie, seen from the document.
+        conditions: of the measurement; stands before the sources.
+    """
+    sources = f"*{conditions}{' ' if conditions else ''}{format_sources(used, folder)}*"
+    return "\n\n".join(filter(None, [format_rows(head, rows), note, sources]))
+
+
+def format_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+def format_sources(used: Results, folder: str) -> str:
+    """Raw file, machine, date and command of each result."""
+    return "; ".join(
+        f"[{name}.json]({folder}/{name}.json): {describe_origin(result)}, `{result['command']}`"
+        for name, result in used.items()
+    )
+
+
+def format_known(value: float | None, unit: str, digits: int) -> str:
+    return "not seen" if value is None else f"{value:.{digits}f} {unit}"
+
+
+def format_number(value: float | Sequence[float], digits: int = 6) -> str:
+    """Or an interval."""
+    return (
+        " to ".join(f"{edge:.{digits}g}" for edge in value)
+        if isinstance(value, Sequence)
+        else f"{value:.{digits}g}"
+    )
+
+
+def capitalize(text: str) -> str:
+    """With the first letter large and the others as they are."""
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def format_claims(used: Results, folder: str) -> str:
+    """The targets of benchmarks, and what they measured."""
+    rows = [
+        (
+            entry["claim"],
+            f"{format_number(entry['asked'])} {entry['unit']}".strip(),
+            f"{format_number(entry['measured'], 4)} {entry['unit']}".strip(),
+            "met" if entry["holds"] else "**missed**",
+        )
+        for result in used.values()
+        for entry in result["claims"]
+    ]
+    return format_table(used, folder, ("", "target", "measured", ""), rows)
+
+
+def format_verdict(used: Results) -> str:
+    """Of all claims together, in a sentence."""
+    missed = [
+        f"{name}: {entry['claim']}"
+        for name, result in used.items()
+        for entry in result["claims"]
+        if not entry["holds"]
+    ]
+    return f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met."
+
+
+def format_missed(used: Results, folder: str) -> str:
+    """Every claim that does not hold, of all results."""
+    claims = [(name, entry) for name, result in used.items() for entry in result["claims"]]
+    rows = [
+        (
+            entry["claim"],
+            f"{entry['asked']:g} {entry['unit']}",
+            f"{format_number(entry['measured'])} {entry['unit']}",
+            f"[{name}]({folder}/{name}.json)",
+        )
+        for name, entry in claims
+        if not entry["holds"]
+    ]
+    table = format_rows(("", "target", "measured", "raw data"), rows)
+    return f"{table}\n\n*{len(rows)} of {len(claims)} targets; the others are met.*"

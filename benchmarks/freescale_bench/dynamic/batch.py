@@ -1,0 +1,110 @@
+"""One batch of different ids in a full table: looked up and gathered, and with new ids that evict
+rows, beside a gather by slots from the same rows. For both maps: on the device and on the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.dynamic.layout import compute_keys
+from freescale.embedding.dynamic.storage import DynamicStorage
+from freescale.embedding.dynamic_rules import MAPS
+from freescale.ledger.ledger import Ledger
+from freescale.ledger.machine import get_gpu_name
+from freescale_bench.common.results import Destination, Row, claim, show_claims, write
+from freescale_bench.dynamic.bench import WIDTH, make_storage
+
+REPEATS = 20
+WARMUP = 3  # of them
+NEW_SHARE = 0.1
+FULL = 0.99  # of the rows; hashing fills shards unevenly
+
+
+def bench_batch(
+    to: Destination | None, ids: int | None, rows: int | None, evict: str, device: str
+) -> None:
+    count, room = ids or 1_000_000, rows or 8_000_000
+    if FULL * room < 5 * count:  # rows stay for three batches from their last use on
+        raise ValueError(f"{room:,} rows are too few for batches of {count:,} ids: give 6 batches")
+    measured = [measure_map(where, count, room, evict, torch.device(device)) for where in MAPS]
+    for row in measured:
+        print(row)
+    (mine,) = (row for row in measured if row["map"] == "device")
+    claims = [
+        claim("lookup and gather over a static gather", 1.3, mine["lookup_ms"] / mine["static_ms"],
+              "x", at_least=False),
+        claim("the same with 10 % new ids and evictions", 2.5,
+              mine["new_ids_ms"] / mine["static_ms"], "x", at_least=False),
+        claim("memory beside rows and state", 24, mine["bytes_beside_a_row"], "bytes a row",
+              at_least=False),
+    ]  # fmt: skip
+    if to is None and device == "cuda":  # times of the plain twins on a CPU say nothing
+        show_claims(claims)
+    elif to is not None:
+        command = f"freescale bench dynamic --device {device}"
+        write("dynamic", get_gpu_name() or device, command, measured, claims, ["triton"], to=to)
+
+
+def measure_map(where: str, count: int, room: int, evict: str, device: torch.device) -> Row:
+    """The row of a map: medians of milliseconds."""
+    storage, ledger = make_storage(room, evict, device, where), Ledger()
+    number = fill(storage, count, ledger)
+    present, fresh = storage.get_ids("item"), int(count * NEW_SHARE)
+    times: dict[str, list[float]] = {"static": [], "lookup": [], "new_ids": []}
+    evicted = 0
+    for _ in range(REPEATS):
+        order = torch.randperm(present.numel(), device=device)
+        keys = compute_keys(present[order[:count]])
+        slots = storage.make_resident(keys, ledger)
+        storage.begin()
+        times["static"].append(_time(device, lambda: storage.gather(slots, torch.float32)))  # noqa: B023
+        times["lookup"].append(_time(device, lambda: storage.read(keys, torch.float32)))  # noqa: B023
+        new = torch.arange(number, number + fresh, device=device)
+        number += fresh
+        mixed = compute_keys(torch.cat([present[order[: count - fresh]], new]))
+        mixed = mixed[torch.randperm(count, device=device)]
+        times["new_ids"].append(_time(device, lambda: _use(storage, mixed, ledger)))  # noqa: B023
+        evicted += storage.last_figures.evicted
+        present = storage.get_ids("item")
+    return {
+        "map": where,
+        "ids": count,
+        "rows": storage.spec.rows,
+        "width": WIDTH[device.type],
+        "evict": evict,
+        **{f"{name}_ms": 1e3 * statistics.median(each[WARMUP:]) for name, each in times.items()},
+        "evicted_of_a_batch": evicted / REPEATS,
+        "bytes_beside_a_row": storage.directory.nbytes / storage.spec.rows,
+    }
+
+
+def fill(storage: DynamicStorage, count: int, ledger: Ledger) -> int:
+    """Ids 0, 1, ... until the table is full, `count` at a time; the first that did not come."""
+    number, device = 0, storage.weight.device
+    while storage.directory.used < FULL * storage.spec.rows:
+        batch = torch.arange(number, number + count, device=device)
+        storage.make_resident(compute_keys(batch), ledger)
+        storage.begin()
+        number += count
+    return number
+
+
+def _use(storage: DynamicStorage, keys: Tensor, ledger: Ledger) -> None:
+    slots = storage.make_resident(keys, ledger)
+    storage.gather(slots, torch.float32)
+    storage.begin()
+
+
+def _time(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

@@ -1,0 +1,290 @@
+"""The step of a model whose item table is dynamic and full, with a tenth of a batch's ids new in
+every step, beside the same model with a static table of as many rows.
+
+Tables are made one after the other: the GPU need hold one of them only. Batches are made before,
+and are the same in all arms, but that in dynamic ones a tenth of the ids, another one in every
+batch, is replaced by ids that never came before. Negatives are those of the batch, in all arms.
+Windows of steps are compared one by one. Claims are about the map that a table has unless another
+one is asked for.
+
+Exposed is what the ledger calls so (docs/how/ledger.md): compute waits for communication once the
+last rank has arrived; and for the lanes' own work, among it the decisions. Waits for ranks that are
+late are straggler time. All of it together is the span in which compute waits for its lanes. On a
+GPU it is no time of the host's, which may wait while the device works off its queue: its ends are
+two events on the compute stream, one that the device reaches when nothing is left to do before it,
+and one behind the lane's work. Ranks that share a GPU do not stand still together: while one waits,
+the others compute. What is left of it all is in the length of a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.batch import Jagged, SequenceBatch
+from freescale.config import RunConfig
+from freescale.data.loader import Histories
+from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
+from freescale.embedding.dynamic.storage import DynamicStorage
+from freescale.embedding.dynamic_rules import SHARDS, Dynamic
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.ledger.ledger import Ledger
+from freescale.ledger.machine import get_gpu_name
+from freescale.ledger.merge import merge_step
+from freescale.pipeline.pipeline import Pipeline
+from freescale.random import derive, integers
+from freescale.train.build import (
+    build_model,
+    build_optimizer,
+    build_pipeline,
+    load_histories,
+    prepare_data,
+)
+from freescale.transport.api import Transport
+from freescale_bench.common.ranks import open_rank
+from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.spread import spread
+from freescale_bench.train.files import write_interactions
+from freescale_bench.train.measure import build_config
+from freescale_bench.train.shapes import SHAPES, Shape
+
+ARMS = {"static": "", "device map": ":map=device", "host map": ":map=host"}
+ITEMS = ("history", "targets", "negatives")  # features of the item table
+NEW = 10  # one of so many ids of a batch
+FAR = 1 << 40  # beyond every catalogue
+FILLED = 1 << 20  # ids at a time, over all ranks; at most
+WARMUP, WINDOW = 20, 10  # steps
+LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
+_TRIAL = Shape("trial", 8, 32, 1, 2, cap=60, median=40, negatives=2)
+
+DEFAULT = f"{'device' if Dynamic(1).maps_on_device else 'host'} map"
+ASKED = [
+    Asked(DEFAULT, "step with a full dynamic table, 10 % new ids, over a static table", 1.10,
+          "x", at_least=False),
+    Asked(f"{DEFAULT} exposed", "exposed time that the dynamic table adds, of a step", 1, "%",
+          at_least=False),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    device: str
+    ranks: int
+    rows: int  # of the table, over all ranks
+    steps: int  # that are timed
+    samples: int  # of a rank
+    keep: bool  # the result is written
+
+    @property
+    def shape(self) -> Shape:
+        shape = SHAPES["medium"] if self.device == "cuda" else _TRIAL
+        batches = WARMUP + self.steps + WINDOW
+        samples = self.samples * self.ranks
+        return replace(shape, items=self.rows - 1, samples=samples, batches=batches, users=0)
+
+    def as_arguments(self) -> list[str]:
+        names = ("device", "rows", "steps", "samples")
+        words = [word for name in names for word in (f"--{name}", str(getattr(self, name)))]
+        return ["step", *words, "--nproc", str(self.ranks), *([] if self.keep else ["--try"])]
+
+
+def choose_setting(
+    device: str, ranks: int, keep: bool, given: Mapping[str, int | None]
+) -> StepSetting:
+    """Defaults for what is not given (None): sizes of an H200 that four ranks share, or of a
+    CPU, where nothing is kept."""
+    sizes = {"rows": 50_000_000, "steps": 120, "samples": 64}
+    if device == "cpu":
+        sizes = {"rows": 10 * SHARDS, "steps": 20, "samples": 8}
+    chosen = {name: given.get(name) or size for name, size in sizes.items()}
+    if chosen["steps"] < WINDOW:
+        raise ValueError(f"--steps must be at least {WINDOW}, got {chosen['steps']}")
+    return StepSetting(device, ranks, keep=keep and device == "cuda", **chosen)
+
+
+def renew_ids(batch: SequenceBatch, number: int) -> SequenceBatch:
+    """A tenth of the ids, the same wherever they occur, becomes ids of this batch alone."""
+
+    def renew(ids: Tensor) -> Tensor:
+        chosen = integers(derive(number, ids), NEW) == 0
+        return torch.where(chosen, ids + (number + 1) * FAR, ids)
+
+    parts: dict[str, Any] = dict(batch.parts())
+    for name in ITEMS:
+        for key in (f"s/{name}", f"c/{name}", f"d/{name}"):
+            if isinstance(part := parts.get(key), Jagged):
+                parts[key] = replace(part, values=renew(part.values))
+            elif isinstance(part, Tensor):
+                parts[key] = renew(part)
+    shared = {name: renew(v) if name in ITEMS else v for name, v in batch.shared.items()}
+    return replace(batch.with_parts(parts), shared=shared, packing=None)
+
+
+def make_dynamic(config: RunConfig, options: str) -> RunConfig:
+    """The same run on a dynamic item table of as many rows. `options`: of an arm."""
+    rows = f"item=dynamic:{config.data.num_items}{options}"
+    return replace(
+        config,
+        data=replace(config.data, num_items=None),  # ids of a dynamic table have no bound
+        train=replace(config.train, rows=rows),
+    )
+
+
+class StepBench:
+    """A rank that measures."""
+
+    def __init__(self, setting: StepSetting, transport: Transport, folder: Path) -> None:
+        """Writes the data, on the first rank. A collective."""
+        self.setting, self.transport = setting, transport
+        file = folder / "histories.parquet"
+        if transport.rank == 0:
+            write_interactions(setting.shape, file)
+        transport.gather_bytes(b"")
+        config = build_config(setting.shape, file, folder / "cache", setting.device, 10**6)
+        self.config: RunConfig = replace(
+            config,
+            data=replace(config.data, num_items=setting.rows, in_batch_share=1.0),
+            train=replace(config.train, row_optimizer="rowwise_adagrad", placement="item=sharded"),
+        )
+        self.data: Histories = load_histories(self.config, prepare_data(self.config), transport)
+        count = WARMUP + setting.steps // WINDOW * WINDOW + 3
+        self.batches = [self.data.batch(number) for number in range(count)]
+
+    def measure(self) -> list[Row]:
+        """A row for each arm, the same on every rank."""
+        rows = []
+        for arm, options in ARMS.items():
+            parts = self.transport.gather_bytes(json.dumps(self._measure_arm(options)).encode())
+            rows.append(join_ranks(arm, [json.loads(part) for part in parts]))
+            if self.transport.rank == 0:
+                print(json.dumps(rows[-1]), flush=True)
+        return rows
+
+    def _measure_arm(self, options: str) -> dict[str, Any]:
+        gc.collect()  # the table before this one
+        if self.setting.device == "cuda":
+            torch.cuda.empty_cache()
+        config = make_dynamic(self.config, options) if options else self.config
+        batches = [renew_ids(b, n) if options else b for n, b in enumerate(self.batches)]
+        if self.setting.device == "cuda":
+            batches = [batch.pin_memory() for batch in batches]
+        model = build_model(config, self.data, self.transport)
+        pipeline = build_pipeline(config, model, build_optimizer(config, model), 10**6)
+        try:
+            model.tables.place(batches[0])
+            filled = fill_table(model, self.setting.rows)
+            windows, records = self._time_steps(pipeline, batches)
+        finally:
+            pipeline.close()
+        names = ("dynamic_inserted", "dynamic_evicted", "dynamic_turned_away", "dynamic_rows")
+        return {
+            "windows_ms": windows,
+            "records": records,
+            **filled,
+            **{
+                name: sum(record["counters"].get(name, 0.0) for record in records) / len(records)
+                for name in names
+            },
+        }
+
+    def _time_steps(
+        self, pipeline: Pipeline, batches: list[SequenceBatch]
+    ) -> tuple[list[float], list[dict[str, Any]]]:
+        """Milliseconds of a step in each window, and the ledger's records of these steps."""
+        steps = self.setting.steps // WINDOW * WINDOW
+        windows: list[float] = []
+        records: list[dict[str, Any]] = []
+        begin = 0.0
+        for number, _ in enumerate(pipeline.run(batches), start=1 - WARMUP):
+            if number % WINDOW or not 0 <= number <= steps:
+                continue
+            if self.setting.device == "cuda":
+                torch.cuda.synchronize()
+            now, drained = time.perf_counter(), pipeline.ledger.drain()
+            if number:
+                windows.append(1e3 * (now - begin) / WINDOW)
+                records += drained
+            begin = time.perf_counter()
+        pipeline.ledger.drain()
+        return windows, records
+
+
+def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
+    """The ids of the catalogue get their rows, some at a time as in batches; then others, until the
+    table is full."""
+    group = model.tables.get_group("item")
+    storage = group.rows
+    if not isinstance(storage, DynamicStorage):
+        return {}
+    assert isinstance(group.layout, DynamicLayout)
+    first, last = group.layout.get_owned_shards(model.transport.rank)
+    room, number, ledger = (last - first) * group.layout.rules.shard_rows, 0, Ledger()
+    size = min(FILLED, rows)
+    while storage.directory.used < 0.99 * room or number < rows:
+        ids = torch.arange(number, number + size, device=storage.weight.device)
+        keys = compute_keys(torch.where(ids < rows, ids, -ids))  # behind the catalogue: others
+        shard = (keys >> group.layout.rules.shard_bits) + group.layout.rules.shards // 2
+        storage.make_resident(keys[(shard >= first) & (shard < last)], ledger)
+        storage.begin()
+        number += size
+    return {"filled_percent": 100 * storage.directory.used / room}
+
+
+def join_ranks(arm: str, ranks: list[dict[str, Any]]) -> Row:
+    """The row of an arm."""
+    steps = [merge_step(each) for each in zip(*(r["records"] for r in ranks), strict=True)]
+    exposed = [sum(step["exposed_ms"].values()) for step in steps]
+    lanes = [statistics.mean(step["lane_ms"]) for step in steps]
+    late = [statistics.mean(step["straggler_ms"]) for step in steps]
+    waited = [step["spans_ms"].get("arrive", 0.0) for step in steps]
+    windows = [value for rank in ranks for value in rank["windows_ms"]]
+    row: Row = {
+        "arm": arm, "ranks": len(ranks), "windows_ms": windows, "step_ms": spread(windows),
+        "exposed_ms": spread(exposed), "lanes_ms": spread(lanes), "straggler_ms": spread(late),
+        "exposed_and_lanes_ms": spread(list(map(sum, zip(exposed, lanes, strict=True)))),
+        "waited_for_lanes_ms": spread(waited),
+        "spans_ms": {name: statistics.mean(step["spans_ms"].get(name, 0.0) for step in steps)
+                     for name in sorted({name for step in steps for name in step["spans_ms"]})},
+    }  # fmt: skip
+    for name in ranks[0]:
+        if name.startswith("dynamic_"):
+            row[name] = sum(rank[name] for rank in ranks)
+    if "filled_percent" in ranks[0]:
+        row["filled_percent"] = min(rank["filled_percent"] for rank in ranks)
+    return row
+
+
+def collect_figures(rows: list[Row]) -> dict[str, float]:
+    """Windows over those of the same steps with a static table, and how much more is exposed, in
+    percent of a step."""
+    static, *others = rows
+    figures = {}
+    for row in others:
+        pairs = zip(row["windows_ms"], static["windows_ms"], strict=True)
+        figures[row["arm"]] = statistics.median(mine / other for mine, other in pairs)
+        exposed = "exposed_and_lanes_ms"  # lanes: decisions, too
+        added = row[exposed]["median"] - static[exposed]["median"]
+        figures[f"{row['arm']} exposed"] = 100 * added / row["step_ms"]["median"]
+    return figures
+
+
+def bench_step(setting: StepSetting, to: Destination) -> None:
+    with open_rank(setting.device, LIMIT) as (transport, folder):
+        rows = StepBench(setting, transport, folder).measure()
+    if transport.rank == 0:
+        claims = make_claims(ASKED, collect_figures(rows))
+        if setting.keep:
+            command = f"freescale bench dynamic {' '.join(setting.as_arguments())}"
+            name = f"{transport.world}ranks-{get_gpu_name()}"
+            write("dynamic", name, command, rows, claims, ["triton"], to=to)
+        else:
+            show_claims(claims)

@@ -1,0 +1,77 @@
+"""Training under a storm of faults, and the proof of what is left: kills of ranks, launchers and
+machines at every stage of a step, a checkpoint and a restore, stalls, full disks, damaged
+checkpoints, jumping clocks, links that fail. The run that results is compared with one that nothing
+happened to: samples, losses, tables, row state, weights, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from freescale_bench.common.options import make_parser, read_destination, run_command
+
+_USUAL: dict[str, dict[str, Any]] = {  # what is not given
+    "cpu": {"storms": 10, "jobs": 1, "faults": 100, "ranks": "2,4,2:4", "timeout": 5.0},
+    "cuda": {"storms": 3, "jobs": 3, "faults": 10, "ranks": "4", "timeout": 20.0},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("faults", __doc__)
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="of the ranks; those of one machine may share a GPU, through MPS (cpu)",
+    )
+    parser.add_argument("--storms", type=int, help="runs (10; on GPUs 3)")
+    parser.add_argument("--jobs", type=int, help="storms at a time, of one machine (1; on GPUs 3)")
+    parser.add_argument(
+        "--host-storms",
+        type=int,
+        default=0,
+        help="runs more, of ranks over two network namespaces; needs root and iproute2 (0)",
+    )
+    parser.add_argument(
+        "--real-starts",
+        type=int,
+        default=0,
+        help="faults more, of runs that `freescale train --restarts` and torchrun start, where the "
+        "others are forked from a process that has imported torch (0)",
+    )
+    parser.add_argument("--faults", type=int, help="of each storm (100; on GPUs 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first storm (0)")
+    parser.add_argument(
+        "--ranks",
+        help="of the storms, in turn; 2:4 is another number after each fault (2,4,2:4; on GPUs 4)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, help="of the runs, in seconds (5; on GPUs, which start slowly, 20)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("storms"),
+        help="folder of the runs; what was interrupted goes on there (./storms)",
+    )
+    given = parser.parse_args(arguments)
+    from freescale_bench.faults.bench import Options, bench_faults
+
+    usual = {
+        name: value if getattr(given, name) is None else getattr(given, name)
+        for name, value in _USUAL[given.device].items()
+    }
+    options = Options(
+        work=given.work,
+        host_storms=given.host_storms,
+        real_starts=given.real_starts,
+        seed=given.seed,
+        device=given.device,
+        **usual,
+    )
+    return bench_faults(options, read_destination(given))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,293 @@
+"""Storms of faults, one after another, and what they leave."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from faults.command_testbed import CommandTestbed
+from faults.hosts_testbed import HostsTestbed, can_lose_packets
+from faults.plan import KINDS, Fault, count_steps, order_worlds, plan_faults
+from faults.proof import compare_logs, compare_states, read_final_state, read_log
+from faults.setting import (
+    FORKED,
+    HOSTS,
+    LAUNCHED,
+    TORCHRUN,
+    Setting,
+    choose_setting,
+    make_command,
+    make_data,
+    read_ranks,
+)
+from faults.storm import Storm
+from faults.strikes import Strikes
+from faults.testbed import LocalTestbed, adopt_orphans, mount_disk
+
+from freescale.ledger.machine import get_gpu_name
+from freescale.train.rank_process import preload
+from freescale_bench.common.hosts import Network, open_hosts
+from freescale_bench.common.ranks import share_gpu
+from freescale_bench.common.results import Destination, write
+from freescale_bench.faults.claims import is_exact, make_claims
+from freescale_bench.faults.jobs import find_row, run_side_by_side
+
+# Seconds without a step, after which a run has hung. torchrun takes longer to notice a loss,
+# processes longer to start than to fork, and kernels are compiled before the first step.
+_LIMIT, _LONG_LIMIT = 120.0, 300.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the benchmark."""
+
+    work: Path
+    storms: int  # on one machine
+    host_storms: int  # over hosts
+    real_starts: int  # faults of runs that commands start
+    faults: int
+    seed: int
+    ranks: str
+    timeout: float
+    device: str = "cpu"
+    jobs: int = 1  # storms of one machine at a time
+
+    def plan(self) -> list[tuple[int, int, Setting]]:
+        """(seed, faults, setting) of each storm."""
+        places = [1] * self.storms + [HOSTS] * self.host_storms
+        storms = [
+            (
+                seed,
+                self.faults,
+                choose_setting(seed, self.ranks, hosts, self.timeout, device=self.device),
+            )
+            for seed, hosts in enumerate(places, self.seed)
+        ]
+        halves = [(LAUNCHED, (self.real_starts + 1) // 2), (TORCHRUN, self.real_starts // 2)]
+        for seed, (start, faults) in enumerate(halves, self.seed + len(places)):
+            setting = choose_setting(seed, "2", 1, self.timeout, start)
+            storms += [(seed, faults, setting)] * (faults > 0)
+        return storms
+
+    @property
+    def testbed(self) -> str:
+        """Names the result: storms on GPUs, over hosts alone, and starts alone, have one of their
+        own."""
+        if self.device == "cuda":
+            return f"{self.ranks}ranks-{get_gpu_name()}"
+        return "cpu" if self.storms else "hosts" if self.host_storms else "starts"
+
+    @property
+    def command(self) -> str:
+        words = f"freescale bench faults --storms {self.storms} --faults {self.faults}"
+        words += f" --seed {self.seed} --timeout {self.timeout:g} --ranks {self.ranks}"
+        words += f" --jobs {self.jobs}" if self.jobs > 1 else ""
+        words += f" --device {self.device}" if self.device != "cpu" else ""
+        words += f" --host-storms {self.host_storms}" if self.host_storms else ""
+        return words + (f" --real-starts {self.real_starts}" if self.real_starts else "")
+
+
+def list_kinds(disk: bool, hosts: int, snapshots: bool) -> list[str]:
+    """The kinds of faults that can happen here, to runs with a disk of their own or without."""
+    there = {""} | ({"disk"} if disk else set()) | ({"snapshots"} if snapshots else set())
+    if hosts > 1:
+        there |= {"hosts"} | ({"packets"} if can_lose_packets() else set())
+    return [name for name, kind in KINDS.items() if kind.needs in there]
+
+
+def bench_faults(options: Options, to: Destination) -> int:
+    """Makes the storms that the work folder does not have yet. Returns 1 if a run differs from the
+    undisturbed one."""
+    preload()
+    gc.freeze()  # of what was imported, no rank looks for garbage
+    torch.set_num_threads(1)  # no threads that a fork would lose
+    work = options.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    if options.jobs > 1:
+        run_side_by_side(options, work)
+    with _divide_gpu(options):
+        rows = _make_storms(options, work)
+    usual = options.storms and options.device == "cpu"
+    claims = make_claims(rows, None if usual else sum(one[1] for one in options.plan()))
+    struck = {event["kind"] for row in rows for event in row["events"]}
+    about = {name: kind.about for name, kind in KINDS.items() if name in struck}
+    write("faults", options.testbed, options.command, rows, claims, to=to, kinds=about)
+    return int(not all(is_exact(row) for row in rows))
+
+
+@contextmanager
+def _divide_gpu(options: Options) -> Iterator[None]:
+    """Ranks find in their environment what they need, who may have to share a GPU."""
+    with ExitStack() as stack:
+        if options.device == "cuda":
+            # Ranks are forked, and CUDA does not start in the child of a process that has asked it
+            # for GPUs: torch asks the driver's monitor instead.
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+            ranks = max(most for _, most in read_ranks(options.ranks))
+            if torch.cuda.device_count() < ranks:
+                os.environ.update(stack.enter_context(share_gpu(ranks)))
+        yield
+
+
+def _make_storms(options: Options, work: Path) -> list[dict[str, Any]]:
+    adopt_orphans()
+    disk = mount_disk(work / "disk.img", work / "disk")
+    if not disk:
+        print("disks are not full here: to mount one takes root and mkfs.ext4", flush=True)
+    rows = []
+    with open_hosts(HOSTS) if options.host_storms else nullcontext() as network:
+        for seed, faults, setting in options.plan():
+            kinds = list_kinds(disk, setting.hosts, setting.snapshot_every > 0)
+            over = network if setting.hosts > 1 else None
+            rows.append(run_storm(work, seed, faults, setting, kinds, over))
+    return rows
+
+
+def run_storm(
+    work: Path,
+    seed: int,
+    number: int,
+    setting: Setting,
+    kinds: Sequence[str],
+    network: Network | None = None,
+) -> dict[str, Any]:
+    """A storm, and the undisturbed run beside it. Returns the row of the result, which stays in
+    the work folder: the storm is not made again."""
+    folder, disk = work / f"storm-{seed}", work / "disk" / f"storm-{seed}"
+    made = find_row(work, seed)
+    if made.exists():
+        found: dict[str, Any] = json.loads(made.read_text(encoding="utf-8"))
+        return found
+    for path in (folder, disk):
+        path.mkdir(parents=True, exist_ok=True)
+    if not (folder / "events.parquet").exists():
+        make_data(folder / "events.parquet")
+    faults = plan_faults(seed, number, setting.world, kinds)
+    print(f"storm {seed}: {setting.describe()}, {count_steps(faults)} steps", flush=True)
+    worlds = order_worlds(seed, setting.fewest, setting.world)
+    steps = count_steps(faults)
+    calm = _run(folder, disk, "calm", [], steps, setting, worlds[:1], network)
+    storm = _run(folder, disk, "storm", faults, steps, setting, worlds, network)
+    row = _describe(folder, disk, seed, setting, storm, calm)
+    made.write_text(json.dumps(row), encoding="utf-8")
+    shutil.rmtree(disk)
+    return row
+
+
+def _run(
+    folder: Path,
+    disk: Path,
+    name: str,
+    faults: Sequence[Fault],
+    steps: int,
+    setting: Setting,
+    worlds: Sequence[int],
+    network: Network | None,
+) -> Storm:
+    """A run, unless it is complete already. A storm that was interrupted goes on; the undisturbed
+    run is made in one go."""
+    run, cache, own = disk / name, disk / "cache", folder / name
+    if not faults and not (own / "complete").exists():
+        for left in (run, own):
+            shutil.rmtree(left, ignore_errors=True)
+    own.mkdir(exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix="fs-faults-"))  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "storm"))
+        listener.listen(64)
+        address = place / "storm"
+        strikes = Strikes(run, cache, setting.timeout)
+        storm = Storm(
+            _make_testbed(own, setting, worlds, address, network),
+            make_command(folder / "events.parquet", cache, run, steps, setting),
+            faults,
+            strikes,
+            own / "state.json",
+            listener,
+            _LIMIT if _starts_quickly(setting) else _LONG_LIMIT,
+        )
+        try:
+            if not (own / "complete").exists():
+                strikes.clear()
+                storm.run()
+                (own / "complete").touch()
+        finally:
+            storm.testbed.close()
+            shutil.rmtree(place)
+    return storm
+
+
+def _starts_quickly(setting: Setting) -> bool:
+    return setting.hosts == 1 and setting.start == FORKED and setting.device == "cpu"
+
+
+def _make_testbed(
+    own: Path, setting: Setting, worlds: Sequence[int], address: Path, network: Network | None
+) -> LocalTestbed:
+    if network is not None:
+        return HostsTestbed(own, setting.world, address, network)
+    if setting.start != FORKED:
+        torchrun = setting.start == TORCHRUN
+        return CommandTestbed(own, setting.world, address, torchrun=torchrun)
+    return LocalTestbed(own, worlds, address, double=setting.changes)
+
+
+def _describe(
+    folder: Path, disk: Path, seed: int, setting: Setting, storm: Storm, calm: Storm
+) -> dict[str, Any]:
+    names = ("storm", "calm")
+    logs = [read_log(folder / name / "samples") for name in names]
+    states = [
+        read_final_state(disk / name, folder / name / "output.txt", double=setting.changes)
+        for name in names
+    ]
+    events = storm.events
+    restarted = [event for event in events if event["phases_s"]]
+    forked = [event for event in restarted if event["forked"]]
+    by_kind: dict[str, list[float]] = {}
+    for event in events:
+        by_kind.setdefault(event["kind"], []).append(event["lasted_s"])
+    return {
+        "seed": seed,
+        **asdict(setting),
+        "faults": len(events),
+        "ended_without_a_fault": storm.unplanned,
+        "seconds": round(storm.wall, 1),
+        "undisturbed_seconds": round(calm.wall, 1),
+        "seconds_per_fault": round((storm.wall - calm.wall) / max(1, len(events)), 3),
+        "seconds_by_kind": {
+            kind: {
+                "count": len(lasted),
+                "median": statistics.median(lasted),
+                "max": max(lasted),
+            }
+            for kind, lasted in sorted(by_kind.items())
+        },
+        "phases_s": _find_medians(restarted),
+        "forked_phases_s": _find_medians(forked),
+        "forked_restarts": len(forked),
+        "moments": sorted({event["struck_at"] for event in events if event["moment"] is not None}),
+        **compare_logs(*logs),
+        **compare_states(states[0], states[1]),
+        "progress": storm.progress,
+        "events": events,
+    }
+
+
+def _find_medians(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each phase of the restarts."""
+    return {
+        phase: statistics.median(event["phases_s"][phase] for event in events)
+        for phase in (events[0]["phases_s"] if events else ())
+    }

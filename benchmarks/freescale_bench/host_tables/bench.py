@@ -1,0 +1,265 @@
+"""Trains a shape of `freescale bench train` with its item table on the device, in host memory and
+on a disk, and compares the steps.
+
+A table is made once for each place, and is gone before the next is made: the memory of the host or
+of the GPU need hold one of them only. Before the steps that are timed the cache is filled with rows
+at random, as if earlier batches had trained them, so that from then on every row that is brought
+makes another one leave, which is written back. Batches are made before, and the same in every
+place; windows of steps are compared one by one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freescale.batch import SequenceBatch
+from freescale.config import RunConfig
+from freescale.data.loader import Histories
+from freescale.embedding.host_tables.storage import CachedStorage
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.ledger.machine import get_gpu_name
+from freescale.pipeline.pipeline import Pipeline
+from freescale.train.build import (
+    build_model,
+    build_optimizer,
+    build_pipeline,
+    load_histories,
+    prepare_data,
+)
+from freescale.transport.api import Transport
+from freescale_bench.common.ranks import open_rank
+from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.spread import spread
+from freescale_bench.common.turns import read_peak_memory, read_resident_memory
+from freescale_bench.host_tables.setting import WARMUP, WINDOW, Setting
+from freescale_bench.train.files import write_interactions
+from freescale_bench.train.measure import build_config
+
+POPULARITIES = {"zipf": 1.0, "uniform": None}
+COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
+SPANS = ("arrive", "make resident", "ahead/make resident", "compute", "await batch")
+MAIN_THREAD = "steps_that_miss_on_the_main_thread"
+TABLE_SECONDS = 120.0
+AFTER = 3  # steps after those that are timed
+LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
+
+ASKED = [
+    Asked("zipf host", "ids by Zipf's law: step with the table in host memory over on the device",
+          1.02, "x", at_least=False),
+    Asked("uniform host", "every row a miss: step with the table in host memory over on the device",
+          1.05, "x", at_least=False),
+    Asked("misses on the main thread", "timed steps in which the main thread brought rows itself",
+          0, "", at_least=False),
+    Asked("uniform miss percent", "every row a miss: rows that were not in the cache", 99, "%"),
+    Asked("table seconds", "the table in host memory is made", TABLE_SECONDS, "s",
+          at_least=False),
+]  # fmt: skip
+
+
+class Bench:
+    """A rank that measures."""
+
+    def __init__(self, setting: Setting, transport: Transport, folder: Path) -> None:
+        """Writes the data, on the first rank. A collective."""
+        self.setting, self.transport = setting, transport
+        shape = setting.make_shape()
+        self.configs: dict[str, RunConfig] = {}
+        self.data: dict[str, Histories] = {}
+        self.batches: dict[str, list[SequenceBatch]] = {}
+        for name, power in POPULARITIES.items():
+            file = folder / f"{name}.parquet"
+            if transport.rank == 0:
+                write_interactions(shape, file, popularity=power)
+            transport.gather_bytes(b"")
+            config = build_config(shape, file, folder / "cache", setting.device, 10**6)
+            self.configs[name] = replace(config, data=replace(config.data, num_items=setting.items))
+            histories = prepare_data(self.configs[name])
+            data = self.data[name] = load_histories(self.configs[name], histories, transport)
+            count = WARMUP + setting.steps // WINDOW * WINDOW + AFTER
+            made = (data.batch(number) for number in range(count))
+            cuda = setting.device == "cuda"
+            self.batches[name] = [batch.pin_memory() if cuda else batch for batch in made]
+        self.say("data", f"{setting.items:,} items")
+
+    def say(self, what: str, text: str) -> None:
+        if self.transport.rank == 0:
+            print(f"{time.perf_counter() - BEGIN:.0f} s: {what}: {text}", flush=True)
+
+    def measure(self) -> list[Row]:
+        """A row for each popularity and place; the same on every rank."""
+        rows = []
+        for arm, placement in self.setting.list_placements().items():
+            for popularity, mine in self._measure_place(placement):
+                parts = self.transport.gather_bytes(json.dumps(mine).encode())
+                ranks = [json.loads(part) for part in parts]
+                rows.append(join_ranks(f"{popularity} {arm}", ranks, self.setting.items))
+                self.say(f"{popularity} {arm}", json.dumps(rows[-1]))
+        return rows
+
+    def _measure_place(self, placement: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The figures of this rank, by popularity."""
+        gc.collect()  # the table before this one
+        if self.setting.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.say("free", f"{torch.cuda.mem_get_info()[0] / 1e9:.1f} GB of the GPU")
+        first = next(iter(self.configs))
+        config = self.configs[first]
+        config = replace(config, train=replace(config.train, placement=f"item={placement}"))
+        begin = time.perf_counter()
+        model = build_model(config, self.data[first], self.transport)
+        pipeline = build_pipeline(config, model, build_optimizer(config, model), 10**6)
+        model.tables.place(self.batches[first][0])
+        self._wait()
+        made = time.perf_counter() - begin
+        self.say("tables", f"{made:.1f} s: {'; '.join(model.tables.describe())}")
+        try:
+            for name, batches in self.batches.items():
+                yield name, {"table_s": made, **self._measure_ids(batches, model, pipeline)}
+        finally:
+            pipeline.close()
+
+    def _measure_ids(
+        self, batches: list[SequenceBatch], model: ShardedModel, pipeline: Pipeline
+    ) -> dict[str, Any]:
+        filled = self._fill_cache(model)
+        windows, records = self._time_steps(pipeline, batches)
+        spans = [(name, end - start) for record in records for name, start, end in record["spans"]]
+        figures: dict[str, Any] = {
+            "windows_ms": windows,
+            "spans_ms": {
+                name: sum(span for other, span in spans if other == name) / 1e6 / len(records)
+                for name in SPANS
+            },
+            MAIN_THREAD: sum(name == "make resident" for name, _ in spans),
+            "resident_memory_bytes": read_resident_memory(),
+            "peak_memory_bytes": read_peak_memory(),
+            **{
+                name: sum(record["counters"].get(name, 0.0) for record in records) / len(records)
+                for name in COUNTERS
+            },
+            **filled,
+        }
+        rows = model.tables.get_group("item").rows
+        if isinstance(rows, CachedStorage):
+            figures["full"] = rows.contents.filled == rows.contents.slots
+        if self.setting.device == "cuda":
+            figures["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        return figures
+
+    def _fill_cache(self, model: ShardedModel) -> dict[str, float]:
+        """Makes rows resident, as many as there is room for, some at a time as batches would.
+        Returns how fast rows travel while nothing else happens."""
+        rows = model.tables.get_group("item").rows
+        if not isinstance(rows, CachedStorage):
+            return {}
+        slots, moved = rows.contents.slots, 0
+        order = torch.randperm(rows.size, generator=torch.Generator().manual_seed(0))[:slots]
+        order = order.to(rows.weight.device)
+        self._wait()
+        begin = time.perf_counter()
+        for part in torch.split(order, max(1, slots // 4)):
+            rows.make_resident(part, _NoLedger())
+            moved += rows.traffic.bytes_up + rows.traffic.bytes_down
+        self._wait()
+        seconds = time.perf_counter() - begin
+        return {"fill_s": seconds, "fill_bytes_per_s": moved / seconds}
+
+    def _time_steps(
+        self, pipeline: Pipeline, batches: list[SequenceBatch]
+    ) -> tuple[list[float], list[dict[str, Any]]]:
+        """Milliseconds of a step in each window, and the ledger's records of the steps. Some more
+        batches follow: the last step that is timed prepares another, too."""
+        steps = self.setting.steps // WINDOW * WINDOW
+        windows: list[float] = []
+        records: list[dict[str, Any]] = []
+        begin = 0.0
+        for number, _ in enumerate(pipeline.run(batches), start=1 - WARMUP):
+            if number % WINDOW or not 0 <= number <= steps:
+                continue
+            self._wait()
+            now = time.perf_counter()
+            drained = pipeline.ledger.drain()
+            if number:
+                windows.append(1e3 * (now - begin) / WINDOW)
+                records += drained
+            begin = time.perf_counter()
+        pipeline.ledger.drain()
+        return windows, records
+
+    def _wait(self) -> None:
+        if self.setting.device == "cuda":
+            torch.cuda.synchronize()
+
+
+BEGIN = time.perf_counter()
+
+
+class _NoLedger:
+    """What is done outside steps is in no record."""
+
+    def span(self, name: str) -> nullcontext[None]:
+        return nullcontext()
+
+    def count(self, name: str, value: float) -> None:
+        pass
+
+
+def join_ranks(arm: str, ranks: list[dict[str, Any]], items: int) -> Row:
+    """The row of an arm: the windows of all ranks, sums of counters and the largest memory."""
+    row: Row = {"arm": arm, "rows": items, "ranks": len(ranks)}
+    row["windows_ms"] = [value for rank in ranks for value in rank["windows_ms"]]
+    row["step_ms"] = spread(row["windows_ms"])
+    row |= {name: sum(rank[name] for rank in ranks) for name in COUNTERS}
+    row["cache_miss_percent"] = 100 * row["cache_missed"] / max(1, row["cache_wanted"])
+    row["spans_ms"] = {
+        name: sum(rank["spans_ms"][name] for rank in ranks) / len(ranks) for name in SPANS
+    }
+    row[MAIN_THREAD] = sum(rank[MAIN_THREAD] for rank in ranks)
+    for name in ("table_s", "fill_s", "resident_memory_bytes", "peak_memory_bytes",
+                 "device_memory_bytes"):  # fmt: skip
+        if name in ranks[0]:
+            row[name] = max(rank[name] for rank in ranks)
+    if "full" in ranks[0]:
+        row["cache_was_full"] = all(rank["full"] for rank in ranks)
+        row["fill_bytes_per_s"] = sum(rank["fill_bytes_per_s"] for rank in ranks)
+    return row
+
+
+def collect_figures(rows: list[Row]) -> Mapping[str, float]:
+    """Windows over those of the same steps with the table on the device, and what claims need."""
+    by_arm = {row["arm"]: row for row in rows}
+    cached = [row for row in rows if "cache_was_full" in row]
+    figures: dict[str, float] = {}
+    for row in cached:
+        device = by_arm[f"{row['arm'].split()[0]} device"]
+        pairs = zip(row["windows_ms"], device["windows_ms"], strict=True)
+        figures[row["arm"]] = statistics.median(mine / other for mine, other in pairs)
+    figures["misses on the main thread"] = float(sum(row[MAIN_THREAD] for row in cached))
+    figures["uniform miss percent"] = by_arm["uniform host"]["cache_miss_percent"]
+    figures["table seconds"] = by_arm["uniform host"]["table_s"]
+    return figures
+
+
+def bench_host_tables(setting: Setting, to: Destination) -> None:
+    with open_rank(setting.device, LIMIT) as (transport, folder):
+        rows = Bench(setting, transport, folder).measure()
+    if transport.rank == 0:
+        claims = make_claims(ASKED, collect_figures(rows))
+        ranks = f"{transport.world}ranks-" if transport.world > 1 else ""
+        command = f"freescale bench host_tables {' '.join(setting.as_arguments())}"
+        if setting.keep:
+            name = f"{ranks}{get_gpu_name() or 'cpu'}"
+            write("host_tables", name, command, rows, claims, ["triton"], to=to)
+        else:
+            show_claims(claims)

@@ -1,0 +1,180 @@
+"""A table in host memory here and under TorchRec, on the same batches, from the same rows: samples
+a second, and each system's slow-down against its own table on the device.
+
+TorchRec's is FUSED_UVM_CACHING, LRU, with its prefetch pipeline; on the device it trains with
+TrainPipelineSparseDist. One rank. The shape is bound by the table: one layer of width 128 over
+500,000 different rows a step, each read once; popular rows are in many of the batches. For such a
+shape there is `direct`: a kernel reads the rows that come. Row-wise
+Adagrad on both sides, whose state is 4 bytes a row. Every arm is a process of its own, one after
+the other, so that the memory of one is free for the next.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.host_tables.tiers import Host, parse_bytes
+from freescale.ledger.ledger import Ledger
+from freescale.ledger.machine import get_gpu_name, get_gpu_settings
+from freescale_bench.common import arm as ours
+from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.torchrec import build_torchrec
+from freescale_bench.common.workload import Workload
+from freescale_bench.host_tables.timed import time_arm
+
+HOST = "freescale host", "freescale host direct"
+DIRECT, OTHER = HOST[1], "torchrec uvm caching"
+ARMS = ("freescale device", *HOST, "torchrec device", OTHER)
+WARMUP = 40  # steps, in which the caches become full
+LIMIT = 400.0  # seconds of an arm
+
+ASKED = [
+    Asked(f"{HOST[0]}: samples/s over {OTHER}",
+          "samples/s with the table in host memory over TorchRec's FUSED_UVM_CACHING", 1.5, "x"),
+    Asked(f"{DIRECT}: samples/s over {OTHER}",
+          "the same with rows read by the GPU (host:...:direct)", 1.5, "x"),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    device: str
+    size: str  # of rows and state
+    cache: float  # share of the table
+    steps: int  # that are timed
+    popularity: str
+
+    def make_workload(self) -> Workload:
+        cuda = self.device == "cuda"
+        width = 128 if cuda else 16
+        shape: dict[str, Any] = {
+            "samples": 2500 if cuda else 10,
+            "median_length": 200.0 if cuda else 20.0,
+            "maximum_length": 200 if cuda else 20,
+        }
+        return Workload(
+            rows=parse_bytes(self.size) // (4 * width + 4),
+            width=width,
+            sigma=0.0,
+            popularity=self.popularity,  # type: ignore[arg-type]
+            layers=1,
+            inner=width,
+            heads=4,
+            steps=40,
+            row_optimizer="rowwise_adagrad",
+            **shape,
+        )
+
+    def as_arguments(self) -> list[str]:
+        """The command line of this comparison."""
+        words = ["torchrec"]
+        for name in ("device", "size", "steps", "popularity"):
+            words += [f"--{name}", str(getattr(self, name))]
+        return [*words, "--cache", str(parse_bytes(self.size) * self.cache)]
+
+
+def choose_comparison(
+    device: str, size: str | None, cache: str | None, steps: int | None, popularity: str
+) -> Comparison:
+    """Defaults for what is not given; on a CPU tiny sizes, to try it."""
+    size = size or ("40GB" if device == "cuda" else "2MB")
+    share = 0.1 if cache is None else parse_bytes(cache) / parse_bytes(size)
+    return Comparison(device, size, share, steps or (60 if device == "cuda" else 20), popularity)
+
+
+def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], Ledger | None]:
+    """What trains a step of an arm, and its ledger; TorchRec has none."""
+    workload, device = comparison.make_workload(), torch.device(comparison.device)
+    system, place = name.split(" ", 1)
+    if system == "torchrec":
+        join(comparison.device, LIMIT)
+        # Unified memory is CUDA's, and the prefetch pipeline has streams.
+        cached = place != "device" and device.type == "cuda"
+        pipeline = "prefetch_sparse_dist" if cached else "sparse_dist"
+        cache = comparison.cache if cached else None
+        peer = build_torchrec(workload, 0, 1, pipeline, device=device, ledger=False, cache=cache)
+        return peer.progress, None
+    size = int(parse_bytes(comparison.size) * comparison.cache)
+    tier = Host(size, direct=place.endswith("direct"))
+    arm = ours.build(
+        workload,
+        0,
+        1,
+        "staged",
+        transport="local",
+        device=comparison.device,
+        placement="sharded" if place == "device" else tier,
+        pinned=device.type == "cuda",
+    )
+    return arm.begin_step, arm.ledger
+
+
+def measure_arm(name: str, comparison: Comparison) -> Row:
+    """The row of an arm, in a process of its own."""
+    samples = comparison.make_workload().samples
+    row = time_arm(
+        lambda: build_arm(name, comparison), samples, WARMUP, comparison.steps, comparison.device
+    )
+    return {"arm": name, **row}
+
+
+def collect_figures(rows: list[Row]) -> dict[str, float]:
+    """What the claim needs, and each system's slow-down."""
+    rates = {row["arm"]: row["samples_per_second"]["median"] for row in rows}
+    by_arm = {row["arm"]: row for row in rows}
+    figures: dict[str, float] = {}
+    for name, rate in rates.items():
+        device = f"{name.split()[0]} device"
+        if name != device and device in rates:
+            figures[f"{name}: slow-down"] = rates[device] / rate
+    if OTHER in rates:
+        for name in (name for name in HOST if name in rates):
+            figures[f"{name}: samples/s over {OTHER}"] = rates[name] / rates[OTHER]
+    if {DIRECT, OTHER} <= rates.keys():
+        pairs = zip(by_arm[DIRECT]["losses"], by_arm[OTHER]["losses"], strict=True)
+        figures["largest loss difference"] = max(abs(mine - other) for mine, other in pairs)
+    return figures
+
+
+def compare(comparison: Comparison, arms: list[str], keep: bool, to: Destination) -> int:
+    """Starts the arms one after another. Returns the exit status."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arms:
+            output = Path(folder) / "row.json"
+            words = [*comparison.as_arguments(), "--arm", name, "--output", str(output)]
+            status = start_ranks("host_tables", words, 1, comparison.device, LIMIT)
+            if status or not output.exists():
+                print(f"{name}: ended with status {status}", flush=True)
+                continue
+            rows.append(json.loads(output.read_text(encoding="utf-8")))
+            output.unlink()
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "losses"}), flush=True)
+    figures = collect_figures(rows)
+    claims = make_claims(ASKED, figures)
+    print(json.dumps(figures))
+    if not keep or comparison.device == "cpu":
+        show_claims(claims)
+        return 0 if len(rows) == len(arms) else 1
+    write(
+        "host_tables-torchrec",
+        get_gpu_name(),
+        f"freescale bench host_tables {' '.join(comparison.as_arguments())}",
+        rows,
+        claims,
+        ("torchrec", "fbgemm-gpu"),
+        to=to,
+        figures=figures,
+        shape=asdict(comparison.make_workload()),
+        settings=get_gpu_settings(),
+    )
+    return 0 if len(rows) == len(arms) else 1

@@ -1,0 +1,81 @@
+"""What each rank of the ladder runs. Each function gets rank and number of ranks first."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from freescale.balance.balancer import Balancer
+from freescale.balance.cost import CostModel
+from freescale.balance.partitioners.lookup import find_partitioner
+from freescale_bench.common.arm import build
+from freescale_bench.common.torchrec import build_torchrec
+from freescale_bench.common.turns import read_peak_memory, take_turns
+from freescale_bench.common.workload import Workload
+from freescale_bench.ladder.rungs import OURS, PERMUTED, SPARSE_DIST, Rung
+
+BASE = "TorchRec TrainPipelineBase"
+SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
+PEC = "TorchRec TrainPipelinePEC"  # on CPU without its calls of CUDA streams; TorchRec 1.9
+PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync", PEC: "pec"}
+
+
+def build_arm(
+    name: str, workload: Workload, rank: int, world: int, device: torch.device | str = "cpu"
+) -> Any:
+    """With `step`, `begin_step`, `quiet` and a ledger."""
+    if name == PERMUTED:
+        return build(workload, rank, world, "serial", permuted=True)
+    if name in OURS:
+        rung = OURS[name]
+        options = {
+            "transport": rung.transport,
+            "balance": _make_balancer(workload, rung, device),
+            "dense_sums": rung.dense_sums,
+        }
+        return build(workload, rank, world, rung.schedule, device=device, **options)
+    return build_torchrec(workload, rank, world, PIPELINES[name], device=device)
+
+
+def find_options(name: str, running: Any) -> dict[str, Any]:
+    """The rung's options as they turned out: `auto` is what the ranks agreed on."""
+    chosen = running.pipeline.schedule.choices.state_dict()
+    sums = chosen.get("dense_sums", OURS[name].dense_sums)  # one rank sums nothing
+    return asdict(replace(OURS[name], transport=running.carrier, dense_sums=sums))
+
+
+def _make_balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Balancer | None:
+    """As the trainer makes it; costs are of this model."""
+    if rung.balance == "none":
+        return None
+    each = workload.inner // workload.heads
+    sizes = {
+        "width": workload.inner,
+        "layers": workload.layers * workload.passes,
+        "heads": workload.heads,
+        "d_qk": each,
+        "d_v": each,
+    }
+    return Balancer(
+        find_partitioner(rung.balance, device), CostModel.of_hstu(**sizes), adapt=rung.balance_adapt
+    )
+
+
+def measure(
+    rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int
+) -> dict[str, dict[str, Any]]:
+    arms = {name: build_arm(name, workload, rank, world) for name in names}
+    found = take_turns(arms, repetitions, steps)
+    for name in OURS.keys() & arms.keys():
+        found[name]["options"] = find_options(name, arms[name])
+    return found
+
+
+def train_alone(rank: int, world: int, workload: Workload, name: str, steps: int) -> dict[str, Any]:
+    """One arm in a process of its own: losses and the process's peak memory."""
+    running = build_arm(name, workload, rank, world)
+    losses = [running.step() for _ in range(steps)]
+    running.quiet()
+    return {"losses": losses, "peak": read_peak_memory()}

@@ -1,0 +1,236 @@
+"""The ladder on two CPU ranks: TorchRec's pipelines, then FreeScale with one technique more on each
+rung and with the defaults of `freescale train`, on the same model, data and seeds.
+
+Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed
+here, as root), or two ranks on its loopback where that may not be. Each is pinned to a core. Arms
+take turns in one process. The model is HSTU behind a sharded table (with the defaults, too: a small
+table would be replicated).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from freescale_bench.common.hosts import RATE, open_hosts
+from freescale_bench.common.pinned import run_pinned_ranks
+from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.torchrec import has_pec, has_torchrec
+from freescale_bench.common.workload import Workload
+from freescale_bench.ladder.arms import BASE, PEC, measure, train_alone
+from freescale_bench.ladder.rungs import FULL, OURS, PARTITIONED, PERMUTED, SERIAL, SPARSE_DIST
+from freescale_bench.staged.rows import summarize
+
+WORLD = 2
+# The paper's shape divided by 20: log-normal histories of median 3,000 and at most 21,000 items, 12
+# % collisions.
+PAPER = Workload(
+    rows=400_000,
+    width=256,
+    samples=16,
+    median_length=150,
+    sigma=1.0,
+    maximum_length=1050,
+    collisions=0.12,
+    layers=1,
+    steps=12,
+)
+PARITY_STEPS = 24
+_EXPOSED = {
+    "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
+    "exposed_all_ms": "all exposed communication, dense gradients, counts and samples included,",
+}
+_FASTER = 1.8  # asked of the full system, times SparseDist's samples/s
+Run = Callable[..., list[Any]]
+
+
+def check_parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
+    """Losses of the first steps of each arm, and of serial with the samples of each batch in
+    another order, against serial's."""
+    found = {name: run(train_alone, workload, name, PARITY_STEPS) for name in [*names, PERMUTED]}
+    serial = found[SERIAL][0]["losses"]
+    apart = {
+        name: [abs(a - b) / abs(b) for a, b in zip(ranks[0]["losses"], serial, strict=True)]
+        for name, ranks in found.items()
+    }
+    return {
+        name: {
+            "first_step_relative_loss_difference_to_serial": apart[name][0],
+            "largest_relative_loss_difference_to_serial": max(apart[name]),
+            "last_loss": ranks[0]["losses"][-1],
+            "peak_memory_bytes_per_rank": [rank["peak"] for rank in ranks],
+        }
+        for name, ranks in found.items()
+    }
+
+
+def make_rows(
+    measured: list[dict[str, Any]], names: list[str], workload: Workload, together: dict[str, Any]
+) -> list[Row]:
+    rows = []
+    for name in names:
+        figures = summarize(
+            [rank[name] for rank in measured],
+            measured[0][SERIAL]["losses"],
+            workload.samples * WORLD,
+        )
+        figures["straggler_percent"] = (
+            100 * figures["straggler_ms"]["median"] / figures["step_ms"]["median"]
+        )
+        rows.append({"arm": name, **figures, **together.get(name, {})})
+        if name in OURS:
+            rows[-1]["options"] = measured[0][name]["options"]
+        shown = {
+            key: figures[key]["median"]
+            for key in ("samples_per_second", "step_ms", "exposed_embedding_ms", "exposed_all_ms")
+        }
+        print(
+            f"{name:34s}", "  ".join(f"{key} {value:.1f}" for key, value in shown.items()), end="  "
+        )
+        apart = rows[-1]["largest_relative_loss_difference_to_serial"]
+        print(
+            (
+                f"straggler {figures['straggler_percent']:.1f} %  compute "
+                f"{figures['compute_ms']:.1f} "
+                f"ms  loss apart {apart:.0e}"
+            ),
+            flush=True,
+        )
+    return rows
+
+
+def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Claim]:
+    """Of the workload `paper`; of a file's histories nothing is asked."""
+    by = {row["arm"]: row for row in rows}
+    if SPARSE_DIST not in by or kind != "paper":
+        return []
+    full, peer = by[FULL], by[SPARSE_DIST]
+    below = {key: 100 * (1 - full[key]["median"] / peer[key]["median"]) for key in _EXPOSED}
+    straggler = peer["straggler_percent"] / max(full["straggler_percent"], 1e-9)
+    speed = full["samples_per_second"]["median"] / peer["samples_per_second"]["median"]
+    first = max(together[name]["first_step_relative_loss_difference_to_serial"] for name in by)
+    later = max(together[name]["largest_relative_loss_difference_to_serial"] for name in by)
+    control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
+    return [
+        *(
+            claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True)
+            for key, text in _EXPOSED.items()
+        ),
+        claim(
+            "full system: straggler % below TorchRec SparseDist's",
+            5.0,
+            straggler,
+            "times",
+            at_least=True,
+        ),
+        claim(
+            "full system: samples/s over TorchRec SparseDist's",
+            _FASTER,
+            speed,
+            "times",
+            at_least=True,
+        ),
+        claim(
+            "largest relative difference of the first step's loss to serial's",
+            1e-5,
+            first,
+            "",
+            at_least=False,
+        ),
+        claim(
+            "largest later difference over that of permuted samples",
+            1.0,
+            later / control,
+            "times",
+            at_least=False,
+        ),
+    ]
+
+
+def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination) -> None:
+    """`kind`: paper, or retail or own with a `file` of histories."""
+    workload = choose_workload(file)
+    peers = [BASE, SPARSE_DIST] if has_torchrec() else []
+    peers += [PEC] if has_pec() else []
+    names = [*peers, *(name for name in OURS if name != PARTITIONED)]  # PARTITIONED: for GPUs
+    with open_testbed() as (run, testbed):
+        together = check_parity(run, workload, names)
+        measured = run(measure, workload, names, repetitions, 3)
+    rows = make_rows(measured, names, workload, together)
+    given = "" if kind == "paper" else f" --workload {kind}"
+    given += f" --file {Path(file).name}" if file else ""
+    write(
+        f"ladder-{kind}",
+        testbed,
+        f"freescale bench ladder{given} --repetitions {repetitions}",
+        rows,
+        make_claims(kind, rows, together),
+        ("torchrec", "fbgemm-gpu-cpu"),
+        to=to,
+        workload=describe(workload),
+        parity=together,
+        rate=RATE if testbed == "hosts" else "loopback",
+    )
+
+
+def compare_short(file: str | None) -> None:
+    """Serial against the full system, few turns, no results kept."""
+    workload, names = choose_workload(file), [SERIAL, FULL]
+    with open_testbed() as (run, _):
+        measured = run(measure, workload, names, 4, 3)
+    serial, full = (
+        row["samples_per_second"]["median"] for row in make_rows(measured, names, workload, {})
+    )
+    print(
+        f"the full system trains {full / serial:.2f} times as many samples/s as serial on "
+        "this machine"
+    )
+
+
+@contextmanager
+def open_testbed() -> Iterator[tuple[Run, str]]:
+    """(runs a function on every rank, the testbed's name)."""
+    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
+        with open_hosts(WORLD) as network:
+            yield network.run, "hosts"
+        return
+    print(
+        "no root or no iproute2: two ranks on this machine's loopback instead of hosts with a "
+        "slow network",
+        flush=True,
+    )
+    yield partial(run_pinned_ranks, WORLD), "loopback"
+
+
+def choose_workload(file: str | None) -> Workload:
+    """PAPER, or its shape with the histories of `file`."""
+    if file is None:
+        return PAPER
+    return replace(PAPER, collisions=None, file=file, rows=_count_items(file))
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """As a result keeps it: a file by name and checksum, not by path."""
+    described = asdict(workload)
+    if workload.file:
+        content = Path(workload.file).read_bytes()
+        described["file"] = {
+            "name": Path(workload.file).name,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+    return described
+
+
+def _count_items(file: str) -> int:
+    import pyarrow.compute as compute
+    import pyarrow.parquet as parquet
+
+    items = parquet.read_table(file, columns=["item_id"])["item_id"]
+    return int(compute.count_distinct(items).as_py())

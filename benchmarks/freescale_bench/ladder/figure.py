@@ -1,0 +1,208 @@
+"""The ladder: samples/s, waits and loss parity of TorchRec and of FreeScale with one technique more
+on each rung."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from freescale_bench.common.drawing import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
+    TEAL,
+    Bar,
+    close_svg,
+    draw_bars,
+    draw_caption,
+    draw_text,
+    open_svg,
+)
+from freescale_bench.ladder.rungs import FULL, PERMUTED, PRODUCT, SERIAL, SPARSE_DIST, explain_rungs
+
+Results = Mapping[str, Mapping[str, Any]]
+_EXACT = 1e-9  # of the losses: drawn where the axis begins
+
+
+def find_peer(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """What the rungs are compared with: SparseDist, or the fastest of TorchRec's that there is."""
+    peers = [row for row in rows if row["arm"].startswith("TorchRec")]
+    named = [row for row in peers if row["arm"] == SPARSE_DIST]
+    return (
+        named[0]
+        if named
+        else max(peers, key=lambda row: row["samples_per_second"]["median"], default=None)
+    )
+
+
+def describe_conditions(result: Mapping[str, Any]) -> str:
+    """What was measured, in words, from the file itself."""
+    workload = result["workload"]
+    first = result["rows"][0]
+    ranks = first.get("ranks") or len(first["peak_memory_bytes_per_rank"])
+    rate = result.get("rate") or ""
+    cores = result["machine"]["cores"]
+    hosts = (
+        f"network namespaces of one machine of {cores} cores, {rate.removesuffix('mbit')} "
+        "Mbit/s between them"
+    )
+    where = hosts if rate.endswith("mbit") else rate
+    where = "sharing one GPU, NCCL over loopback sockets" if result["machine"]["gpu"] else where
+    if workload.get("file"):
+        data = workload["file"]["name"]
+    else:
+        share = workload.get("collisions")
+        data = (
+            f"log-normal histories of median {workload['median_length']:g}, at most "
+            f"{workload['maximum_length']}"
+        )
+        data += f", {100 * share:.0f} % collisions" if share is not None else ""
+    parts = (
+        f"{ranks} ranks",
+        where,
+        data,
+        f"{workload['samples']} samples a rank",
+        f"{workload['rows']:,} x {workload['width']} table",
+    )
+    return ", ".join(part for part in parts if part)
+
+
+def find_median(row: Mapping[str, Any], figure: str) -> float | None:
+    """The median; None where the arm has no such figure (on a GPU the ledger sees nothing of
+    TorchRec)."""
+    found = row.get(figure)
+    return found["median"] if isinstance(found, Mapping) else found
+
+
+def find_waits(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """Milliseconds of a step: exposed ids, rows and gradients; all else that is exposed;
+    straggler."""
+    embedding, everything, percent = (
+        find_median(row, name)
+        for name in ("exposed_embedding_ms", "exposed_all_ms", "straggler_percent")
+    )
+    if embedding is None or everything is None or percent is None:
+        return None
+    return embedding, max(0.0, everything - embedding), percent / 100 * row["step_ms"]["median"]
+
+
+def make_label(arm: str) -> str:
+    """Of the longest rung only what it adds fits beside a bar."""
+    return arm.replace(f"{FULL}, ", "the same, ")
+
+
+def choose_ink(arm: str) -> str:
+    return (
+        RED
+        if arm.startswith("TorchRec")
+        else BLUE
+        if arm.startswith(FULL) or arm == PRODUCT
+        else TEAL
+    )
+
+
+def draw_ladder(used: Results) -> str:
+    """Of one file."""
+    (result,) = used.values()
+    rows = result["rows"]
+    peer = find_peer(rows)
+    left, wide = 226.0, 250.0
+
+    def rate(row: Mapping[str, Any]) -> Bar:
+        value = row["samples_per_second"]
+        times = f" ({value['median'] / peer['samples_per_second']['median']:.2f} x)" if peer else ""
+        return Bar(
+            make_label(row["arm"]),
+            value["median"],
+            f"{value['median']:.0f}{times}",
+            choose_ink(row["arm"]),
+            value["p20"],
+            value["p80"],
+        )
+
+    parts = draw_bars("samples/s", [rate(row) for row in rows], left, 36, wide)
+    longest = max(sum(find_waits(row) or (0.0,)) for row in rows)
+    parts += _draw_waits(rows, left + wide + 120, 36, 190, max(longest, 1e-9))
+    below = 36 + 22 * len(rows) + 46
+    parts += _draw_parity(result, left, below, wide)
+    x, y = left + wide + 120, below
+    for words, colour in (
+        ("exposed: ids, rows, gradients", RED),
+        ("exposed: all else", ORANGE),
+        ("straggler", GREY),
+    ):
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        parts.append(draw_text(x + 18, y + 10, words))
+        y += 18
+    shown = [name for name in result.get("parity", {}) if name != SERIAL] or [
+        row["arm"] for row in rows if row["arm"] != SERIAL
+    ]
+    bottom = below + 22 * len(shown) + 46
+    against = f"; x: times {peer['arm'].removeprefix('TorchRec ')}" if peer else ""
+    note = (
+        f"Measured: {describe_conditions(result)}. Medians, lines from the 20th to the 80th "
+        f"percentile{against}."
+    )
+    blind = (
+        ["On a GPU the ledger sees nothing of TorchRec. SemiSync trains on stale rows."]
+        if result["machine"]["gpu"]
+        else []
+    )
+    below_it, tall = draw_caption(16, bottom, 820, used, note, *blind, explain_rungs(result))
+    return close_svg([*open_svg(left + wide + 384, bottom + tall), *parts, *below_it])
+
+
+def _draw_waits(
+    rows: Sequence[Mapping[str, Any]], left: float, top: float, wide: float, most: float
+) -> list[str]:
+    """Stacked: what compute waited for in a step."""
+    parts = [draw_text(left, top - 10, "compute waits, ms a step", more='font-weight="bold"')]
+    parts.append(
+        f'<line x1="{left}" x2="{left}" y1="{top - 3}" y2="{top + 22 * len(rows)}" stroke="#999"/>'
+    )
+    for place, row in enumerate(rows):
+        x, y = left, top + 22 * place
+        found = find_waits(row)
+        if found is None:
+            parts.append(draw_text(x + 6, y + 12, "not seen"))
+            continue
+        for value, colour in zip(found, (RED, ORANGE, GREY), strict=True):
+            long = value / most * wide
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{long:.1f}" height="15" fill="{colour}"/>'
+            )
+            x += long
+        parts.append(draw_text(x + 6, y + 12, f"{sum(found):.0f}"))
+    return parts
+
+
+def choose_parity(result: Mapping[str, Any]) -> str:
+    """Which losses tell whether the arms train alike: those of all steps; of the product the first,
+    since rounding differences grow to a few percent within a few dozen steps."""
+    names = {row["arm"] for row in result["rows"]}
+    return "first_step" if PRODUCT in names else "largest"
+
+
+def _draw_parity(result: Mapping[str, Any], left: float, top: float, wide: float) -> list[str]:
+    """Relative differences of losses to serial's, on a logarithmic axis from 1e-9."""
+    steps = choose_parity(result)
+    found = result.get("parity") or {row["arm"]: row for row in result["rows"]}
+    rows = []
+    for name, row in found.items():
+        if name == SERIAL:
+            continue
+        apart = row[f"{steps}_relative_loss_difference_to_serial"]
+        said = f"{apart:.0e}" if apart else "0: every loss equal"
+        rows.append(
+            Bar(
+                make_label(name),
+                math.log10(max(apart, _EXACT) / _EXACT),
+                said,
+                GREY if name == PERMUTED else choose_ink(name),
+            )
+        )
+    what = {"first_step": "relative difference of the first loss"}
+    title = what.get(steps, "largest relative difference of a loss") + " to serial's (logarithmic)"
+    return draw_bars(title, rows, left, top, wide * 0.7, most=6.0)

@@ -1,0 +1,254 @@
+"""What the parts of `freescale bench overlap` share: the arms, which carry AllToAlls from a lane's
+thread and stream, and times that the ranks put together.
+
+Only one of NCCL's groups is in use at a time, and nothing is left on the device when another
+begins: kernels of several wait for each other, in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from freescale.ledger.ledger import Ledger
+from freescale.pipeline.lane import Lane
+from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.process_group import ProcessGroupTransport
+from freescale_bench.common.spread import spread
+
+SECONDS = 60.0  # that a collective may take
+# Sizes are bytes of a rank's tensor, what stays with it included. cpu: only to try the code.
+SIZES: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "message": 32 << 20, "alone": [1 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20],
+        "throughput": [16 << 20, 64 << 20, 256 << 20], "each": 128 << 20,
+        "repetitions": 10, "pairs": 24, "channels": (1, 2, 4, 8, None),
+        "product": 4096, "products": 40, "tokens": 32_768, "lengths": (1024, 4096, 16_384),
+        "widths": (256, 512, 1024), "head": 128, "measured_ms": 30.0,
+    },
+    "cpu": {
+        "message": 64 << 10, "alone": [1 << 10, 256 << 10],
+        "throughput": [256 << 10], "each": 1 << 20,
+        "repetitions": 3, "pairs": 3, "channels": (None,),
+        "product": 64, "products": 4, "tokens": 64, "lengths": (16, 32),
+        "widths": (32,), "head": 16, "measured_ms": 2.0,
+    },
+}  # fmt: skip
+
+Wait = Callable[[bool], Tensor]  # the result of an AllToAll, as Handle.wait gives it
+
+
+def make_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`begin(tensor, send, receive)` starts an AllToAll, on the thread and stream of `lane`.
+    `flight`: messages that are under way together when they follow each other. `piece`: bytes that
+    hostwire copies and sends in one, at most."""
+
+    name: str
+    lane: Lane
+    begin: Callable[[Tensor, Sequence[int], Sequence[int]], Wait]
+    flight: int
+    piece: int = 0
+    transport: HostwireTransport | None = None  # that the lane has a channel of
+
+
+class Bed:
+    """A rank's device, transports and rows. Every method is a collective, but for `add`."""
+
+    def __init__(self, collective: ProcessGroupTransport, began: float) -> None:
+        self.collective, self.device, self.began = collective, collective.device, began
+        self.rank = collective.rank
+        self.world = collective.world
+        self.cuda = collective.device.type == "cuda"
+        self.size, self.rows = SIZES[collective.device.type], list[dict[str, Any]]()
+        self.hostwire = self.wired("hostwire")
+        self.message = self.even(self.size["message"])
+        # where nothing is issued
+        self.elsewhere = make_stream(self.device) if self.cuda else None
+        self._groups: dict[int | None, dist.ProcessGroup] = {}
+        self._message_ms: dict[str, float] = {}
+
+    def wired(self, name: str, wire: str = "gloo", shared: bool = True) -> Arm:
+        """Hostwire; `shared`: ranks of a machine share memory, otherwise they talk over the
+        wire."""
+        groups, limit = (self.collective.group, self.collective.control), timedelta(seconds=SECONDS)
+        transport = HostwireTransport(
+            self.device, Ledger(self.device), *groups, wire, shared=shared, timeout=limit
+        )
+        lane = Lane(name, transport)
+
+        def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
+            return lane.transport.all_to_all(tensor, send, receive, "rows").wait
+
+        return Arm(name, lane, begin, transport.lines, transport.piece, transport)
+
+    def plain(self, channels: int | None = None) -> Arm:
+        """NCCL, with at most so many channels (each is a block of its kernel, on a multiprocessor
+        of its own). On a CPU gloo."""
+        group = self._group(channels)
+
+        def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
+            output = tensor.new_empty(sum(receive))
+            dist.all_to_all_single(output, tensor, list(receive), list(send), group=group)
+
+            def wait(host: bool) -> Tensor:
+                if host and self.cuda:
+                    torch.cuda.current_stream().synchronize()
+                return output
+
+            return wait
+
+        limit = (
+            ""
+            if channels is None
+            else (f", at most {channels} channel{'s' if channels > 1 else ''}")
+        )
+        return Arm(f"{'nccl' if self.cuda else 'gloo'}{limit}", self.hostwire.lane, begin, 1)
+
+    def _group(self, channels: int | None) -> dist.ProcessGroup:
+        if channels not in self._groups:
+            options, limit = None, timedelta(seconds=SECONDS)
+            if self.cuda and channels is not None:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit  # torch warns if it is not the one below
+                options.config.min_ctas, options.config.max_ctas = 1, channels
+            self._groups[channels] = dist.new_group(
+                timeout=limit, backend="nccl" if self.cuda else "gloo", pg_options=options
+            )
+        return self._groups[channels]
+
+    def even(self, size: int) -> tuple[Tensor, list[int]]:
+        """A tensor of about `size` bytes, and how many go to each rank."""
+        part = max(1, size // self.world)
+        return torch.zeros(part * self.world, dtype=torch.uint8, device=self.device), [
+            part
+        ] * self.world
+
+    # ---- together
+
+    def barrier(self) -> None:
+        self.collective.gather_bytes(b"")
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's, in rank order."""
+        return [
+            json.loads(part) for part in self.collective.gather_bytes(json.dumps(value).encode())
+        ]
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """Of each repetition."""
+        return [max(ranks) for ranks in zip(*self.gathered(list(values)), strict=True)]
+
+    def idle(self) -> None:
+        """Nothing is left on the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    # ---- messages
+
+    def in_lane(self, arm: Arm, function: Callable[[], None]) -> None:
+        # a job begins after what its submitter issued on the current stream: nothing, here
+        with torch.cuda.stream(self.elsewhere):
+            job = arm.lane.submit(function)
+        job.wait(host=True)
+        arm.lane.side.take()  # nobody reads the ledger here
+        self.idle()
+
+    def message_times(self, arm: Arm, size: int, flight: int, repetitions: int) -> list[float]:
+        """Milliseconds of a message on the slowest rank, from many of the same size. With `flight`
+        1 each has arrived before the next begins."""
+        tensor, send = self.even(size)
+        count = max(2, min(16, self.size["each"] // size))
+        times: list[float] = []
+
+        def measure() -> None:
+            for _ in range(repetitions + 1):
+                self.barrier()
+                begin = time.perf_counter()
+                send_stream(arm, tensor, send, count, flight, host=flight == 1)
+                times.append(1e3 * (time.perf_counter() - begin) / count)
+
+        self.in_lane(arm, measure)
+        return self.slowest(times[1:])  # the first opens connections and takes memory
+
+    def message_ms(self, arm: Arm) -> float:
+        """Of one of `message` among others, with nothing beside them; measured once. The same on
+        all ranks."""
+        if arm.name not in self._message_ms:
+            self._message_ms[arm.name] = median(
+                self.message_times(arm, self.size["message"], arm.flight, 3)
+            )
+        return self._message_ms[arm.name]
+
+    # ---- what was found
+
+    def add(self, group: str, case: str, arm: str, **more: Any) -> dict[str, Any]:
+        """A row, and a line that says so. Lists of milliseconds are kept as their spread."""
+        if isinstance(more.get("ms"), list):
+            more["ms"] = spread(more["ms"])
+        row = {"group": group, "case": case, "arm": arm, **more}
+        self.rows.append(row)
+        self.say(
+            f"{case}, {arm}: "
+            + (f"{row['ms']['median']:.3f} ms" if "ms" in row else f"skipped, {row['skipped']}")
+        )
+        return row
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"{time.perf_counter() - self.began:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """The process groups go with the process: to take several of NCCL's apart, ranks on one GPU
+        would wait for each other."""
+        self.barrier()
+        closed(self.hostwire)
+
+
+def send_stream(
+    arm: Arm, tensor: Tensor, send: Sequence[int], count: int, flight: int, host: bool
+) -> None:
+    """`count` AllToAlls of the same tensor, `flight` of them under way; the last has arrived.
+    `host`: so has each, before its successor begins. In the lane's thread."""
+    under_way: deque[Wait] = deque()
+    for _ in range(count):
+        if len(under_way) >= flight:
+            under_way.popleft()(host)
+        under_way.append(arm.begin(tensor, send, send))
+    while under_way:
+        under_way.popleft()(True)
+
+
+def closed(arm: Arm) -> None:
+    arm.lane.close()
+    if arm.transport is not None:
+        arm.transport.close()
+
+
+def count_leaving(size: int, world: int) -> int:
+    """Bytes of a rank's tensor that other ranks get."""
+    return max(1, size // world) * (world - 1)
+
+
+def to_gigabytes(size: float, milliseconds: float) -> float:
+    """GB/s."""
+    return size / milliseconds / 1e6
+
+
+def format_size(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"

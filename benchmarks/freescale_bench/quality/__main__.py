@@ -1,0 +1,116 @@
+"""HR@10 and NDCG@10 of a recipe on a data set, over several seeds, beside the popularity baseline
+and a peer.
+
+Every seed is a run of its own in the folder of the runs: what is finished is not trained again,
+what was interrupted goes on from its last checkpoint. Figures are of the test part, over users with
+at least 4 events: others have nothing to train on. The peer is the public HSTU (a folder with its
+run_gr.py) or a JSON file of its figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from freescale_bench.common.options import make_parser, read_destination, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("quality", __doc__)
+    parser.add_argument("--data", help="as of `freescale train`; needed but for --together")
+    parser.add_argument("--name", help="of the data, in the result (default: the file's)")
+    parser.add_argument("--recipe", help="as of `freescale train` (default: its defaults)")
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option of `freescale train`, e.g. epochs=25; may be repeated",
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--run-folder", type=Path, help="of the runs (default: runs/quality/RECIPE-NAME)"
+    )
+    parser.add_argument(
+        "--catalogue",
+        choices=("unseen", "all"),
+        default="unseen",
+        help="whether the items of a history are left out where the peer is compared; all is for "
+        "data in which people come back to items (default: unseen)",
+    )
+    parser.add_argument(
+        "--peer", type=Path, help="folder of the public HSTU, to train it on the same events"
+    )
+    parser.add_argument(
+        "--peer-config", help="of run_gr.py (default: the one that the recipe is named after)"
+    )
+    parser.add_argument(
+        "--peer-figures",
+        type=Path,
+        help="JSON file: what run_gr.py printed, of each seed; with --recbole, an earlier result "
+        "whose row of RecBole's SASRec is taken instead of training it again",
+    )
+    parser.add_argument(
+        "--epochs-alone",
+        type=int,
+        metavar="N",
+        help="time N epochs of the recipe and of the peer as published instead, one after the "
+        "other",
+    )
+    parser.add_argument(
+        "--recbole",
+        nargs="?",
+        const="",
+        metavar="PYTHON",
+        help="compare quality and seconds with RecBole's SASRec on CPUs instead; PYTHON has it "
+        "(default: that of .venv-recbole, which is set up)",
+    )
+    parser.add_argument(
+        "--together",
+        type=Path,
+        nargs="+",
+        metavar="RESULT",
+        help="train nothing; say what several results beside the peer come to in the mean",
+    )
+    options = parser.parse_args(arguments)
+    if options.together:
+        from freescale_bench.quality.together import bench_together
+
+        bench_together(options.together, read_destination(options))
+        return 0
+    if options.data is None:
+        parser.error("the following arguments are required: --data")
+    from freescale_bench.quality.bench import Plan, bench_quality
+    from freescale_bench.quality.epochs import bench_epochs
+
+    plan = Plan(
+        data=options.data,
+        name=options.name or Path(options.data).stem,
+        recipe=options.recipe,
+        changes=options.changes,
+        seeds=options.seeds,
+        jobs=options.jobs,
+        device=options.device,
+        run_folder=options.run_folder,
+        catalogue=options.catalogue,
+        peer=options.peer,
+        peer_config=options.peer_config,
+        peer_figures=options.peer_figures,
+    )
+    if options.recbole is not None:
+        from freescale_bench.quality.recbole import bench_recbole
+
+        bench_recbole(replace(plan, device="cpu"), options.recbole, read_destination(options))
+    elif options.epochs_alone is not None:
+        bench_epochs(plan, options.epochs_alone, read_destination(options))
+    else:
+        bench_quality(plan, read_destination(options))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

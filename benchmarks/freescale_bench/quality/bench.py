@@ -1,0 +1,252 @@
+"""`freescale bench quality`: seeds of a recipe, the peer's, and what both reach."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freescale.config import RunConfig
+from freescale.config.metrics import UNSEEN
+from freescale.config.recipe import parse_setting
+from freescale.data.splits import LEAST_EVENTS
+from freescale.ledger.machine import get_gpu_name
+from freescale_bench.common.jobs import Job, run_jobs
+from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.quality.intervals import (
+    METRICS,
+    bootstrap_relative,
+    compare_means,
+    measure_users,
+    summarize,
+)
+from freescale_bench.quality.peer import (
+    PeerRun,
+    find_config,
+    make_jobs,
+    read_figures,
+    read_run,
+    write_interactions,
+)
+from freescale_bench.quality.seed import RANKS, Seed
+
+# events before the target: with fewer, a user has nothing to train on
+LEAST_HISTORY = LEAST_EVENTS["leave-one-out"] - 1
+WORST = -3.0  # percent: what a figure may be below the peer's
+PEER = "public HSTU"
+KINDS = ("", UNSEEN)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; the fields are the options of the command."""
+
+    data: str
+    name: str
+    recipe: str | None = None
+    changes: Sequence[str] = ()
+    seeds: int = 5
+    jobs: int = 1
+    device: str = "auto"
+    run_folder: Path | None = None
+    catalogue: str = "unseen"
+    peer: Path | None = None
+    peer_config: str | None = None
+    peer_figures: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1 or self.jobs < 1:
+            raise ValueError(
+                f"--seeds and --jobs must be at least 1, not {self.seeds}, {self.jobs}"
+            )
+        if self.peer is not None and self.peer_figures is not None:
+            raise ValueError("--peer trains the peer, --peer-figures says what it reached: one")
+
+    @property
+    def arm(self) -> str:
+        return Path(self.recipe).stem if self.recipe else "defaults"
+
+    @property
+    def folder(self) -> Path:
+        return self.run_folder or Path("runs") / "quality" / f"{self.arm}-{self.name}"
+
+    def list_seeds(self) -> list[Seed]:
+        given: dict[str, Any] = dict(parse_setting(change) for change in self.changes)
+        given |= {"data": self.data, "recipe": self.recipe, "device": self.device}
+        given |= {"cache": str(self.folder / "cache")}
+        return [
+            Seed(given | {"seed": seed}, str(self.folder / f"seed-{seed}"))
+            for seed in range(self.seeds)
+        ]
+
+    def describe_command(self) -> str:
+        """Without where things lie."""
+        words = ["freescale bench quality", f"--data {Path(self.data).name}"]
+        words += [f"--recipe {Path(self.recipe).name}"] if self.recipe else []
+        words += [f"--set {change}" for change in self.changes] + [f"--seeds {self.seeds}"]
+        words += ["--catalogue all"] if self.catalogue == "all" else []
+        words += ["--peer FOLDER"] if self.peer else []
+        words += ["--peer-figures FILE"] if self.peer_figures else []
+        return " ".join(words)
+
+    def describe_data(self) -> dict[str, str]:
+        path, digest = Path(self.data), {}
+        if path.is_file():
+            digest = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        return {"name": self.name, "file": path.name, **digest}
+
+
+def bench_quality(plan: Plan, to: Destination) -> None:
+    from freescale.train.build import prepare_data
+
+    seeds = plan.list_seeds()
+    config = seeds[0].config  # wrong settings are refused here
+    if config.model.task != "retrieval" or config.data.split == "none":
+        raise ValueError("quality is that of retrieval with a test part: --task, --split")
+    histories = prepare_data(config)
+    peers = _train_all(plan, seeds, config, histories)
+    found = [seed.find_result() for seed in seeds]
+    results = [result for result in found if result is not None]
+    own = [_read_own_ranks(Path(seed.folder) / RANKS) for seed in seeds]
+    rows = [_make_row(plan.arm, [_measure_seed(one) for one in own], len(own[0]))]
+    rows[0]["seconds"] = [result["seconds"] for result in results]
+    rows[0]["steps"] = [result["step"] for result in results]
+    popularity = results[0]["quality"]["popularity"]
+    rows.append(_make_row("popularity", [{name: popularity[name] for name in _list_names()}], None))
+    comparison: dict[str, Any] = {}
+    if peers:
+        rows.append(_make_row(PEER, [run.figures for run in peers], peers[0].users))
+        comparison = compare(own, rows[0], peers, "" if plan.catalogue == "all" else UNSEEN)
+    label = "" if plan.recipe is None else f"{plan.arm}-{plan.name}-"
+    write(
+        "quality",
+        f"{label}{get_gpu_name() if results[0]['device'] == 'cuda' else 'cpu'}",
+        plan.describe_command(),
+        rows,
+        make_claims(plan, rows, comparison),
+        to=to,
+        dataset=plan.describe_data(),
+        training={"settings": plan.arm, **results[0]["config"]},
+        comparison=comparison,
+        method=(
+            "leave one out, full catalogue; '/unseen': without the items of the input history; "
+            f"users with at least {LEAST_HISTORY + 1} events (popularity: all users); mean over "
+            "seeds with Student's 95 % interval; bootstrap over users of the means over seeds"
+        ),
+    )
+
+
+def _train_all(
+    plan: Plan, seeds: Sequence[Seed], config: RunConfig, histories: Path
+) -> list[PeerRun]:
+    """Trains what is missing; returns the peer's runs."""
+    jobs = []
+    for number, seed in enumerate(seeds):
+        if seed.find_result() is None:
+            folder = Path(seed.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            seed.write(folder / "task.json")
+            command = [sys.executable, "-m", "freescale_bench.quality.seed"]
+            command += [str(folder / "task.json")]
+            jobs.append(Job(f"{plan.arm}, seed {number}", command, folder / "log.txt"))
+    if plan.peer is not None:
+        data = plan.folder / "interactions.parquet"
+        if not data.exists():
+            write_interactions(histories, data)
+        jobs += make_jobs(
+            plan.peer / "run_gr.py",
+            find_config(plan.recipe, plan.peer_config),
+            data,
+            plan.folder,
+            range(plan.seeds),
+            config.train.epochs,
+            _choose_device(plan.device),
+        )
+    run_jobs(jobs, plan.jobs)
+    if plan.peer is not None:
+        runs = [read_run(plan.folder / f"peer-{seed}") for seed in range(plan.seeds)]
+        return [run for run in runs if run is not None]
+    return [] if plan.peer_figures is None else read_figures(plan.peer_figures)
+
+
+def _choose_device(device: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _read_own_ranks(path: Path) -> NDArray[np.int64]:
+    """[users, 3] user_id, rank, rank among the unseen; of users that have something to train on."""
+    table = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
+    return table[table[:, 1] >= LEAST_HISTORY][:, [0, 2, 3]]
+
+
+def _list_names() -> list[str]:
+    return [metric + kind for kind in KINDS for metric in METRICS]
+
+
+def _measure_seed(ranks: NDArray[np.int64]) -> dict[str, float]:
+    return {
+        metric + kind: float(values.mean())
+        for column, kind in enumerate(KINDS, start=1)
+        for metric, values in measure_users(ranks[:, column]).items()
+    }
+
+
+def _make_row(arm: str, figures: Sequence[Mapping[str, float]], users: int | None) -> Row:
+    summaries = {name: summarize([of[name] for of in figures]) for name in _list_names()}
+    return {"arm": arm, "seeds": len(figures), "users": users, **summaries}
+
+
+def compare(
+    own: Sequence[NDArray[np.int64]], row: Row, peers: Sequence[PeerRun], kind: str
+) -> dict[str, Any]:
+    """Relative differences from the peer. Where both have ranks of users, of those that both have,
+    with a bootstrap over them; else of the means."""
+    ranks = [run.ranks for run in peers if run.ranks is not None]
+    found: dict[str, Any] = {}
+    if len(ranks) < len(peers):
+        for metric in METRICS:
+            name = metric + kind
+            means = [run.figures[name] for run in peers]
+            found[name] = {"percent": compare_means(row[name]["values"], means)}
+        return found
+    common = sorted(set.intersection(*(set(one[:, 0].tolist()) for one in [*own, *ranks])))
+    column = 1 + KINDS.index(kind)
+    ours, theirs = (_average(of, common, column) for of in (own, ranks))
+    return {m + kind: bootstrap_relative(ours[m], theirs[m]) for m in METRICS}
+
+
+def _average(
+    runs: Sequence[NDArray[np.int64]], users: Sequence[int], column: int
+) -> dict[str, NDArray[np.float64]]:
+    """By metric: the mean over runs of what each of these users adds, [users]."""
+    measured = []
+    for run in runs:
+        ordered = run[np.argsort(run[:, 0])]
+        measured.append(measure_users(ordered[np.searchsorted(ordered[:, 0], users), column]))
+    return {metric: np.mean([one[metric] for one in measured], axis=0) for metric in METRICS}
+
+
+def make_claims(plan: Plan, rows: Sequence[Row], comparison: Mapping[str, Any]) -> list[Claim]:
+    about = f"{plan.arm} on {plan.name}"
+    if comparison:
+        differences = {name: one["percent"] for name, one in comparison.items()}
+        each = [
+            claim(f"{about}: {name} against the {PEER}", WORST, value, "%", at_least=True)
+            for name, value in differences.items()
+        ]
+        mean = sum(differences.values()) / len(differences)
+        both = f"{about}: {' and '.join(differences)} against the {PEER}, mean"
+        return [*each, claim(both, 0.0, mean, "%", at_least=True)]
+    kind = "" if plan.catalogue == "all" or plan.recipe is None else UNSEEN
+    name = METRICS[0] + kind
+    ratio = rows[0][name]["mean"] / rows[1][name]["mean"]
+    text = f"{about}: {name} over the full catalogue, times that of the popularity baseline"
+    return [claim(text, 1.5, ratio, "x", at_least=True)]

@@ -1,0 +1,138 @@
+"""registry.toml, and which of its benchmarks can run on this machine. Decides; runs nothing
+(all.py does)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from freescale_bench.common.repository import find_repository
+
+_NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "repository")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """An entry of the registry; its comment says what the fields mean."""
+
+    name: str
+    command: str
+    result: str
+    needs: Sequence[str]
+    minutes: float
+    ranks: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.needs) - set(_NEEDS))
+        if unknown:
+            raise ValueError(
+                f"benchmark {self.name} needs {', '.join(unknown)}; what can be "
+                f"needed is {', '.join(_NEEDS)}"
+            )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What benchmarks may need of a machine."""
+
+    cores: int
+    hosts: bool  # network namespaces can be made
+    gpu: str  # its short name, empty without one
+    gpus: int
+    mps: bool
+    file: str | None  # of --file
+    repository: bool = True  # the package is part of a clone
+
+    @staticmethod
+    def inspect(file: str | None) -> Machine:
+        import torch
+
+        from freescale.ledger.machine import get_gpu_name
+
+        hosts = (
+            os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+        )
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return Machine(
+            os.cpu_count() or 1,
+            hosts,
+            get_gpu_name(),
+            gpus,
+            shutil.which("nvidia-cuda-mps-control") is not None,
+            file,
+            find_repository() is not None,
+        )
+
+    @property
+    def testbed(self) -> str:
+        return "hosts" if self.hosts else "loopback"
+
+    def find_lack(self, benchmark: Benchmark) -> str:
+        """Why it cannot run here; empty if it can, as far as one sees without trying."""
+        checks: dict[str, tuple[bool, str]] = {
+            "cores": (self.cores >= 2, "times two pinned ranks: it needs two cores"),
+            "hosts": (self.hosts, "makes hosts of its own: it needs root and iproute2 (ip, tc)"),
+            "gpu": (bool(self.gpu), "needs a GPU"),
+            "file": (
+                self.file is not None,
+                ("needs real histories: --file online_retail_ii.parquet"),
+            ),
+            "torchrec": (True, ""),  # seen when it is set up
+            "repository": (
+                self.repository,
+                "reads results that lie in the repository: run it from a clone",
+            ),
+        }
+        missing = next(
+            (why for need in benchmark.needs for met, why in (checks[need],) if not met), ""
+        )
+        if not missing and benchmark.ranks > self.gpus and benchmark.ranks and not self.mps:
+            return (
+                f"{benchmark.ranks} ranks on {self.gpus} GPUs need CUDA's MPS "
+                "(nvidia-cuda-mps-control)"
+            )
+        return missing
+
+    def name_result(self, benchmark: Benchmark) -> str:
+        """The file's name."""
+        return benchmark.result.format(gpu=self.gpu or "gpu", testbed=self.testbed)
+
+
+def read_registry() -> list[Benchmark]:
+    with Path(__file__).with_name("registry.toml").open("rb") as file:
+        found = [Benchmark(**entry) for entry in tomllib.load(file)["benchmark"]]
+    names = [one.name for one in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"registry.toml names a benchmark twice: {', '.join(names)}")
+    return found
+
+
+def choose(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchmark]:
+    """Those named, in the registry's order; all if none is."""
+    unknown = sorted(set(only) - {one.name for one in benchmarks})
+    if unknown:
+        raise ValueError(
+            f"there is no benchmark {', '.join(unknown)}; there is "
+            f"{', '.join(one.name for one in benchmarks)}"
+        )
+    return [one for one in benchmarks if not only or one.name in only]
+
+
+def find_done(path: Path, commit: str, changed: float, machine: dict[str, Any]) -> str:
+    """The date of a result that this tree made on this machine, or empty. `changed`: when a file of
+    the tree was last written, in seconds since 1970; it counts where the tree differs from its
+    commit."""
+    if commit == "unknown" or not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result["commit"] != commit or result["machine"] != machine:
+        return ""
+    later = datetime.fromisoformat(result["date"]).timestamp() > changed
+    return str(result["date"]) if later or not commit.endswith("+") else ""

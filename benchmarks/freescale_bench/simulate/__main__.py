@@ -1,0 +1,36 @@
+"""The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
+minutes), its own time and memory (`speed`), and the time that is useful under failures
+(`recovery`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from freescale_bench.common.options import make_parser, read_destination, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("simulate", __doc__)
+    parser.add_argument("part", choices=("validate", "paper", "speed", "recovery"))
+    parser.add_argument("--most", type=int, default=4096, help="GPUs of `paper`")
+    parser.add_argument(
+        "--recovery", default="this-machine", help="what a failure costs, of `recovery`"
+    )
+    options = parser.parse_args(arguments)
+    to = read_destination(options)
+    from freescale_bench.simulate.bench import bench_paper, bench_speed
+    from freescale_bench.simulate.validation import validate
+
+    if options.part == "paper":
+        bench_paper(options.most, to)
+    elif options.part == "recovery":
+        from freescale_bench.simulate.recovery import bench_recovery
+
+        bench_recovery(options.recovery, to)
+    else:
+        {"validate": validate, "speed": bench_speed}[options.part](to)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

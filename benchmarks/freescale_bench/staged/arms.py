@@ -1,0 +1,52 @@
+"""What each host of the staged benchmark runs. `Network.run` calls each function with rank and
+number of ranks first."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from freescale.pipeline.staged import Staged
+from freescale_bench.common.arm import build
+from freescale_bench.common.torchrec import build_torchrec
+from freescale_bench.common.turns import read_peak_memory, take_turns
+from freescale_bench.common.workload import Workload
+from freescale_bench.staged.stale import no_collisions
+
+SERIAL, STALE, STAGED = "serial", "stale", "staged"
+TORCHREC, DEDUPLICATED = (
+    "TorchRec TrainPipelineSparseDist",
+    "TorchRec TrainPipelineSparseDist, ids deduplicated by hand",
+)
+
+
+def build_arm(name: str, workload: Workload, rank: int, world: int) -> Any:
+    """With `step`, `quiet` and a ledger."""
+    if name in (SERIAL, STAGED):
+        return build(workload, rank, world, name)
+    if name == STALE:
+        return build(workload, rank, world, partial(Staged, masks=no_collisions))
+    return build_torchrec(workload, rank, world, "sparse_dist", deduplicate=name == DEDUPLICATED)
+
+
+def measure(
+    rank: int, world: int, workload: Workload, names: list[str], repetitions: int, steps: int
+) -> dict[str, dict[str, Any]]:
+    return take_turns(
+        {name: build_arm(name, workload, rank, world) for name in names}, repetitions, steps
+    )
+
+
+def train(
+    rank: int, world: int, workload: Workload, names: list[str], steps: int
+) -> dict[str, dict[str, Any]]:
+    """Arms of ours one after another: losses, a checksum of what was trained, and the peak memory
+    of the process until then."""
+    trained = {}
+    for name in names:
+        running = build_arm(name, workload, rank, world)
+        losses = [running.step() for _ in range(steps)]
+        running.quiet()
+        highest = read_peak_memory()
+        trained[name] = {"losses": losses, "checksum": running.checksum(), "peak": highest}
+    return trained

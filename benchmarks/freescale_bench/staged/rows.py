@@ -1,0 +1,234 @@
+"""From the ledgers of the staged benchmark's arms to its rows, and from the rows to its claims.
+Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from freescale.ledger.merge import merge_step
+from freescale_bench.common.results import Claim, claim
+from freescale_bench.common.spread import spread
+from freescale_bench.staged.arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
+
+EMBEDDING = ("ids", "rows", "gradients")
+TENTH = "10 % collisions"
+
+
+def spread_with_mean(values: Sequence[float]) -> dict[str, float]:
+    return {
+        name: round(value, 3)
+        for name, value in (spread(values) | {"mean": statistics.fmean(values)}).items()
+    }
+
+
+def summarize(
+    measured: Sequence[Mapping[str, Any]], reference: Sequence[float], samples: int
+) -> dict[str, Any]:
+    """Of one arm, from what every rank measured. `reference`: the serial schedule's losses.
+    `samples`: of a global batch."""
+    steps = list(zip(*(rank["records"] for rank in measured), strict=True))  # [steps][ranks]
+    figures = [merge_step(records) for records in steps]
+    slowest = [max(r["end"] - r["begin"] for r in records) / 1e6 for records in steps]
+    exposed = [f["exposed_ms"] for f in figures]
+    sent = {
+        kind: statistics.fmean(f["bytes"][kind] for f in figures) for kind in figures[0]["bytes"]
+    }
+    lanes = [_mean(r["counters"].get("lanes_ns", 0) / 1e6 for r in records) for records in steps]
+    stopped = [_mean(_sum_stopped(r) for r in records) for records in steps]
+    losses = measured[0]["losses"]
+    return {
+        "step_ms": spread_with_mean(slowest),
+        "samples_per_second": spread_with_mean([samples / ms * 1e3 for ms in slowest]),
+        # By kind: the median of each. Together: the median of the sums.
+        "exposed_ms": {kind: statistics.median(e[kind] for e in exposed) for kind in exposed[0]},
+        "exposed_embedding_ms": spread_with_mean(
+            [sum(e[kind] for kind in EMBEDDING) for e in exposed]
+        ),
+        "exposed_all_ms": spread_with_mean([sum(e.values()) for e in exposed]),
+        "straggler_ms": spread_with_mean([_mean(f["straggler_ms"]) for f in figures]),
+        # All the time that the compute stood still for embeddings: exposed, straggler, and work of
+        # lanes that it waited for.
+        "embedding_wait_ms": spread_with_mean([a + b for a, b in zip(stopped, lanes, strict=True)]),
+        "compute_ms": statistics.median(_mean(f["compute_ms"]) for f in figures),
+        "collision_exchange_ms": statistics.median(_time_exchange(records) for records in steps),
+        "collision_percent": statistics.fmean(found)
+        if (found := _list_collisions(figures))
+        else None,
+        "bytes_per_step": sent,
+        "dense_percent_of_bytes": 100 * sent["dense"] / sum(sent.values()),
+        "spans_ms": {
+            name: statistics.median(f["spans_ms"].get(name, 0.0) for f in figures)
+            for name in figures[0]["spans_ms"]
+        },
+        "largest_relative_loss_difference_to_serial": max(
+            abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)
+        ),
+    }
+
+
+def _mean(values: Any) -> float:
+    return statistics.fmean(values)
+
+
+def _list_collisions(figures: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [f["collision_percent"] for f in figures if "collision_percent" in f]
+
+
+def _sum_stopped(record: Mapping[str, Any]) -> float:
+    """Milliseconds that the main thread waited for embedding collectives of its own; those of lanes
+    lie in `lanes_ns`."""
+    if "lanes_ns" in record["counters"]:
+        return 0.0
+    waits = [done - waited for kind, *_, waited, done in record["collectives"] if kind in EMBEDDING]
+    return float(sum(waits)) / 1e6
+
+
+def _time_exchange(records: Sequence[Mapping[str, Any]]) -> float:
+    """Milliseconds of stages 5 and 6: from when the last rank started 5 until 6 was there, mean
+    over ranks. Includes the update between them. The lanes hand over what they did, the urgent one
+    last."""
+    if any("lanes_ns" not in record["counters"] for record in records):
+        return 0.0
+    last = [[c for c in record["collectives"] if c[0] in EMBEDDING][-2:] for record in records]
+    begin = max(fifth[3] for fifth, _ in last)
+    # without collisions there may be nothing to wait for
+    return _mean(max(0, sixth[5] - begin) / 1e6 for _, sixth in last)
+
+
+def correlate_squared(x: Sequence[float], y: Sequence[float]) -> float:
+    return float(statistics.correlation(x, y) ** 2)
+
+
+def make_claims(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> list[Claim]:
+    """Every figure that was asked of the benchmark, from its rows. `limits`: of the exposed share,
+    by configuration."""
+    by_key = {(r["configuration"], r["arm"]): r for r in rows if "arm" in r and "step_ms" in r}
+    rates = [
+        r
+        for r in rows
+        if r.get("arm") == STAGED and "collisions" in r and r.get("sweep") == "collisions"
+    ]
+
+    def median(configuration: str, arm: str, figure: str) -> float:
+        return float(by_key[configuration, arm][figure]["median"])
+
+    found = []
+    for configuration, limit in limits.items():
+        others = [arm for arm in (SERIAL, TORCHREC) if (configuration, arm) in by_key]
+        for other in others:
+            share = median(configuration, STAGED, "exposed_embedding_ms") / median(
+                configuration, other, "exposed_embedding_ms"
+            )
+            found.append(
+                claim(
+                    f"{configuration}: exposed embedding communication over {other}'s",
+                    limit,
+                    share,
+                    "x",
+                    at_least=False,
+                )
+            )
+        # Stages 5 and 6 also hold up the counts and the dense gradients, which share the link with
+        # them: put all of it down to them.
+        plain = median(configuration, SERIAL, "exposed_all_ms") - median(
+            configuration, SERIAL, "exposed_embedding_ms"
+        )
+        share = (median(configuration, STAGED, "exposed_all_ms") - plain) / median(
+            configuration, SERIAL, "exposed_embedding_ms"
+        )
+        text = (
+            f"{configuration}: the same over serial's, with what counts and dense gradients "
+            "wait longer than in serial"
+        )
+        found.append(claim(text, limit, share, "x", at_least=False))
+        if TORCHREC in others:
+            rate = median(configuration, STAGED, "samples_per_second") / median(
+                configuration, TORCHREC, "samples_per_second"
+            )
+            text = f"{configuration}: samples/s over TorchRec's"
+            found.append(claim(text, 1.5, rate, "x", at_least=True))
+    collisions = [r["collisions"] for r in rates]
+    for figure in ("exposed_embedding_ms", "exposed_all_ms"):
+        linear = correlate_squared(collisions, [r[figure]["median"] for r in rates])
+        found.append(
+            claim(f"{figure} is linear in the collision rate: R^2", 0.97, linear, "", at_least=True)
+        )
+    slower = {
+        r["configuration"]: r["step_ms"]["median"] - median(r["configuration"], STALE, "step_ms")
+        for r in rates
+    }
+    for r in rates:
+        over = slower[r["configuration"]] - r["collision_exchange_ms"]
+        text = (
+            f"{r['configuration']}: a staged step over a stale step plus the collision "
+            "exchange (stages 5 and 6, no straggler)"
+        )
+        found.append(claim(text, 0.0, over, "ms", at_least=False))
+    found += _make_checks(rows, by_key, rates)
+    return found
+
+
+def _make_checks(
+    rows: Sequence[Mapping[str, Any]],
+    by_key: Mapping[tuple[str, str], Mapping[str, Any]],
+    rates: Sequence[Mapping[str, Any]],
+) -> list[Claim]:
+    """That the benchmark measured what it says, and that staged computed what serial computed."""
+    found = []
+    off = max(abs(r["collision_percent"] - r["collisions"]) for r in rates)
+    found.append(
+        claim(
+            "measured collision rate off the asked one, at most", 1.0, off, "points", at_least=False
+        )
+    )
+    serial = by_key[TENTH, SERIAL]
+    ratio = serial["compute_ms"] / serial["exposed_embedding_ms"]["median"]
+    found.append(
+        claim(
+            f"{TENTH}: compute over serial's embedding communication, off 1.2 by",
+            0.1,
+            abs(ratio - 1.2),
+            "x",
+            at_least=False,
+        )
+    )
+    dense = max(r["dense_percent_of_bytes"] for r in by_key.values())
+    found.append(claim("dense gradients, share of the bytes", 5.0, dense, "%", at_least=False))
+    for name, limit, arms in (
+        ("staged", 0.0, (STAGED,)),
+        ("TorchRec", 1e-3, (TORCHREC, DEDUPLICATED)),
+    ):
+        drifts = [
+            r["largest_relative_loss_difference_to_serial"]
+            for (_, arm), r in by_key.items()
+            if arm in arms
+        ]
+        if drifts:
+            text = f"{name}: largest difference of any loss to serial's"
+            found.append(claim(text, limit, max(drifts), "relative", at_least=False))
+    for r in rows:
+        if r["configuration"].startswith("4 hosts"):
+            text = (
+                f"{r['configuration']}: losses and tables of staged that differ from serial's "
+                "in any bit"
+            )
+            found.append(
+                claim(
+                    text,
+                    0,
+                    r["losses_that_differ"] + r["checksums_that_differ"],
+                    "",
+                    at_least=False,
+                )
+            )
+            text = f"{r['configuration']}: stale (the control) differs from serial, in losses"
+            found.append(claim(text, 1, r["stale_losses_that_differ"], "", at_least=True))
+        if r["configuration"].startswith("memory"):
+            text = (
+                f"{r['configuration']}: staged over serial, over one batch of ids and rows "
+                f"(rank {r['rank']})"
+            )
+            found.append(claim(text, 1.1, r["extra_batches"], "x", at_least=False))
+    return found

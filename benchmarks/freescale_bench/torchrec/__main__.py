@@ -1,0 +1,57 @@
+"""Models of TorchRec's, beside TorchRec.
+
+speed    DLRM with 26 pooled tables and Zipf ids, by pooling factor: samples/s here and under
+         TorchRec's TrainPipelineSparseDist. On two hosts with a slow network (root and iproute2),
+         or with --device cuda on GPU ranks, which may share one GPU through MPS
+parity   DLRM and, if --peer names the folder of meta-recsys/generative-recommenders, DlrmHSTU:
+         what is trained here equals what TorchRec's modules train
+
+TorchRec is set up first on CPUs (.venv-peer)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from freescale_bench.common.options import make_parser, read_destination, run_command
+from freescale_bench.common.torchrec import continue_in_peer, has_torchrec
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("torchrec", __doc__)
+    parser.add_argument("what", nargs="?", choices=("speed", "parity"), default="speed")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--nproc", type=int, default=4, help="cuda: ranks")
+    parser.add_argument("--factors", type=int, nargs="+", default=[1, 4, 20, 100])
+    parser.add_argument("--turns", type=int, default=8, help="of every arm")
+    parser.add_argument("--each", type=int, default=6, help="steps of a turn")
+    parser.add_argument(
+        "--trial", action="store_true", help="tiny sizes, to try the code; keeps no results"
+    )
+    parser.add_argument("--peer", type=Path, help="parity: with generative_recommenders in it")
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
+    to = read_destination(options)
+    on_gpus = options.device == "cuda" and not options.trial
+    if not on_gpus and (status := continue_in_peer("torchrec", words)) is not None:
+        return status
+    if not has_torchrec():
+        raise ValueError(
+            "TorchRec is missing here: on GPUs it is torchrec 1.6.1 with fbgemm-gpu 1.6.0 beside "
+            "torch 2.11"
+        )
+    if options.what == "parity":
+        from freescale_bench.torchrec.parity import bench_parity
+
+        return bench_parity(options.peer, to)
+    from freescale_bench.torchrec.speed import bench_on_gpus, bench_on_hosts
+
+    given = (options.factors, options.turns, options.each, options.trial, to)
+    return (
+        bench_on_gpus(options.nproc, *given) if options.device == "cuda" else bench_on_hosts(*given)
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

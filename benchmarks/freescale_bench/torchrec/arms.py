@@ -1,0 +1,111 @@
+"""What each rank of the speed benchmark runs: DLRM here, and under TorchRec's pipeline. `measure`
+gets rank and number of ranks first."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import freescale
+from freescale.config import TrainConfig
+from freescale.ledger.ledger import Ledger
+from freescale.torchrec import Pipeline, parallelize
+from freescale_bench.common.arm import WaitLedger, open_transport, wait_for_lanes
+from freescale_bench.common.torchrec import build_torchrec_dlrm
+from freescale_bench.torchrec.dlrm import (
+    DENSE_LR,
+    ROW_EPSILON,
+    SEED,
+    Shape,
+    build_dlrm,
+    list_batches,
+)
+
+OURS, TORCHREC = "freescale", "TorchRec TrainPipelineSparseDist"
+
+
+class Arm:
+    """One rank at work, with the defaults of `freescale.connect` and of the pipeline. `step` trains
+    on the next batch; it is a collective call."""
+
+    def __init__(
+        self, shape: Shape, rank: int, world: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
+        self.transport, self.carrier = open_transport(device, self.ledger, TrainConfig.transport)
+        row_optimizer = freescale.RowWiseAdagrad(lr=shape.row_lr, eps=ROW_EPSILON)
+        self.sharded = parallelize(
+            build_dlrm(shape, "meta"),
+            row_optimizer,
+            transport=self.transport,
+            placement="sharded",
+            seed=SEED,
+        )
+        self.sharded.tables.init_std = dict.fromkeys(self.sharded.tables.specs, shape.deviation)
+        dense = torch.optim.SGD(self.sharded.dense_parameters(), lr=DENSE_LR)
+        self.pipeline = Pipeline(self.sharded, dense)
+        self._steps = self.pipeline.run(itertools.cycle(list_batches(shape, rank, world)))
+
+    def step(self) -> float:
+        """The loss of this step: the mean over the samples of all ranks."""
+        return float(self.begin_step())
+
+    def begin_step(self) -> Tensor:
+        """The same, not read yet: reading waits for a device."""
+        return next(self._steps).total
+
+    def quiet(self) -> None:
+        wait_for_lanes(self.pipeline)
+
+
+def build_arm(
+    name: str, shape: Shape, rank: int, world: int, device: torch.device | str = "cpu"
+) -> Any:
+    """With `step`, `begin_step`, `quiet` and a ledger."""
+    if name == OURS:
+        return Arm(shape, rank, world, device)
+    return build_torchrec_dlrm(shape, rank, world, "sparse_dist", device)
+
+
+def measure(
+    rank: int, world: int, shape: Shape, turns: int, each: int, device: str = "cpu"
+) -> dict[str, dict[str, Any]]:
+    """The arms in turn, `each` steps between two moments at which all ranks and their devices are
+    idle; the first turn warms up.
+
+    Returns:
+        Of each arm: milliseconds of a step and processor time of a step, by turn, all losses, and
+        the ledger's records without each turn's first.
+    """
+    arms = {name: build_arm(name, shape, rank, world, device) for name in (OURS, TORCHREC)}
+    together = arms[OURS].transport
+
+    def wait_idle() -> None:
+        if together.device.type == "cuda":
+            torch.cuda.synchronize()
+        together.gather_bytes(b"")
+
+    found: dict[str, dict[str, Any]] = {
+        name: {"step_ms": [], "cpu_ms": [], "losses": [], "records": []} for name in arms
+    }
+    for turn in range(turns + 1):
+        for name in list(arms)[:: 1 if turn % 2 else -1]:
+            arm, mine = arms[name], found[name]
+            wait_idle()
+            begin, used = time.perf_counter(), time.process_time()
+            losses = [arm.begin_step() for _ in range(each)]
+            wait_idle()
+            took, used = time.perf_counter() - begin, time.process_time() - used
+            arm.quiet()
+            records = arm.ledger.drain()
+            mine["losses"] += [float(loss) for loss in losses]
+            if turn:
+                mine["step_ms"].append(1e3 * took / each)
+                mine["cpu_ms"].append(1e3 * used / each)
+                mine["records"] += records[1:]
+    found[OURS]["transport"] = arms[OURS].carrier
+    return found
