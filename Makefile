@@ -69,9 +69,9 @@ $(VENV)/.docs: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-# The comparison with TorchRec; sets up an environment of its own.
+# The comparison with TorchRec, about 10 minutes; sets up an environment of its own. Without root its ranks talk over loopback, not a slow network.
 bench: $(READY)
-	$(VENV)/bin/freescale bench serial
+	$(VENV)/bin/freescale bench ladder
 
 $(READY): pyproject.toml benchmarks/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'

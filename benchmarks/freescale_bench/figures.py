@@ -5,7 +5,7 @@ the pages in docs; needs the repository.
 A figure whose results are missing is left out, with a message; it is drawn when they are there. In
 the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
 do not edit it. Pictures of a run need the run: staged/trace.py draws docs/figures/staged-trace.svg,
-serial/figure.py draws serial_step.svg.
+staged/serial_figure.py draws serial_step.svg.
 """
 
 from __future__ import annotations
@@ -35,14 +35,9 @@ from freescale_bench.kernels import figure as kernels_figure
 from freescale_bench.kernels.table import format_kernels
 from freescale_bench.ladder import figure as ladder_figure
 from freescale_bench.ladder.table import format_ladder
-from freescale_bench.learning.table import format_learning
-from freescale_bench.negatives.table import format_negatives
 from freescale_bench.overlap import figure as overlap_figure
-from freescale_bench.packing.table import format_packing
 from freescale_bench.quality.table import format_quality, format_recbole, format_recipes
 from freescale_bench.segments.table import format_segments
-from freescale_bench.serial.table import format_serial
-from freescale_bench.short.table import format_short
 from freescale_bench.simulate import figure as simulate_figure
 from freescale_bench.simulate import table as simulate_table
 from freescale_bench.staged import figure as staged_figure
@@ -156,14 +151,9 @@ MEASURED = (
 TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "headline": (headline.FILES, headline.format_headline),
     "ladder-paper-hosts": (("ladder-paper-hosts",), format_ladder),
-    "serial": (("serial-cpu",), format_serial),
     "quality": (("quality-cpu",), format_quality),
     "recipes": (("quality-*-*",), format_recipes),
     "recbole": (("quality-*-recbole-cpu",), format_recbole),
-    "short": (("short-cpu",), format_short),
-    "learning": (("learning-cpu",), format_learning),
-    "negatives": (("negatives-cpu",), format_negatives),
-    "packing": (("packing-cpu",), format_packing),
     "checkpoint": (("checkpoint-cpu",), format_checkpoint),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),
     "snapshot": (("snapshot-*",), format_claims),

@@ -144,7 +144,8 @@ def test_picture_of_a_run(tmp_path):
     options = "--global-batch 16 --steps 4 --width 8 --device cpu"
     run_freescale("train", "--data", data, "--folder", folder, *options.split())
     picture = tmp_path / "step.svg"
-    with Begun(folder, picture, "--first", 1, module="freescale_bench.serial.figure") as begun:
+    module = "freescale_bench.staged.serial_figure"
+    with Begun(folder, picture, "--first", 1, module=module) as begun:
         done = begun.ended()
     assert done.returncode == 0, done.stderr
     drawn = picture.read_text()

@@ -199,7 +199,7 @@ def test_torchrec_that_cannot_be_set_up_leaves_out_its_benchmarks(tmp_path, monk
 
     monkeypatch.setattr("freescale_bench.all.set_up_peer", refuse)
     runner = Runner(tmp_path, tmp_path, BARE)
-    both = [Benchmark(name, "serial", f"{name}.json", ["torchrec"], 1) for name in ("a", "b")]
+    both = [Benchmark(name, "ladder", f"{name}.json", ["torchrec"], 1) for name in ("a", "b")]
     assert runner.run(both, skip_done=False) == 0
     assert [what for what, _ in runner.outcomes.values()] == ["left out", "left out"]
 
@@ -260,7 +260,7 @@ def test_without_a_repository_results_go_to_the_folder_at_hand(tmp_path, monkeyp
 
 def test_without_a_repository_torchrec_is_left_out_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torchrec, "find_repository", lambda: None)
-    assert torchrec.continue_in_peer("serial", []) is None
+    assert torchrec.continue_in_peer("ladder", []) is None
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "benchmarks/peers/torchrec: they are left out" in said
     assert not torchrec.has_torchrec()

@@ -1,8 +1,7 @@
 """Jagged moves on a device: dispatch and combine for an AllToAll over W ranks, permutation of
 samples, transpose of features.
 
-The paper packs so; our training does it on the host (`freescale.batch_codec`, measured by
-`freescale bench packing`).
+The paper packs so; our training does it on the host (`freescale.batch_codec`).
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from freescale_bench.common.drawing import (
 from freescale_bench.common.hosts import open_hosts
 from freescale_bench.common.repository import find_commit
 from freescale_bench.common.workload import Workload
-from freescale_bench.serial.figure import COLOURS
 from freescale_bench.staged.arms import SERIAL, STAGED, measure
+from freescale_bench.staged.serial_figure import COLOURS
 
 EMBEDDING = ("ids", "rows", "gradients")
 TRACK, GAP, MARGIN, WIDTH = 30, 6, 92, 920

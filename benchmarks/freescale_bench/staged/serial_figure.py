@@ -1,7 +1,7 @@
 """Draws consecutive steps of a run as a picture: per rank a compute lane and a communication lane,
 from its trace.
 
-    python -m freescale_bench.serial.figure RUN docs/figures/serial_step.svg --first 20 --steps 2
+    python -m freescale_bench.staged.serial_figure RUN docs/figures/serial_step.svg --first 20
 """
 
 from __future__ import annotations
