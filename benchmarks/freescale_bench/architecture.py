@@ -45,6 +45,7 @@ _ABOUT = {
     "simulate": "steps on a cluster, predicted",
     "torchrec": "models and batches of TorchRec",
     "train": "trainer, checkpoints, evaluation, export",
+    "launch": "processes of ranks, restarts, signals",
     "data": "readers, histories, negatives, workers",
     "report": "the page of a run",
     "pipeline": "schedules: serial, staged, one rank",

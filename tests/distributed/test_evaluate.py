@@ -17,7 +17,7 @@ from freescale.models.hstu import HSTU
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.metrics import area_under_curve, normalized_entropy
-from freescale.train.ranks import SampleRanks
+from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.local import LocalTransport
 
 ITEMS = 37

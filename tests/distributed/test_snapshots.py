@@ -15,7 +15,7 @@ from helpers.training import gather_tables
 
 from freescale import RunConfig, Trainer
 from freescale.data.synthetic import generate
-from freescale.train.attempts import read_restarts
+from freescale.launch.attempts import read_restarts
 from freescale.train.callbacks import Callback
 from freescale.train.checkpoint.files import read_state
 from freescale.train.snapshot import snapshots as module

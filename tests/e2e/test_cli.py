@@ -19,7 +19,7 @@ import torch
 from helpers.command import Begun, freescale, started, torchrun, wait_for
 from helpers.small_runs import SMALL, interactions, metrics, train
 
-from freescale.train.launch import find_free_port
+from freescale.launch.ranks import find_free_port
 
 
 @pytest.mark.long

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from helpers.command import freescale
 
+from freescale.cli import demo
 from freescale.cli import train as cli
 from freescale.cli.options import format_arguments
 from freescale.data.synthetic import generate
-from freescale.train import demo
 
 SMALL = {
     "global_batch": 8,

@@ -17,10 +17,9 @@ from helpers.command import Begun, freescale, torchrun, wait_for
 from helpers.ranks import CONTEXT, gather_ranks
 
 from freescale.data.synthetic import generate
-from freescale.train import stop_signals
-from freescale.train.exit_status import REQUEUE
+from freescale.launch import signals
+from freescale.launch.signals import REQUEUE, StopSignals
 from freescale.train.run import resume_command
-from freescale.train.stop_signals import StopSignals
 
 SMALL = [
     "--device",
@@ -127,7 +126,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(arguments, tmp_path):
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
         os.kill(begun.pid, signal.SIGINT)
-        time.sleep(stop_signals.SAME_PRESS + 0.2)
+        time.sleep(signals.SAME_PRESS + 0.2)
         os.kill(begun.pid, signal.SIGINT)
         done = begun.ended(timeout=120)
     assert done.returncode == 128 + signal.SIGINT and "freescale: interrupted" in done.stderr
@@ -151,7 +150,7 @@ def test_survivors_of_a_failure_under_torchrun_save_nothing(arguments, tmp_path)
         begin = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
         done = begun.ended(180)
-    assert time.monotonic() - begin < stop_signals.SILENCE + 90  # a busy machine is slow to end
+    assert time.monotonic() - begin < signals.SILENCE + 90  # a busy machine is slow to end
     assert done.returncode != 0 and "died or fell silent" in done.stderr, done.stderr
     assert not (run / "checkpoints").exists() and not (run / "ledger.json").exists()
 
@@ -174,7 +173,7 @@ def _wait_for_a_silent_peer(transport, said: Path) -> None:
     if transport.rank == 1:
         return wait_for(lambda: said.exists() and "without saving" in said.read_text())
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-    stop_signals.SILENCE = 1.0
+    signals.SILENCE = 1.0
     with StopSignals(lambda: None, 0):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         transport.gather_bytes(b"")
@@ -206,7 +205,7 @@ def test_a_second_signal_ends_at_once(number):
 
 
 def _told_twice(number: int) -> None:
-    stop_signals.SAME_PRESS = stop_signals.SAME_NOTICE = 0.0
+    signals.SAME_PRESS = signals.SAME_NOTICE = 0.0
     with StopSignals(lambda: None, 0):
         for _ in range(2):
             os.kill(os.getpid(), number)
@@ -221,8 +220,8 @@ def test_the_limit_is_of_silence_not_of_work():
 
 def _at_work() -> None:
     now = [0.0]
-    stop_signals.SILENCE, stop_signals._LOOK = 10.0, 0.01
-    stop_signals.time = SimpleNamespace(monotonic=lambda: now[0])
+    signals.SILENCE, signals._LOOK = 10.0, 0.01
+    signals.time = SimpleNamespace(monotonic=lambda: now[0])
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from freescale.train import rank_process
-from freescale.train.launch import has_launcher
+from freescale.launch import rank_process
+from freescale.launch.ranks import has_launcher
 
 STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the logs, for ranks
 _PATIENCE = 60.0  # seconds that a rank waits for the process that the next ones are forked from

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import torch
 
-from freescale.train.forked_rank import ForkedRank
-from freescale.train.rank_process import run_module
+from freescale.launch.rank_process import run_module
+from freescale.launch.rank_server import ForkedRank
 
 STACKS = signal.SIGUSR2  # makes a process write where each of its threads is
 
@@ -52,7 +52,7 @@ def run_command(words: Sequence[str]) -> None:
 def fork_rank(
     command: Sequence[str], environment: Mapping[str, str], begin: Callable[[int], None]
 ) -> ForkedRank:
-    """A rank of launch.py. `begin`: is called in it, with its number, before the command."""
+    """A rank of launch/ranks.py. `begin`: is called in it, with its number, before the command."""
     read, write = os.pipe()
 
     def work() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from faults.hosts_testbed import HostsTestbed
 from faults.plan import KINDS, Fault
 from faults.testbed import fill_disk, kill
-from freescale.train.attempts import forget_attempt
+from freescale.launch.attempts import forget_attempt
 from freescale.train.snapshot.keeper_link import read_run_id
 
 if TYPE_CHECKING:

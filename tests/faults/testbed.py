@@ -21,7 +21,7 @@ import torch
 
 from faults.forked import fork, fork_rank, run_command
 from faults.reporter import LAUNCHER, report_to
-from freescale.train import launch, rank_server
+from freescale.launch import rank_server, ranks
 
 RESTARTS = 1_000_000  # of one launcher
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of unshare
@@ -79,7 +79,7 @@ class LocalTestbed:
             report_to(address, logs, LAUNCHER, host)
             # ranks are forked from the storm already: no other process need import torch
             rank_server.is_supported = lambda: False
-            launch.start_rank = partial(fork_rank, begin=begin)
+            ranks.start_rank = partial(fork_rank, begin=begin)
             run_command(command)
 
         self.launchers[host] = fork(work, self.said, OMP_NUM_THREADS="1")

@@ -113,9 +113,9 @@ def _forked(
         enter_network(network)
     for file, number in zip(said, (1, 2), strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
-    from freescale.train import launch
+    from freescale.launch import ranks
 
-    launch.subprocess = SimpleNamespace(
+    ranks.subprocess = SimpleNamespace(
         Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
     _run(module, words, environment)
@@ -133,7 +133,7 @@ def _run(module: str, words: Sequence[str], environment: Mapping[str, str]) -> N
 
 
 class Forked:
-    """A rank of launch.py, with the verbs of a Popen that it uses."""
+    """A rank of launch/ranks.py, with the verbs of a Popen that it uses."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], stderr: int, text: bool, errors: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from freescale.cli.main import main
-from freescale.train.rank_server import RankServer
+from freescale.launch.rank_server import RankServer
 from helpers.rank_servers import hurry_imports
 
 

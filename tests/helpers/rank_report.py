@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import torch
 
-from freescale.train.launch import follow_launcher
-from freescale.train.stop_signals import SIGNALS
+from freescale.launch.ranks import follow_launcher
+from freescale.launch.signals import SIGNALS
 
 
 def describe() -> dict[str, object]:

@@ -9,9 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from freescale.train import rank_server
-from freescale.train.forked_rank import ForkedRank
-from freescale.train.rank_server import RankServer
+from freescale.launch import rank_server
+from freescale.launch.rank_server import ForkedRank, RankServer
 from helpers.command import wait_for
 
 
@@ -38,7 +37,7 @@ def make_command(said: Path, *words: object) -> list[str]:
 def hurry_imports() -> None:
     """Servers that this process starts import at its own priority. At the usual one, lower than
     anybody else's, it takes minutes on a busy machine."""
-    import_all = "from freescale.train import rank_process; rank_process._NICENESS = 0; "
+    import_all = "from freescale.launch import rank_process; rank_process._NICENESS = 0; "
     rank_server._START = import_all + "rank_process.main({fd})"
 
 

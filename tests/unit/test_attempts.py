@@ -15,12 +15,16 @@ import pytest
 
 from freescale import Callback, RunConfig, Trainer
 from freescale.data.synthetic import generate
-from freescale.train import attempts, restarts
-from freescale.train.attempts import KILLED, LOST, STOPPED, Ending, choose_cause, is_repeated
-from freescale.train.launch import Ended
+from freescale.launch import attempts, restarts
+from freescale.launch.attempts import AUTO, KILLED, LOST, STOPPED, Ending, choose_cause, is_repeated
+from freescale.launch.ranks import Ended
 from freescale.train.metrics_log import truncate_logs
-from freescale.train.run_folder import AUTO
 from freescale.transport.local import LocalTransport
+
+
+def drop_nothing() -> None:
+    pass
+
 
 OWN = Ending("ValueError", "disk full", 7, 3.0, 1)
 ENDS = [
@@ -269,8 +273,12 @@ def test_when_ranks_are_started_again(
     ends, begun, count, status, said, tmp_path, monkeypatch, capsys
 ):
     calls = scripted(monkeypatch, tmp_path / "run", ends, begun)
-    found = restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", None)
+    dropped = []  # snapshots, as often as that
+    found = restarts.launch_with_restarts(
+        ["train"], 2, None, 2, tmp_path / "run", None, lambda: dropped.append(True)
+    )
     assert (len(calls), found) == (count, status) and said in capsys.readouterr().err
+    assert dropped == [True] * (status == 1)
     assert calls[0] == ["train"] and all(
         call == ["train", "--resume", "auto"] for call in calls[1:]
     )
@@ -281,7 +289,7 @@ def test_a_run_is_started_again_whichever_signal_has_killed_a_rank(tmp_path, mon
     for number in range(1, signal.NSIG):
         run = tmp_path / str(number)
         calls = scripted(monkeypatch, run, 2 * [Ended((1, -number), 0)])
-        assert restarts.launch_with_restarts(["train"], 2, None, 1, run, None) == 1
+        assert restarts.launch_with_restarts(["train"], 2, None, 1, run, None, drop_nothing) == 1
         assert f"rank 1 was killed by signal {number}" in capsys.readouterr().err
         (ending,) = attempts.read_endings(run)
         assert len(calls) == 2 and choose_cause([ending, OWN]).kind == ending.kind
@@ -294,7 +302,10 @@ def test_a_clock_that_is_set_back_does_not_keep_a_run_from_being_started_again(
     calls = scripted(monkeypatch, tmp_path / "run", [ERROR, DONE])
     late = SimpleNamespace(time=lambda: time.time() - 3600)
     monkeypatch.setattr(attempts, "time", late)
-    assert restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", None) == 0
+    assert (
+        restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", None, drop_nothing)
+        == 0
+    )
     assert len(calls) == 2
 
 
@@ -304,7 +315,10 @@ def test_a_run_that_is_refused_is_not_started_again_though_an_attempt_has_begun_
     (tmp_path / "run").mkdir()
     attempts.note_begin(tmp_path / "run")
     calls = scripted(monkeypatch, tmp_path / "run", [ERROR], begun=False)
-    assert restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", AUTO) == 1
+    assert (
+        restarts.launch_with_restarts(["train"], 2, None, 2, tmp_path / "run", AUTO, drop_nothing)
+        == 1
+    )
     assert len(calls) == 1 and "refused before the run began" in capsys.readouterr().err
 
 

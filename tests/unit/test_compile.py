@@ -433,7 +433,7 @@ def test_what_is_forked_has_all_kernels():
     code = """
 import sys, torch
 from pathlib import Path
-from freescale.train.rank_process import preload
+from freescale.launch.rank_process import preload
 preload()
 from triton import JITFunction
 import freescale.kernels.triton as package

@@ -21,7 +21,7 @@ from faults.setting import read_ranks
 from freescale_bench.faults.bench import Options
 from freescale_bench.faults.claims import is_exact
 
-from freescale.train import exit_status, launch
+from freescale.launch import ranks, signals
 
 ROW = {
     "world": 4,
@@ -90,13 +90,13 @@ class TestPhases:
     def split(self, *passed, gone=11.0, over=None):
         """Of ranks that passed the three moments at these times, after a fault at 10."""
         names = ("connect", "connected", "restored")
-        ranks = [
+        of_ranks = [
             Process(rank, 1, 0, None, 0.0, passed=dict(zip(names, times, strict=True)))
             for rank, times in enumerate(passed)
         ]
         launcher = Process(LAUNCHER, 1, 0, None, 0.0)
         fault = plan_faults(0, 1, 2, list(KINDS))[0]
-        return split_time(Struck(fault, 10.0, 5, "", over, 0, 2), gone, [launcher, *ranks], 20.0)
+        return split_time(Struck(fault, 10.0, 5, "", over, 0, 2), gone, [launcher, *of_ranks], 20.0)
 
     def test_end_with_the_slowest_rank(self):
         found = self.split((14, 15, 17), (13, 16, 17.5))
@@ -167,19 +167,19 @@ def test_a_moment_is_a_function_of_the_library(moment):
 
 def test_a_watched_function_is_reported_and_does_its_work(monkeypatch):
     reached = []
-    monkeypatch.setattr(launch, "find_free_port", lambda: 15)
-    watch("train.launch:find_free_port", lambda: reached.append("before"))
-    watch("train.launch:find_free_port", reached.append, after=True)
-    assert launch.find_free_port() == 15 and reached == ["before", 15]
+    monkeypatch.setattr(ranks, "find_free_port", lambda: 15)
+    watch("launch.ranks:find_free_port", lambda: reached.append("before"))
+    watch("launch.ranks:find_free_port", reached.append, after=True)
+    assert ranks.find_free_port() == 15 and reached == ["before", 15]
 
 
 class TestProof:
     def write(self, folder, *attempts):
         """Of each attempt: (step that it begins behind, by rank the steps with their samples)."""
         folder.mkdir()
-        for number, (began, ranks) in enumerate(attempts):
-            for rank, steps in enumerate(ranks):
-                lines = [{"began": began, "world": len(ranks)}]
+        for number, (began, of_ranks) in enumerate(attempts):
+            for rank, steps in enumerate(of_ranks):
+                lines = [{"began": began, "world": len(of_ranks)}]
                 lines += [
                     {
                         "step": step,
@@ -230,7 +230,7 @@ class TestProof:
 
 
 class Rank:
-    """A process of launch.py that ends when it is told to."""
+    """A process of ranks.py that ends when it is told to."""
 
     def __init__(self, status=None):
         self.status, self.got = status, []
@@ -255,9 +255,9 @@ def refuse_to_begin(rank):
 
 
 def test_ranks_that_cannot_notice_a_failure_are_told(monkeypatch):
-    monkeypatch.setattr(launch, "_NOTICE", 0.1)
+    monkeypatch.setattr(ranks, "_NOTICE", 0.1)
     waiting, failing = Rank(), Rank(1)
-    failed, _ = launch._watch([waiting, failing], 5, refuse_to_begin)
+    failed, _ = ranks._watch([waiting, failing], 5, refuse_to_begin)
     assert failed == (1, 1) and waiting.got == [signal.SIGTERM]
 
 
@@ -265,21 +265,21 @@ def test_ranks_that_cannot_notice_a_failure_are_told(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number, gpus):
     """They may wait for it where no signal reaches them: sooner where there are GPUs."""
-    monkeypatch.setattr(launch, "_GPUS", Path(gpus))
-    monkeypatch.setattr(launch, "_MOURN" if gpus == "/" else "_NOTICE", 0.1)
+    monkeypatch.setattr(ranks, "_GPUS", Path(gpus))
+    monkeypatch.setattr(ranks, "_MOURN" if gpus == "/" else "_NOTICE", 0.1)
     if gpus == "/":
-        monkeypatch.setattr(launch, "_NOTICE", 60)
+        monkeypatch.setattr(ranks, "_NOTICE", 60)
     waiting, killed = Rank(), Rank(-number)
-    failed, _ = launch._watch([waiting, killed], 5, refuse_to_begin)
+    failed, _ = ranks._watch([waiting, killed], 5, refuse_to_begin)
     assert failed == (1, -number) and waiting.got == [signal.SIGKILL]
 
 
-@pytest.mark.parametrize("statuses", [[-signal.SIGTERM], [exit_status.REQUEUE, -signal.SIGKILL]])
+@pytest.mark.parametrize("statuses", [[-signal.SIGTERM], [signals.REQUEUE, -signal.SIGKILL]])
 def test_ranks_that_may_be_saving_are_not_killed(monkeypatch, statuses):
-    monkeypatch.setattr(launch, "_GPUS", Path("/"))
-    monkeypatch.setattr(launch, "_MOURN", 0.0)
-    monkeypatch.setattr(launch, "_NOTICE", 0.1)
-    monkeypatch.setattr(launch, "_GRACE", 0.3)
+    monkeypatch.setattr(ranks, "_GPUS", Path("/"))
+    monkeypatch.setattr(ranks, "_MOURN", 0.0)
+    monkeypatch.setattr(ranks, "_NOTICE", 0.1)
+    monkeypatch.setattr(ranks, "_GRACE", 0.3)
     saving = Rank()
-    launch._watch([saving, *map(Rank, statuses)], 5, refuse_to_begin)
+    ranks._watch([saving, *map(Rank, statuses)], 5, refuse_to_begin)
     assert saving.got == [signal.SIGTERM]

@@ -25,11 +25,11 @@ from freescale.embedding.host_tables.homes import find_pages
 from freescale.embedding.host_tables.tiers import Disk, Host, format_bytes, parse_bytes
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, move_to_host, parse_placement
+from freescale.launch.ranks import Ended
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.checkpoint.delta import follow_changes
-from freescale.train.launch import Ended
 from freescale.train.snapshot.loading import load_state
 from freescale.transport.local import LocalTransport
 

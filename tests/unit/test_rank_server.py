@@ -24,8 +24,8 @@ from helpers.rank_servers import (
     start_server,
 )
 
-from freescale.train import rank_process, rank_server
-from freescale.train.launch import run_ranks, start_rank
+from freescale.launch import rank_process, rank_server
+from freescale.launch.ranks import run_ranks, start_rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are adopted on Linux")
 

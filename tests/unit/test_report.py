@@ -17,6 +17,7 @@ import pytest
 from helpers.report_cases import run_folder
 from rich.console import Console
 
+from freescale.launch.attempts import Ending, describe_restart
 from freescale.ledger.busy import sum_busy
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger
@@ -28,7 +29,6 @@ from freescale.report.console import _list_figures, print_quality
 from freescale.report.page import render_page
 from freescale.report.runs import read_run, read_runs
 from freescale.report.timeline import RANKS, STEPS, build_timeline, choose_ranks
-from freescale.train.attempts import Ending, describe_restart
 
 
 class Page(HTMLParser):

@@ -127,7 +127,7 @@ def test_the_page_shows_them_and_names_what_is_read():
     )
     joined = re.findall(
         r'"([A-Z_]+)": ',
-        (ROOT / "src" / "freescale" / "train" / "launch.py").read_text(encoding="utf-8"),
+        (ROOT / "src" / "freescale" / "launch" / "ranks.py").read_text(encoding="utf-8"),
     )
     # what our own launcher tells its ranks
     assert named == set(joined) - {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}

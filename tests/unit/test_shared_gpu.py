@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from freescale.train import launch
+from freescale.launch import ranks
 from freescale.transport.connect import choose_device, take_gpu
 from freescale.transport.shared_gpu import PART, GpuBusy, count_queues, list_settings
 
@@ -95,9 +95,9 @@ def test_a_rank_whose_gpu_is_busy_is_started_again_alone(tmp_path, monkeypatch, 
     """The other one waits for it; a GPU that stays busy fails the run."""
     (tmp_path / "gpu_program.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr(launch, "_NOTICE", 0.2)
-    monkeypatch.setattr(launch, "_BUSY", 240.0 if refusals == 2 else 1.0)
-    ended = launch.run_ranks([str(tmp_path), str(refusals)], 2, module="gpu_program", seconds=240)
+    monkeypatch.setattr(ranks, "_NOTICE", 0.2)
+    monkeypatch.setattr(ranks, "_BUSY", 240.0 if refusals == 2 else 1.0)
+    ended = ranks.run_ranks([str(tmp_path), str(refusals)], 2, module="gpu_program", seconds=240)
     starts = [len(list(tmp_path.glob(f"{rank}-*"))) for rank in range(2)]
     if refusals == 2:
         assert ended.failed is None and starts == [1, 3]

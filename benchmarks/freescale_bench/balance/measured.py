@@ -21,12 +21,12 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.batch import Jagged, SequenceBatch
+from freescale.launch.ranks import is_rank
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
-from freescale.train.launch import is_rank
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.pinned import run_pinned_ranks
 from freescale_bench.common.ranks import join, start_ranks

@@ -18,7 +18,7 @@ def run_pinned_ranks(
         raise SystemExit(
             f"{world} timed ranks need {world} cores, this machine has {os.cpu_count()}"
         )
-    from freescale.train.launch import find_free_port
+    from freescale.launch.ranks import find_free_port
 
     context = multiprocessing.get_context("spawn")
     queue, port = context.Queue(), find_free_port()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from freescale.train.launch import is_rank, launch
+from freescale.launch.ranks import is_rank, launch
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 from freescale.transport.process_group import ProcessGroupTransport

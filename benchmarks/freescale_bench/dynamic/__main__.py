@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _step(options: argparse.Namespace) -> int:
-    from freescale.train.launch import is_rank
+    from freescale.launch.ranks import is_rank
     from freescale_bench.dynamic.step import bench_step, choose_setting
 
     setting = choose_setting(options.device, options.nproc, not options.trial, vars(options))

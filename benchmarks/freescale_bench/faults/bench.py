@@ -35,8 +35,8 @@ from faults.storm import Storm
 from faults.strikes import Strikes
 from faults.testbed import LocalTestbed, adopt_orphans, mount_disk
 
+from freescale.launch.rank_process import preload
 from freescale.ledger.machine import get_gpu_name
-from freescale.train.rank_process import preload
 from freescale_bench.common.hosts import Network, open_hosts
 from freescale_bench.common.ranks import share_gpu
 from freescale_bench.common.results import Destination, write

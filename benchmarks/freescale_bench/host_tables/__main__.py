@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _place(options: argparse.Namespace) -> int:
-    from freescale.train.launch import is_rank
+    from freescale.launch.ranks import is_rank
     from freescale_bench.host_tables.setting import choose_setting
 
     setting = choose_setting(options.device, options.nproc, not options.trial, vars(options))

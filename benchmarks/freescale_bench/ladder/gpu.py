@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
-from freescale.train.launch import is_rank
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Claim, Destination, Row, claim, write
 from freescale_bench.common.spread import spread

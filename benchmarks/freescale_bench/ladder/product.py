@@ -24,9 +24,9 @@ from torch import Tensor
 
 from freescale.config import RunConfig
 from freescale.data.synthetic import generate
+from freescale.launch.ranks import is_rank
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
-from freescale.train.launch import is_rank
 from freescale.train.trainer import Trainer
 from freescale_bench.common.arm import open_transport, wait_for_lanes
 from freescale_bench.common.ranks import join, start_ranks

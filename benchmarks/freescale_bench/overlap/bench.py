@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from freescale.kernels.dispatch import has_triton
+from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import describe_machine, get_gpu_settings, get_versions
-from freescale.train.launch import is_rank
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.terminal import show_table
 from freescale_bench.overlap.arms import SECONDS, Bed

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
+from freescale.launch.ranks import is_rank
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
 from freescale.pipeline.staged import Staged
-from freescale.train.launch import is_rank
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.ranks import join, start_ranks

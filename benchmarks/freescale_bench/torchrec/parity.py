@@ -20,9 +20,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import freescale
+from freescale.launch.ranks import is_rank
 from freescale.torchrec import Pipeline, load_checkpoint, parallelize
 from freescale.torchrec.sharded_model import ShardedModel
-from freescale.train.launch import is_rank
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Destination, Row, claim, write

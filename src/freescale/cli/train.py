@@ -16,7 +16,7 @@ from freescale.cli.options import add_settings, format_arguments
 from freescale.cli.progress import show_progress
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.recipe import list_recipes
-from freescale.train.launch import follow_launcher, is_rank
+from freescale.launch.ranks import follow_launcher, is_rank
 from freescale.worker_server import may_have_gpu, start_early
 
 _DISTRIBUTION, _OUTPUT = "Distribution", "Output"
@@ -178,7 +178,7 @@ def train_run(
         if restarts or (nproc > 1 and config.train.snapshot_every):
             return _launch_with_restarts(nproc, run_folder, resume, port, given, restarts)
         if nproc > 1:
-            from freescale.train.launch import launch
+            from freescale.launch.ranks import launch
 
             # without a folder, rank 0 finds a name that is free
             where = ["--folder", str(run_folder)] if run_folder else []
@@ -218,8 +218,10 @@ def _launch_with_restarts(
     restarts: int,
 ) -> int:
     """Also of a run with snapshots that is not to be started again: they go with it."""
-    from freescale.train.restarts import launch_with_restarts
+    from freescale.launch.restarts import launch_with_restarts
     from freescale.train.run_folder import new_folder
+    from freescale.train.snapshot.keeper_link import end_keeper
+    from freescale.transport.machine import identify_machine
 
     if restarts and resume not in (None, "last", "auto"):
         raise ValueError(
@@ -235,7 +237,10 @@ def _launch_with_restarts(
     name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
     folder = run_folder or new_folder(Path("runs") / name)
     arguments = ["train", *format_arguments(given), "--folder", str(folder)]
-    status = launch_with_restarts(arguments, nproc, port, restarts, folder, resume)
+    status = launch_with_restarts(
+        *(arguments, nproc, port, restarts, folder, resume),
+        end_snapshots=lambda: end_keeper(folder, identify_machine()),
+    )
     if run_folder is None:
         with suppress(OSError):  # a run that never began leaves no folder
             folder.rmdir()
@@ -347,7 +352,7 @@ def evaluate(
                 "where it is with --data"
             ) from None
         if nproc > 1:
-            from freescale.train.launch import launch
+            from freescale.launch.ranks import launch
 
             options = format_arguments({**given, "checkpoint": checkpoint, "ranks": ranks})
             arguments = ["eval", str(run_folder), "--part", part, *options]
@@ -400,7 +405,7 @@ def demo(nproc: int, run_folder: Path | None) -> int:
 
 def run_demo(nproc: int, run_folder: Path | None) -> int:
     """Returns the exit status."""
-    from freescale.train.demo import (
+    from freescale.cli.demo import (
         DEMO_SETTINGS,
         choose_demo_ranks,
         compare_schedules,

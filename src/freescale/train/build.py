@@ -35,7 +35,7 @@ from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import Popularity, evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
-from freescale.train.ranks import SampleRanks
+from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
 

@@ -24,7 +24,7 @@ from freescale.kernels.reference.scores import (
 )
 from freescale.train.evaluate import gather_rows, visit_batches
 from freescale.train.metrics import MISS, ranking_quality
-from freescale.train.ranks import SampleRanks
+from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
 # [rows] counts of all items, or what finds those of ids [n]

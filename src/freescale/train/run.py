@@ -15,14 +15,13 @@ from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.data.histories import HistoriesFile
 from freescale.data.ids import VOCABULARY, check_vocabulary, find_vocabulary
+from freescale.launch.attempts import AUTO
+from freescale.launch.signals import StopSignals, choose_status
 from freescale.train.build import build_model, evaluate_part, load_histories
 from freescale.train.checkpoint import Checkpoints, Intact
-from freescale.train.exit_status import choose_status
 from freescale.train.metrics_log import to_json
 from freescale.train.progress import ConsoleProgress
-from freescale.train.ranks import SampleRanks, write_ranks
-from freescale.train.run_folder import AUTO
-from freescale.train.stop_signals import StopSignals
+from freescale.train.sample_ranks import SampleRanks, write_ranks
 from freescale.train.trainer import Trainer
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
@@ -46,7 +45,7 @@ def run_training(
         worker_server: what data workers will be forked from, where the run is to have any.
 
     Returns:
-        The exit status: 0, or after a signal that of exit_status.py.
+        The exit status: 0, or after a signal that of `choose_status`.
     """
     # before the ranks meet: it may take long, and its errors are the same on every rank
     path = prepare()

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from freescale.file_lock import lock
-from freescale.train.attempts import (
+from freescale.launch.attempts import (
+    AUTO,
     STOPPED,
     Ending,
     describe_restart,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:  # imports torch, which `new_folder` does not need
     from freescale.transport.api import Transport
 
 LOCK = ".lock"
-AUTO = "auto"  # resume what the folder holds, or begin
 # What a run writes besides its checkpoints.
 _WRITTEN = (
     "config.json",

@@ -11,6 +11,9 @@ from typing import Any
 
 from freescale.config import RunConfig
 from freescale.data.ids import find_vocabulary
+from freescale.launch.attempts import AUTO
+from freescale.launch.ranks import has_launcher
+from freescale.launch.signals import StopSignals
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
 from freescale.train import milestones
@@ -28,15 +31,13 @@ from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
-from freescale.train.launch import has_launcher
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.position import Position, count_steps
 from freescale.train.progress import TensorBoardLog
 from freescale.train.resume import begin_or_resume, complete_run, give_up_later, remembers
-from freescale.train.run_folder import AUTO, RunFolder
+from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
 from freescale.train.snapshot.snapshots import Snapshots
-from freescale.train.stop_signals import StopSignals
 from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect

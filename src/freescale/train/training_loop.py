@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, cast
 from freescale.batch import SequenceBatch
 from freescale.data.splits import WANTED
 from freescale.data.workers import read_ahead
+from freescale.launch.signals import StopSignals
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
 from freescale.train.milestones import save_checkpoint, take_snapshot, validate_if_due
 from freescale.train.rollback import roll_back
-from freescale.train.stop_signals import StopSignals
 from freescale.worker_server import count_workers
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """The process that ranks are forked from after a failure, and what becomes a rank of it.
-`freescale.train.rank_server` starts it.
+`freescale.launch.rank_server` starts it.
 
 It imports what a run needs and nothing else: neither CUDA nor threads survive a fork. A new rank is
 made by two forks. The process between ends at once, so that the rank becomes a child of the
@@ -31,7 +31,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from freescale.train.stop_signals import SIGNALS
+from freescale.launch.signals import SIGNALS
 
 PROCESS = struct.Struct("<i")
 PATIENCE = 10.0  # seconds until launcher and rank give up on each other
@@ -39,7 +39,7 @@ PATIENCE = 10.0  # seconds until launcher and rank give up on each other
 # whose cores are all busy a minute; the greatest niceness would make that five.
 _NICENESS = 10
 _NEEDED = (
-    *("freescale.train.run", "freescale.train.restarts", "freescale.report.console"),
+    *("freescale.train.run", "freescale.launch.restarts", "freescale.report.console"),
     *("torch._dynamo", "torch.onnx", "triton.language", "numpy.random", "rich.progress"),
     *("rich.console", "rich.table"),
 )

@@ -19,8 +19,6 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import NoReturn
 
-from freescale.train.exit_status import choose_status
-
 SILENCE = 10.0  # seconds without a step, after the signal, until this rank ends without saving
 # seconds in which a second Ctrl-C is the first one, passed on by whoever started this process
 SAME_PRESS = 1.0
@@ -29,6 +27,17 @@ SAME_NOTICE = 5.0
 _SLOW_STEPS = 3  # the silence may last as long as this many steps, where those are slower than that
 _LOOK = 0.25  # seconds between two looks at the clock, after the signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A scheduler's signal stopped the run, and it can go on where it was: start the same command again.
+# It is EX_TEMPFAIL of sysexits.h, which schedulers can be told to requeue on.
+REQUEUE = 75
+
+
+def choose_status(stopped: int) -> int:
+    """The exit status of a run that ended as it should, or that signal `stopped` ended: after
+    Ctrl-C, which comes from a person, the shell's own."""
+    if not stopped:
+        return 0
+    return 128 + stopped if stopped == signal.SIGINT else REQUEUE
 
 
 def is_second(number: int, seconds: float) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = ".attempt"
+AUTO = "auto"  # --resume: go on with what the folder holds, or begin
 _BEGUN = "begun.json"
 
 # Kinds of ends that are not the name of an exception.

@@ -1,23 +1,26 @@
 """Ranks that start without importing torch: after a failure they are forked from a process that has
 done so while the ranks before them trained. The launcher's end of it; the other one is
-`freescale.train.rank_process`."""
+`freescale.launch.rank_process`."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import IO
 
-from freescale.train.forked_rank import ForkedRank
-from freescale.train.launch import RANK_VARIABLES, RankProcess, start_rank
-from freescale.train.rank_process import PATIENCE, PROCESS
+from freescale.launch.rank_process import PATIENCE, PROCESS
+from freescale.launch.ranks import RANK_VARIABLES, RankProcess, start_rank
 
-_START = "from freescale.train.rank_process import main; main({fd})"
+_START = "from freescale.launch.rank_process import main; main({fd})"
 _BECOME_REAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl
 
 _Inherited = tuple[dict[str, str], set[int]]  # environment variables, cores
@@ -26,6 +29,50 @@ _Inherited = tuple[dict[str, str], set[int]]  # environment variables, cores
 def is_supported() -> bool:
     """Whether a process can adopt what a child of it has forked: Linux."""
     return sys.platform.startswith("linux")
+
+
+class ForkedRank:
+    """A rank that is a child of this process, but was not started by `subprocess`: the verbs of a
+    Popen that ranks.py uses."""
+
+    def __init__(self, pid: int, stderr: IO[str]) -> None:
+        self.pid, self.stderr = pid, stderr
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        # held: by another thread, or by the code that the handler of a signal has interrupted
+        if self.returncode is None and self._lock.acquire(blocking=False):
+            try:
+                self.returncode = self._find_status()
+            finally:
+                self._lock.release()
+        return self.returncode
+
+    def _find_status(self) -> int | None:
+        try:
+            child, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:  # somebody else has its status: it may have failed
+            return 1
+        return os.waitstatus_to_exitcode(status) if child else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class RankServer:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from freescale.train.attempts import (
+from freescale.launch.attempts import (
+    AUTO,
     KILLED,
     Ending,
     explain_repeated,
@@ -16,11 +17,8 @@ from freescale.train.attempts import (
     find_repeated,
     note_end,
 )
-from freescale.train.launch import Ended, report_end, run_ranks
-from freescale.train.rank_server import open_rank_server
-from freescale.train.run_folder import AUTO
-from freescale.train.snapshot.keeper_link import end_keeper
-from freescale.transport.machine import identify_machine
+from freescale.launch.rank_server import open_rank_server
+from freescale.launch.ranks import Ended, report_end, run_ranks
 
 
 def launch_with_restarts(
@@ -30,6 +28,7 @@ def launch_with_restarts(
     restarts: int,
     folder: Path,
     resume: str | None,
+    end_snapshots: Callable[[], object],
 ) -> int:
     """Runs `freescale ARGUMENTS` as local ranks, and again after a failure.
 
@@ -44,6 +43,7 @@ def launch_with_restarts(
         restarts: at most; with 0 nothing is started again.
         folder: of the run.
         resume: of the first attempt.
+        end_snapshots: drops the snapshots in this machine's memory.
 
     Returns:
         The exit status, as of `launch`.
@@ -60,7 +60,7 @@ def launch_with_restarts(
             _note_death(folder, ended)
             if not restarts:
                 if resume != AUTO:  # else whoever said so starts it again
-                    end_keeper(folder, identify_machine())
+                    end_snapshots()
                 return report_end(ended)
             begun = find_begin(folder) not in (None, begun_before)
             reason = _refuse_restart(folder, before, ended, begun)
@@ -68,7 +68,7 @@ def launch_with_restarts(
                 reason = f"--restarts {restarts}: it was the last"
             if reason:
                 print(f"freescale: not started again: {reason}", file=sys.stderr)
-                end_keeper(folder, identify_machine())
+                end_snapshots()
                 return report_end(ended)
             print(
                 f"freescale: {ended.describe()}; starting all ranks again, "

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
-from freescale.train.exit_status import REQUEUE
-from freescale.train.stop_signals import SIGNALS, is_second
+from freescale.launch.signals import REQUEUE, SIGNALS, is_second
 from freescale.transport.shared_gpu import GpuBusy
 from freescale.worker_server import count_cores
 
@@ -152,7 +151,7 @@ def launch(
         seconds: a limit, after which all ranks are stopped.
 
     Returns:
-        0 if all ranks succeeded, 1 after a failure, the status of exit_status.py if they stopped
+        0 if all ranks succeeded, 1 after a failure, the status of `choose_status` if they stopped
         for a signal.
 
     Raises:
