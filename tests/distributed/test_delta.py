@@ -18,7 +18,7 @@ from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
 from freescale.embedding.capture import Capture
-from freescale.train.checkpoint import Checkpoints, Damaged, on_all_ranks
+from freescale.train.checkpoint import Checkpoints, Damaged, errors
 from freescale.train.checkpoint import checkpoints as module
 from freescale.train.export import export_checkpoint
 from freescale.transport.local import LocalTransport
@@ -55,14 +55,14 @@ class NotedCapture(Capture):
 
 def refuse_on_all_ranks(transport, chain, parallel, dense):
     """The last rank cannot write: all hear of it where they wait."""
-    write = on_all_ranks.FileSystemWriter.write_data
+    write = errors.FileSystemWriter.write_data
 
     def fail(self, *arguments):
         if transport.rank == transport.world - 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, *arguments)
 
-    on_all_ranks.FileSystemWriter.write_data = fail
+    errors.FileSystemWriter.write_data = fail
     chain.save(parallel, dense, {"step": STEPS + 1})
     with pytest.raises(ValueError, match="the disk is full"):
         chain.wait()

@@ -56,7 +56,7 @@ MOMENTS = (
     Moment(CHECKPOINT, "copied", f"{_CHECKPOINT}.checkpoints:Checkpoints.save", after=True),
     Moment(CHECKPOINT, "make folder", f"{_FILES}.begin", rank_0=True),
     Moment(CHECKPOINT, "write tensors", f"{_WRITING}:write_tensors"),
-    Moment(CHECKPOINT, "write file", f"{_CHECKPOINT}.on_all_ranks:CheckpointWriter.write_data"),
+    Moment(CHECKPOINT, "write file", f"{_CHECKPOINT}.errors:CheckpointWriter.write_data"),
     Moment(CHECKPOINT, "tensors are written", f"{_WRITING}:write_tensors", after=True),
     Moment(CHECKPOINT, "write state", f"{_WRITING}:write_state", rank_0=True),
     Moment(CHECKPOINT, "rename", f"{_FILES}.finish", rank_0=True),

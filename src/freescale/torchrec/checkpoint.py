@@ -27,12 +27,8 @@ from freescale.torchrec.rows_by_id import collect_block, put_rows
 from freescale.torchrec.sharded_model import ShardedModel
 from freescale.train.checkpoint.delta import mark_all_changed
 from freescale.train.checkpoint.model import collect_dense, list_state, shard_over_ranks
-from freescale.train.checkpoint.on_all_ranks import (
-    describe_error,
-    run_on_all_ranks,
-    run_on_rank_0,
-)
 from freescale.train.checkpoint.writing import write_tensors
+from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
 
 

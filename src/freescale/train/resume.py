@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from freescale.train import milestones
 from freescale.train.checkpoint import Damaged
-from freescale.train.checkpoint.on_all_ranks import run_on_rank_0
 from freescale.train.metrics_log import truncate_logs, was_tested
+from freescale.transport.failures import run_on_rank_0
 
 if TYPE_CHECKING:
     from freescale.train.snapshot.restoring import Restoring

@@ -10,10 +10,10 @@ which hold of the tables only the rows that changed (delta.py, chain.py).
 
 from freescale.train.checkpoint.chain import Intact, last_intact, verify_checkpoint
 from freescale.train.checkpoint.checkpoints import Checkpoints
+from freescale.train.checkpoint.errors import explain_errors
 from freescale.train.checkpoint.files import Damaged
 from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.finite_check import NotFinite
-from freescale.train.checkpoint.on_all_ranks import explain_errors
 from freescale.train.checkpoint.safe_reader import SafeReader
 
 __all__ = [

@@ -25,8 +25,8 @@ from freescale.train.checkpoint.files import (
     read_state,
     sum_state,
 )
-from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks
 from freescale.transport.api import Transport
+from freescale.transport.failures import run_on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from freescale.train.checkpoint.model import (
     name_parameters,
     pack_extra,
 )
-from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks, run_on_rank_0
 from freescale.train.checkpoint.optimizer import refuse_before_it_steps
 from freescale.train.checkpoint.paced_planner import PacedPlanner
 from freescale.train.checkpoint.parent import Parent
 from freescale.train.checkpoint.writing import Beside, await_rows, write_checkpoint
 from freescale.transport.api import Transport
+from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from freescale.embedding.layout import ShardLayout
 from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.chain import Intact
-from freescale.train.checkpoint.on_all_ranks import explain_errors
+from freescale.train.checkpoint.errors import explain_errors
 from freescale.train.checkpoint.safe_reader import SafeReader
 
 Span = list[int]  # [count, first position, last position] of a rank's changed rows of a table

@@ -17,6 +17,7 @@ from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.chain import Intact
 from freescale.train.checkpoint.compression_state import CompressionState
 from freescale.train.checkpoint.delta import apply_deltas, list_parts, mark_all_changed
+from freescale.train.checkpoint.errors import explain_errors
 from freescale.train.checkpoint.model import (
     collect_dense,
     collect_random,
@@ -28,12 +29,12 @@ from freescale.train.checkpoint.model import (
     restore_extra,
     restore_random,
 )
-from freescale.train.checkpoint.on_all_ranks import explain_errors, run_on_all_ranks
 from freescale.train.checkpoint.optimizer import unpack_optimizer
 from freescale.train.checkpoint.packing import Unpacker
 from freescale.train.checkpoint.safe_reader import SafeReader
 from freescale.train.checkpoint.writing import coordinate
 from freescale.transport.api import Transport
+from freescale.transport.failures import run_on_all_ranks
 
 
 def load_checkpoint(

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from freescale.train.checkpoint.chain import Intact, find_needed, verify_checkpoint
 from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.delta import TablePart, apply_deltas
+from freescale.train.checkpoint.errors import explain_errors
 from freescale.train.checkpoint.files import FORMAT, CheckpointFolder, Damaged, read_state
 from freescale.train.checkpoint.find import find_best_step
-from freescale.train.checkpoint.on_all_ranks import explain_errors
 from freescale.train.checkpoint.safe_reader import SafeReader
 from freescale.train.checkpoint.writing import write_checkpoint
 from freescale.transport.local import LocalTransport

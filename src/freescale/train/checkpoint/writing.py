@@ -17,18 +17,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.embedding.capture import Capture
 from freescale.train.checkpoint.contents import Contents
+from freescale.train.checkpoint.errors import CheckpointWriter, explain_errors
 from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
 from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
-from freescale.train.checkpoint.on_all_ranks import (
-    CheckpointWriter,
-    describe_error,
-    explain_errors,
-    run_on_all_ranks,
-    run_on_rank_0,
-)
 from freescale.train.checkpoint.paced_planner import PacedPlanner, Series
 from freescale.train.checkpoint.state_copies import StateCopies
 from freescale.transport.api import Transport
+from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.threads import start_thread
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.files import Damaged
-from freescale.train.checkpoint.on_all_ranks import run_on_all_ranks
 from freescale.train.snapshot.chain import check_link, label_link
 from freescale.train.snapshot.choice import Choice, Link, choose_snapshots, explain_none
 from freescale.train.snapshot.exchange import exchange_files
@@ -24,6 +23,7 @@ from freescale.train.snapshot.keeper_link import KeeperLink
 from freescale.train.snapshot.loading import load_state, refuse_other
 from freescale.train.snapshot.segment import Segment
 from freescale.transport.api import Transport
+from freescale.transport.failures import run_on_all_ranks
 
 
 @dataclass

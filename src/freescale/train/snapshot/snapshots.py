@@ -15,7 +15,6 @@ from torch import Tensor
 
 from freescale.embedding.capture import Capture
 from freescale.ledger.ledger import ThreadLedger
-from freescale.train.checkpoint.on_all_ranks import describe_error, run_on_all_ranks
 from freescale.train.checkpoint.writing import await_rows
 from freescale.train.snapshot.chain import describe_segment
 from freescale.train.snapshot.choice import Link, choose_buddies
@@ -28,6 +27,7 @@ from freescale.train.snapshot.restoring import Restoring, clear_snapshots
 from freescale.train.snapshot.segment import Segment, write_segment
 from freescale.train.snapshot.state_file import StateFile
 from freescale.transport.api import Transport
+from freescale.transport.failures import describe_error, run_on_all_ranks
 from freescale.transport.machine import identify_machine
 from freescale.transport.threads import start_thread
 
