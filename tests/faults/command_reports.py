@@ -13,7 +13,9 @@ from freescale.launch import rank_process
 from freescale.launch.ranks import has_launcher
 
 STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the logs, for ranks
-_PATIENCE = 60.0  # seconds that a rank waits for the process that the next ones are forked from
+# Seconds that a rank waits for the process that the next ones are forked from. It imports at a lower
+# priority, which takes minutes on a busy machine; the storm gives up after five without a step.
+_PATIENCE = 240.0
 
 
 def hook_server() -> None:
