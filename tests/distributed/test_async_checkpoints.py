@@ -14,7 +14,7 @@ from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.train.callbacks import Callback
 from freescale.train.checkpoint import Checkpoints, NotFinite, checkpoints, on_all_ranks
 from freescale.train.trainer import Trainer

@@ -14,8 +14,8 @@ import freescale
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
-from freescale.data.loader import Histories
-from freescale.data.synthetic import generate
+from freescale.data.batches.loader import Histories
+from freescale.data.synthetic.generate import generate
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.local import LocalTransport

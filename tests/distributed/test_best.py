@@ -12,7 +12,7 @@ import torch
 from helpers.ranks import run_ranks
 
 from freescale import Callback, RunConfig, Trainer
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.train.best import Best
 from freescale.train.export import export_run
 from freescale.train.run import evaluate_checkpoint

@@ -10,7 +10,7 @@ import pytest
 from helpers.ranks import run_ranks
 
 from freescale import Callback, RunConfig, Trainer
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.transport.failures import RemoteError
 from freescale.transport.local import LocalTransport
 

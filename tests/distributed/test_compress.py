@@ -18,7 +18,7 @@ from torch import nn
 
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.thresholded import ThresholdedGradients, Thresholding
 from freescale.train.checkpoint import Checkpoints

@@ -12,8 +12,8 @@ from helpers.ranks import run_ranks
 from helpers.training import gather_tables
 
 from freescale import RunConfig, Trainer
-from freescale.data.loader import Histories
-from freescale.data.synthetic import generate
+from freescale.data.batches.loader import Histories
+from freescale.data.synthetic.generate import generate
 from freescale.transport.local import LocalTransport
 
 BAD = 6  # the number of a batch; 3 are an epoch

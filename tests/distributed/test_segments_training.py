@@ -13,7 +13,7 @@ from helpers.small_runs import interactions, metrics, train
 
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.prepare import prepare
+from freescale.data.ingest.prepare import prepare
 from freescale.train.build import build_balancer, build_model, load_histories
 
 CUT = [

@@ -14,7 +14,7 @@ from helpers.ranks import gather_ranks, run_ranks
 from helpers.training import gather_tables
 
 from freescale import RunConfig, Trainer
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.launch.attempts import read_restarts
 from freescale.train.callbacks import Callback
 from freescale.train.checkpoint.files import read_state

@@ -9,8 +9,8 @@ from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
 import freescale
-from freescale.data.loader import Histories
-from freescale.data.synthetic import generate
+from freescale.data.batches.loader import Histories
+from freescale.data.synthetic.generate import generate
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.local import LocalTransport

@@ -15,7 +15,7 @@ from helpers.command import freescale
 from freescale.cli import demo
 from freescale.cli import train as cli
 from freescale.cli.options import format_arguments
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 
 SMALL = {
     "global_batch": 8,

@@ -13,7 +13,7 @@ import pytest
 from freescale_bench.common.hosts import Network, open_hosts
 from helpers.command import torchrun
 
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29544  # inside the namespaces, which have ports of their own

@@ -13,7 +13,7 @@ import pytest
 from faults.proof import compare_states, read_final_state
 from helpers.command import Begun, freescale, wait_for
 
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 
 SMALL = ["--device", "cpu", "--global-batch", 16, "--width", 8, "--layers", 1, "--negatives", 8]
 SMALL += ["--max-length", 20, "--split", "none", "--log-every", 1, "--placement", "sharded"]

@@ -17,7 +17,7 @@ from helpers.command import Begun, freescale, wait_for
 from helpers.ranks import CONTEXT, gather_ranks
 
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.train import run_folder as module
 from freescale.train.run_folder import RunFolder
 from freescale.train.trainer import Trainer

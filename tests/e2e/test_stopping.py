@@ -16,7 +16,7 @@ import pytest
 from helpers.command import Begun, freescale, torchrun, wait_for
 from helpers.ranks import CONTEXT, gather_ranks
 
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.launch import signals
 from freescale.launch.signals import REQUEUE, StopSignals
 from freescale.train.run import resume_command

@@ -83,9 +83,9 @@ MOMENTS = (
     Moment(MEETING, "connect", "train.run:connect"),
     Moment(MEETING, "make groups", "transport.connect:_join"),
     Moment(MEETING, "connected", "train.run:connect", after=True),
-    Moment(PREPARE, "build histories", "data.prepare:build_histories"),
-    Moment(PREPARE, "write histories", "data.history_builder:HistoriesWriter.write"),
-    Moment(PREPARE, "histories are written", "data.prepare:build_histories", after=True),
+    Moment(PREPARE, "build histories", "data.ingest.prepare:build_histories"),
+    Moment(PREPARE, "write histories", "data.ingest.history_builder:HistoriesWriter.write"),
+    Moment(PREPARE, "histories are written", "data.ingest.prepare:build_histories", after=True),
 )
 
 

@@ -176,7 +176,7 @@ def test_the_ledger_adds_no_synchronization():
 
 
 def test_command_line(tmp_path):
-    from freescale.data.synthetic import generate
+    from freescale.data.synthetic.generate import generate
 
     generate(
         tmp_path / "data.parquet",

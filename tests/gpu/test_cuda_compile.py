@@ -7,7 +7,7 @@ import torch
 
 from freescale import RunConfig, Trainer
 from freescale.config import DataConfig, ModelConfig, TrainConfig
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.ledger.compilations import watch_compilations
 from freescale.train.callbacks import Callback
 

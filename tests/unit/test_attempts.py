@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from freescale import Callback, RunConfig, Trainer
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.launch import attempts, restarts
 from freescale.launch.attempts import AUTO, KILLED, LOST, STOPPED, Ending, choose_cause, is_repeated
 from freescale.launch.ranks import Ended

@@ -161,7 +161,7 @@ def test_users_are_compared_with_themselves():
 
 
 def test_the_peer_reads_the_same_events(data, tmp_path):
-    from freescale.data.prepare import prepare
+    from freescale.data.ingest.prepare import prepare
 
     histories = prepare(str(data), tmp_path / "cache", "auto", None, None)
     write_interactions(histories, tmp_path / "events.parquet")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from freescale.data import Histories, digest, prepare
+from freescale.data import Histories, prepare
+from freescale.data.ingest import digest
 
 TIME = (1_700_000_000, 1_700_000_000)  # as an archive or an image gives it to every file
 

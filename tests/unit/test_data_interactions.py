@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from freescale.data import tables, text_blocks
-from freescale.data.interactions import read_interactions
+from freescale.data.ingest import tables, text_blocks
+from freescale.data.ingest.interactions import read_interactions
 
 
 def rows(path: Path | list[Path], format: str = "auto") -> list[dict]:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.data import Histories, prefetch
+from freescale.data.batches.negative_draws import draw_negatives
+from freescale.data.batches.negatives import choose_negatives_per
+from freescale.data.batches.splits import LEAST_EVENTS, Split, find_window
 from freescale.data.histories import RowGroup
-from freescale.data.negative_draws import draw_negatives
-from freescale.data.negatives import choose_negatives_per
-from freescale.data.splits import LEAST_EVENTS, Split, find_window
 from freescale.random import derive, hash_name, integers
 
 USERS, GROUP = 53, 6  # 9 row groups, the last one short

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.data import histories_writer, history_builder, prepare, tables
+from freescale.data import histories_writer, prepare
+from freescale.data.ingest import history_builder, tables
 
 events = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 30), st.integers(-5, 5), st.integers(0, 9)),

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.config.columns import Label, parse_columns, parse_labels
-from freescale.data import prepare, read_interactions, text_blocks
+from freescale.data import prepare, read_interactions
 from freescale.data.histories import HistoriesFile
-from freescale.data.ids import is_huge
+from freescale.data.ingest import text_blocks
+from freescale.data.ingest.ids import is_huge
 
 EVENTS = [(196, 242, 881250949), (186, 302, 891717742), (196, 51, 881250949)]
 

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from freescale.data import Histories, collision_rate, generate, prepare
+from freescale.data import Histories, generate, prepare
+from freescale.data.synthetic import collision_rate
 
 SMALL = {"users": 1100, "items": 5000, "median": 20, "cap": 200, "global_batch": 100}
 

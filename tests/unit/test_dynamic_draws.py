@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.loader import Histories
+from freescale.data.batches.loader import Histories
 from freescale.embedding.dynamic.draws import MOST_BUCKETS, SAMPLE, DrawCounts
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.cli.main import main
-from freescale.data import hashed_ids
-from freescale.data.hashed_ids import HashedIds, hash_ids
+from freescale.data.batches.loader import Histories
 from freescale.data.histories import HistoriesFile
-from freescale.data.loader import Histories
-from freescale.data.prepare import prepare
+from freescale.data.ingest import hashed_ids
+from freescale.data.ingest.hashed_ids import HashedIds, hash_ids
+from freescale.data.ingest.prepare import prepare
 from freescale.train.evaluate_retrieval import _list_seen, _pad
 
 LEAST, MOST = -(1 << 63), (1 << 63) - 1

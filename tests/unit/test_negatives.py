@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from freescale.config import RunConfig
 from freescale.data import Histories
-from freescale.data import negatives as module
-from freescale.data.alias import AliasTable
+from freescale.data.batches import negatives as module
+from freescale.data.batches.alias import AliasTable
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from freescale.cli.main import main
 from freescale.config import SimulateConfig
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.simulate.calibrate import calibrate, fit_shape
 from freescale.simulate.compute import Model, list_calibrations, load_calibration, parse_calibration
 from freescale.simulate.run import run_simulation

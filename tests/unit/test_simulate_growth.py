@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from freescale.config import SimulateConfig
-from freescale.data.loader import Histories
+from freescale.data.batches.loader import Histories
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic, Seen

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from freescale.cli.main import main
 from freescale.config import RunConfig, SimulateConfig
-from freescale.data.loader import Histories
-from freescale.data.prepare import prepare
+from freescale.data.batches.loader import Histories
+from freescale.data.ingest.prepare import prepare
 from freescale.simulate.inputs import build_model, describe_training, list_omissions, read_workload
 from freescale.simulate.network import load_preset
 from freescale.simulate.placed_tables import place_tables

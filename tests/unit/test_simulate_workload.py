@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.data.loader import Histories
-from freescale.data.synthetic import generate
+from freescale.data.batches.loader import Histories
+from freescale.data.synthetic.generate import generate
 from freescale.embedding.collision import collision_masks
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.recorded_workload import RecordedWorkload

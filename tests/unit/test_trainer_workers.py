@@ -9,7 +9,7 @@ import pytest
 
 from freescale import RunConfig, Trainer
 from freescale.config import DataConfig, ModelConfig, TrainConfig
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.worker_server import WorkerServer, start_early
 
 

@@ -23,7 +23,7 @@ from helpers.worker_processes import (
 
 from freescale.batch import SequenceBatch
 from freescale.data import Histories, generate
-from freescale.data.workers import WorkerLoader, read_ahead
+from freescale.data.batches.workers import WorkerLoader, read_ahead
 from freescale.worker_server import WorkerServer, choose_workers
 
 
@@ -191,7 +191,7 @@ def test_workers_end_with_the_trainer(tmp_path):
     told = tmp_path / "workers"
     program = (
         f"import os, signal, sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}]\n"
-        "from freescale.data.workers import WorkerLoader\n"
+        "from freescale.data.batches.workers import WorkerLoader\n"
         "from helpers.worker_processes import Counting, read_children\n"
         "loader = WorkerLoader(Counting(1 << 30), 2)\n"
         "loader.wait_until_up()\n"

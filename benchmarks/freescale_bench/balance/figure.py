@@ -50,7 +50,7 @@ def read_lengths(path: Path | None, samples: int) -> np.ndarray:
         return np.clip(
             np.rint(np.exp(random.normal(np.log(3000), 1.0, samples))), 1, 21_000
         ).astype(np.int64)
-    from freescale.data.loader import Histories
+    from freescale.data.batches.loader import Histories
 
     data = Histories(
         path, samples, max_length=21_000, split="none", negatives=1, in_batch_share=0.0

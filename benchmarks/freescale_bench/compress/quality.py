@@ -40,8 +40,8 @@ STUDENT = 2.776  # 97.5 % of Student's t with 4 degrees of freedom
 
 def make_datasets(data: Path, folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Name -> the prepared histories, and what identifies them."""
-    from freescale.data.prepare import prepare
-    from freescale.data.synthetic import generate
+    from freescale.data.ingest.prepare import prepare
+    from freescale.data.synthetic.generate import generate
 
     generated = folder / "generated.parquet"
     if not generated.exists():
@@ -53,7 +53,7 @@ def make_datasets(data: Path, folder: Path) -> dict[str, tuple[Path, dict[str, A
         ),
         "generated": (
             generated,
-            {"name": "freescale.data.synthetic.generate", "options": GENERATED},
+            {"name": "freescale.data.synthetic.generate.generate", "options": GENERATED},
         ),
     }
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import freescale
 from freescale.batch import SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.data.prefetch import prefetch
+from freescale.data.batches.prefetch import prefetch
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval

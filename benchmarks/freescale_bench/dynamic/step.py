@@ -32,7 +32,7 @@ from torch import Tensor
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.loader import Histories
+from freescale.data.batches.loader import Histories
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic.storage import DynamicStorage
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic

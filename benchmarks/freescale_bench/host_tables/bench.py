@@ -24,7 +24,7 @@ import torch
 
 from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.loader import Histories
+from freescale.data.batches.loader import Histories
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.machine import get_gpu_name

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from freescale.config import RunConfig
-from freescale.data.synthetic import generate
+from freescale.data.synthetic.generate import generate
 from freescale.launch.ranks import is_rank
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings

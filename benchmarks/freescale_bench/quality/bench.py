@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.config.recipe import parse_setting
-from freescale.data.splits import LEAST_EVENTS
+from freescale.data.batches.splits import LEAST_EVENTS
 from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.jobs import Job, run_jobs
 from freescale_bench.common.results import Claim, Destination, Row, claim, write

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.lengths import LengthDistribution
+from freescale.data.synthetic.lengths import LengthDistribution
 
 
 @dataclass(frozen=True)

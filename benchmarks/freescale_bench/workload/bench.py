@@ -20,8 +20,8 @@ import numpy as np
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Problem, assign
-from freescale.data.lengths import LengthDistribution
-from freescale.data.synthetic_draws import SyntheticSource
+from freescale.data.synthetic.draws import SyntheticSource
+from freescale.data.synthetic.lengths import LengthDistribution
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale_bench.common.results import Destination, Row, claim, write
 from freescale_bench.common.spread import spread

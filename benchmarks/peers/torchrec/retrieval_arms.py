@@ -29,9 +29,9 @@ from torchrec.streamable import Pipelineable
 
 from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.loader import Histories
-from freescale.data.prefetch import prefetch
-from freescale.data.workers import read_ahead
+from freescale.data.batches.loader import Histories
+from freescale.data.batches.prefetch import prefetch
+from freescale.data.batches.workers import read_ahead
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import draw_initial_rows
 from freescale.pipeline.precision import choose_precision, make_autocast, supports_bf16

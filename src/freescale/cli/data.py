@@ -26,7 +26,7 @@ def generate(path: Path, **given: Any) -> None:
 
     Lengths are heavy-tailed, some items are popular, and --collision sets the collision rate.
     """
-    from freescale.data import synthetic
+    from freescale.data.synthetic import generate as synthetic
 
     config = GenerateConfig(**select_given(given))
     options = asdict(config) | {"labels": config.label_names, "actions": bool(config.label_names)}

@@ -73,7 +73,7 @@ def choose_demo_ranks(wanted: int, gpus: int) -> tuple[int, str]:
 def make_demo_data(path: Path) -> Path:
     """Generates 4,000 histories of log-normal length over 1,000 items, unless `path` exists. The
     next item depends on the last one."""
-    from freescale.data.synthetic import generate
+    from freescale.data.synthetic.generate import generate
 
     if not path.exists():
         generate(
@@ -92,7 +92,7 @@ def make_demo_data(path: Path) -> Path:
 
 def make_short_data(path: Path) -> Path:
     """Generates 1,280 histories over 200,000 items with 12 % collisions, unless `path` exists."""
-    from freescale.data.synthetic import generate
+    from freescale.data.synthetic.generate import generate
 
     if not path.exists():
         sizes = {

@@ -3,12 +3,12 @@ batches; and synthetic histories."""
 
 from __future__ import annotations
 
-from freescale.data.hashed_ids import hash_ids
-from freescale.data.interactions import read_interactions
-from freescale.data.loader import Histories
-from freescale.data.prefetch import prefetch
-from freescale.data.prepare import prepare
-from freescale.data.synthetic import SyntheticReport, generate
+from freescale.data.batches.loader import Histories
+from freescale.data.batches.prefetch import prefetch
+from freescale.data.ingest.hashed_ids import hash_ids
+from freescale.data.ingest.interactions import read_interactions
+from freescale.data.ingest.prepare import prepare
+from freescale.data.synthetic.generate import SyntheticReport, generate
 
 __all__ = [
     "Histories",

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.collision_rate import CollisionCounter
+from freescale.data.batches.loader import Histories
+from freescale.data.batches.splits import LEAST_EVENTS
 from freescale.data.histories import HistoriesFile
-from freescale.data.loader import Histories
-from freescale.data.splits import LEAST_EVENTS
+from freescale.data.synthetic.collision_rate import CollisionCounter
 
 _BATCHES = 20  # consecutive ones, over which collisions are counted
 _NEEDED = LEAST_EVENTS["leave-one-out"]

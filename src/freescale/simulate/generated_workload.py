@@ -1,4 +1,4 @@
-"""Generated histories: log-normal lengths like those of data/synthetic.py, and ids by popularity.
+"""Generated histories: log-normal lengths like those of data/synthetic, and ids by popularity.
 
 The popularity of every item is known, so the rows that a rank reads are an expectation, summed over
 the catalogue in strata: without noise, and at a cost that does not grow with the tokens.
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
-from freescale.data.lengths import LengthDistribution
+from freescale.data.synthetic.lengths import LengthDistribution
 from freescale.simulate.workload import Demand, PooledDemand, Rows, SmallTable
 
 
@@ -80,7 +80,7 @@ class GeneratedWorkload:
         items: Size of the catalogue.
         popularity: Zipf exponent of the items.
         collisions: Share of a batch's requests that the batch before makes too, for the mean rank.
-            Items are bound to batches or made hot as in data/synthetic.py. None leaves what the
+            Items are bound to batches or made hot as in data/synthetic. None leaves what the
             popularity gives.
         seed: Of the lengths.
         strata: Parts of the catalogue over which expectations are summed.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from freescale.config import RunConfig, SimulateConfig
-from freescale.data.loader import Histories
-from freescale.data.negatives import choose_negatives
+from freescale.data.batches.loader import Histories
+from freescale.data.batches.negatives import choose_negatives
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures

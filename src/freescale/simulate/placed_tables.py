@@ -121,7 +121,7 @@ def place_tables(
 
 
 def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:
-    """[samples] the rank that reads each sample of a global batch, as data/loader.py slices it."""
+    """[samples] the rank that reads each sample of a global batch, as the loader slices it."""
     bounds = samples * np.arange(ranks + 1) // ranks
     home: NDArray[np.int64] = np.repeat(np.arange(ranks), np.diff(bounds))
     return home

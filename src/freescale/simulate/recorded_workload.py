@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from freescale.batch import SequenceBatch
 from freescale.config import SimulateConfig
-from freescale.data.loader import Histories
+from freescale.data.batches.loader import Histories
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.random import derive, hash_name, integers

@@ -14,10 +14,10 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import RunConfig
-from freescale.data.history_builder import Progress
-from freescale.data.loader import Histories
-from freescale.data.negatives import choose_negatives
-from freescale.data.prepare import prepare
+from freescale.data.batches.loader import Histories
+from freescale.data.batches.negatives import choose_negatives
+from freescale.data.ingest.history_builder import Progress
+from freescale.data.ingest.prepare import prepare
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize

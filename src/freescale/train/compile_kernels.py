@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.negatives import choose_log_q, choose_negatives
+from freescale.data.batches.negatives import choose_log_q, choose_negatives
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride

@@ -129,7 +129,7 @@ def export_run(
 ) -> Iterator[Path]:
     """Exports a checkpoint of a run, as `find_checkpoint` names it, with the vocabulary of its data
     if ids are coded. ValueError if `out` holds an export, unless it is to be overwritten."""
-    from freescale.data.ids import (
+    from freescale.data.ingest.ids import (
         VOCABULARY,
     )  # with pyarrow, which a checkpoint alone does not need
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from freescale.config import TrainConfig
-from freescale.data.loader import Histories
+from freescale.data.batches.loader import Histories
 from freescale.pipeline.pipeline import Pipeline
 from freescale.train.best import Best
 

@@ -14,7 +14,7 @@ from freescale.train.callbacks import Callback, Metrics
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from freescale.data.loader import Histories
+    from freescale.data.batches.loader import Histories
     from freescale.train.trainer import Trainer
 
 

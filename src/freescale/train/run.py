@@ -14,7 +14,7 @@ import torch
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.data.histories import HistoriesFile
-from freescale.data.ids import VOCABULARY, check_vocabulary, find_vocabulary
+from freescale.data.ingest.ids import VOCABULARY, check_vocabulary, find_vocabulary
 from freescale.launch.attempts import AUTO
 from freescale.launch.signals import StopSignals, choose_status
 from freescale.train.build import build_model, evaluate_part, load_histories

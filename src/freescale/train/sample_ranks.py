@@ -38,7 +38,7 @@ def write_ranks(
     """
     import pyarrow.parquet as pq
 
-    from freescale.data.ids import restore_ids
+    from freescale.data.ingest.ids import restore_ids
 
     users = pq.read_table(histories, columns=["user_id"]).column("user_id").to_numpy()
     there = torch.cat(found.there).cpu().numpy() > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.ids import find_vocabulary
+from freescale.data.ingest.ids import find_vocabulary
 from freescale.launch.attempts import AUTO
 from freescale.launch.ranks import has_launcher
 from freescale.launch.signals import StopSignals

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from typing import TYPE_CHECKING, cast
 
 from freescale.batch import SequenceBatch
-from freescale.data.splits import WANTED
-from freescale.data.workers import read_ahead
+from freescale.data.batches.splits import WANTED
+from freescale.data.batches.workers import read_ahead
 from freescale.launch.signals import StopSignals
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from freescale.data.layouts import FEEDBACK
-from freescale.data.tables import TableBlock
+from freescale.data.ingest.layouts import FEEDBACK
+from freescale.data.ingest.tables import TableBlock
 from freescale.data.values import BadValue, parse_numbers, refuse_nulls
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from freescale.data.sources import SourceFile
+from freescale.data.ingest.sources import SourceFile
 
 _BLOCK = 16 << 20  # bytes of text
 _HEAD, _LINES = 1 << 20, 1000  # bytes and lines that are looked at to tell the format

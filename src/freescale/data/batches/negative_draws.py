@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import Jagged
-from freescale.data.alias import AliasTable
+from freescale.data.batches.alias import AliasTable
 from freescale.random import derive, hash_name, integers, mix_in_place
 
 _UNIFORM, _COIN, _SAMPLE, _POSITION = (

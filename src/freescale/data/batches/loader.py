@@ -18,11 +18,9 @@ from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, TrainConfig
-from freescale.data.alias import AliasTable
-from freescale.data.epoch_order import EpochOrder
-from freescale.data.histories import HistoriesFile
-from freescale.data.labels import check_labels
-from freescale.data.negatives import (
+from freescale.data.batches.alias import AliasTable
+from freescale.data.batches.epoch_order import EpochOrder
+from freescale.data.batches.negatives import (
     NEGATIVES_FROM,
     NEGATIVES_PER,
     NegativeSampler,
@@ -35,8 +33,10 @@ from freescale.data.negatives import (
     choose_negatives_per,
     mix_log_q,
 )
-from freescale.data.splits import PARTS, SPLITS, WANTED, Split
-from freescale.data.windows import WindowReader, list_ranges
+from freescale.data.batches.splits import PARTS, SPLITS, WANTED, Split
+from freescale.data.batches.windows import WindowReader, list_ranges
+from freescale.data.histories import HistoriesFile
+from freescale.data.labels import check_labels
 from freescale.random import derive
 
 TASKS = ("retrieval", "ranking")

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from freescale.config.columns import ORDER
 from freescale.config.data import FORMATS
-from freescale.data.column_names import find_roles, require_roles
-from freescale.data.sources import SourceFile
-from freescale.data.text_blocks import read_head
-from freescale.data.timestamps import guess_unit
+from freescale.data.ingest.column_names import find_roles, require_roles
+from freescale.data.ingest.sources import SourceFile
+from freescale.data.ingest.text_blocks import read_head
+from freescale.data.ingest.timestamps import guess_unit
 
 # KuaiRand; the place in this list is the bit of the action.
 FEEDBACK = (

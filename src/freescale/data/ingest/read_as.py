@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freescale.data.interactions import Interactions
+from freescale.data.ingest.interactions import Interactions
 
 
 def describe_interactions(interactions: Interactions) -> list[str]:

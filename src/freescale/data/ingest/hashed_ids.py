@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.data.ids import NotIntegers, parse_integers
+from freescale.data.ingest.ids import NotIntegers, parse_integers
 from freescale.data.values import cast_values, is_text
 
 _NUMBER = re.compile(rb"0|-?[1-9][0-9]{0,18}")

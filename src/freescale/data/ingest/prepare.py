@@ -11,12 +11,12 @@ from typing import Any
 
 from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import parse_labels
-from freescale.data.digest import compute_digest, read_contents
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
-from freescale.data.history_builder import Progress, Spilled, build_histories
-from freescale.data.ids import ReadDifferently
-from freescale.data.interactions import IDS, Interactions
-from freescale.data.sources import find_files
+from freescale.data.ingest.digest import compute_digest, read_contents
+from freescale.data.ingest.history_builder import Progress, Spilled, build_histories
+from freescale.data.ingest.ids import ReadDifferently
+from freescale.data.ingest.interactions import IDS, Interactions
+from freescale.data.ingest.sources import find_files
 from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, workspace
 from freescale.file_lock import lock
 

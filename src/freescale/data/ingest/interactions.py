@@ -30,27 +30,33 @@ import pyarrow as pa
 from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
-from freescale.data.actions import make_action, make_feedback_action, take_side
-from freescale.data.column_names import refuse_repeated
-from freescale.data.hashed_ids import HashedIds
-from freescale.data.ids import (
+from freescale.data.ingest.actions import make_action, make_feedback_action, take_side
+from freescale.data.ingest.column_names import refuse_repeated
+from freescale.data.ingest.hashed_ids import HashedIds
+from freescale.data.ingest.ids import (
     NotIntegers,
     ReadDifferently,
     Reading,
     Vocabulary,
     parse_integers,
 )
-from freescale.data.labels import find_non_label, make_label
-from freescale.data.layouts import Layout
-from freescale.data.sources import SourceFile, find_files
-from freescale.data.tables import TableBlock, is_empty, lay_out, list_side_columns, read_tables
-from freescale.data.timestamps import (
+from freescale.data.ingest.layouts import Layout
+from freescale.data.ingest.sources import SourceFile, find_files
+from freescale.data.ingest.tables import (
+    TableBlock,
+    is_empty,
+    lay_out,
+    list_side_columns,
+    read_tables,
+)
+from freescale.data.ingest.timestamps import (
     FinerTimes,
     TimestampFormat,
     UnitCheck,
     choose_unit,
     detect_timestamps,
 )
+from freescale.data.labels import find_non_label, make_label
 from freescale.data.values import decode_text
 
 IDS = ("user_id", "item_id")

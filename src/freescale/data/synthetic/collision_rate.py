@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.data.synthetic_draws import DrawnBatch, SyntheticSource
+from freescale.data.synthetic.draws import DrawnBatch, SyntheticSource
 
 _SAMPLE_EVENTS = 2_000_000  # on which the collision rate is calibrated first
 _CLOSE = 0.002  # to the target: good enough to stop looking

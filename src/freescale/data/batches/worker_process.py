@@ -20,7 +20,7 @@ import torch
 
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import describe_schema
-from freescale.data.arena import Arena
+from freescale.data.batches.arena import Arena
 from freescale.packed import Bounds, Layout, find_bounds
 from freescale.worker_server import MOST_WORKERS, RECORD, Record
 
@@ -58,7 +58,7 @@ def main(fd: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it hands that on
     torch.set_num_threads(1)
-    import freescale.data.loader  # noqa: F401 - what most sources are of: once, not in each worker
+    import freescale.data.batches.loader  # noqa: F401 - what most sources are of: once, not in each worker
 
     gc.freeze()  # what was imported stays in pages that all workers share
     control = socket.socket(fileno=fd)

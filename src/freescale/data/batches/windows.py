@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import concat_ranges
-from freescale.data.epoch_order import EpochOrder
+from freescale.data.batches.epoch_order import EpochOrder
+from freescale.data.batches.splits import Split, Window, find_window
 from freescale.data.histories import HistoriesFile, RowGroup
-from freescale.data.splits import Split, Window, find_window
 
 
 class WindowReader:

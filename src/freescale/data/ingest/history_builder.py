@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
-from freescale.data.ids import VOCABULARY, ReadDifferently, is_huge
-from freescale.data.interactions import Interactions
-from freescale.data.read_as import describe_interactions
-from freescale.data.spill import partition, read_batches, read_table, spill
+from freescale.data.ingest.ids import VOCABULARY, ReadDifferently, is_huge
+from freescale.data.ingest.interactions import Interactions
+from freescale.data.ingest.read_as import describe_interactions
+from freescale.data.ingest.spill import partition, read_batches, read_table, spill
 from freescale.random import derive, integers
 
 _LAST = "\0last"  # timestamp of a user's last event: a name that no column of a file has

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import compute_offsets
-from freescale.data.lengths import LengthDistribution
+from freescale.data.synthetic.lengths import LengthDistribution
 from freescale.random import derive, hash_name, integers, uniform
 
 TASTES = 4

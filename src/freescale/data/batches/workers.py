@@ -34,9 +34,9 @@ import torch
 
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
-from freescale.data.arena import Arena, make_file
-from freescale.data.prefetch import prefetch
-from freescale.data.worker_process import BatchSource, Made
+from freescale.data.batches.arena import Arena, make_file
+from freescale.data.batches.prefetch import prefetch
+from freescale.data.batches.worker_process import BatchSource, Made
 from freescale.packed import Packed
 from freescale.worker_server import WorkerServer
 

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
 
-from freescale.data.layouts import Layout
-from freescale.data.sources import SourceFile
-from freescale.data.text_blocks import TextBlock
+from freescale.data.ingest.layouts import Layout
+from freescale.data.ingest.sources import SourceFile
+from freescale.data.ingest.text_blocks import TextBlock
 from freescale.data.values import BadValue
 
 

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from freescale.data.digest import compute_digest
+from freescale.data.ingest.digest import compute_digest
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.folders import find_cache_folder
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.config.columns import ORDER
-from freescale.data.column_names import find_roles, require_roles
 from freescale.data.histories import is_list, is_number
-from freescale.data.layouts import Layout, detect_layout
-from freescale.data.sources import SourceFile
-from freescale.data.text_blocks import TextBlock, read_blocks
-from freescale.data.text_parser import parse_csv, parse_json, parse_lines
+from freescale.data.ingest.column_names import find_roles, require_roles
+from freescale.data.ingest.layouts import Layout, detect_layout
+from freescale.data.ingest.sources import SourceFile
+from freescale.data.ingest.text_blocks import TextBlock, read_blocks
+from freescale.data.ingest.text_parser import parse_csv, parse_json, parse_lines
 from freescale.data.values import BadValue
 
 _ROWS = 1 << 18  # rows of Parquet

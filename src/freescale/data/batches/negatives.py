@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import Jagged
-from freescale.data.alias import AliasTable
-from freescale.data.negative_draws import (
+from freescale.data.batches.alias import AliasTable
+from freescale.data.batches.negative_draws import (
     derive_batch_key,
     derive_position_keys,
     draw_negatives,

@@ -1,0 +1,1 @@
+"""From histories to batches: splits, orders, windows, negatives, and the workers that make them."""

@@ -1,0 +1,1 @@
+"""Generated histories with given lengths, popularity and collisions."""
