@@ -31,7 +31,10 @@ from freescale.config import RunConfig
 
 RECORD = struct.Struct("<ii")  # what it is, and a number
 MOST_WORKERS = 64  # of a fork: the kernel passes on 253 descriptors at a time
-_START = "import sys; sys.path[:] = {path!r}; from freescale.data.batches.worker_process import main; main({fd})"
+_START = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from freescale.data.batches.worker_process import main; main({fd})"
+)
 _PATIENCE = 2.0  # seconds in which a server that is up ends its workers
 
 

@@ -13,8 +13,9 @@ from freescale.launch import rank_process
 from freescale.launch.ranks import has_launcher
 
 STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the logs, for ranks
-# Seconds that a rank waits for the process that the next ones are forked from. It imports at a lower
-# priority, which takes minutes on a busy machine; the storm gives up after five without a step.
+# Seconds that a rank waits for the process that the next ones are forked from. It imports at a
+# lower priority, which takes minutes on a busy machine; the storm gives up after five without a
+# step.
 _PATIENCE = 240.0
 
 
