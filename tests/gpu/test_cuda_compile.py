@@ -8,8 +8,8 @@ import torch
 from freescale import RunConfig, Trainer
 from freescale.config import DataConfig, ModelConfig, TrainConfig
 from freescale.data.synthetic.generate import generate
-from freescale.ledger.compilations import watch_compilations
 from freescale.train.callbacks import Callback
+from freescale.train.device_figures import watch_compilations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,8 +12,8 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.kernels.reference import sampled_softmax as reference
 from freescale.kernels.reference.scores import choose_tile, count_better, find_best, score_targets
 from freescale.kernels.triton import sampled_softmax as triton
-from freescale.ledger.compilations import watch_compilations
 from freescale.models import HSTU, Retrieval
+from freescale.train.device_figures import watch_compilations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

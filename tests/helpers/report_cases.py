@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from freescale.ledger.busy import sum_busy
+from freescale.ledger.ledger import sum_busy
 from freescale.ledger.merge import merge_step
 from freescale.ledger.record import CollectiveRecord, Span
 from freescale.ledger.summary import Summary

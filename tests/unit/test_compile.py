@@ -27,11 +27,11 @@ from freescale.kernels.triton.compile import (
 from freescale.kernels.triton.compile_worker import Version, settle_keys
 from freescale.kernels.triton.launch import identify_launch, launch_kernel, record_launches
 from freescale.kernels.triton.launch_plan import Block
-from freescale.ledger.compilations import describe_source, watch_compilations
 from freescale.random import derive
 from freescale.train.build import build_model, build_module
 from freescale.train.checkpoint.delta import follow_changes
 from freescale.train.compile_kernels import call_kernels, call_model
+from freescale.train.device_figures import describe_source, watch_compilations
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(

@@ -18,9 +18,8 @@ from helpers.report_cases import run_folder
 from rich.console import Console
 
 from freescale.launch.attempts import Ending, describe_restart
-from freescale.ledger.busy import sum_busy
 from freescale.ledger.collector import Collector
-from freescale.ledger.ledger import Ledger
+from freescale.ledger.ledger import Ledger, sum_busy
 from freescale.ledger.record import CollectiveRecord, Span
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import write_trace

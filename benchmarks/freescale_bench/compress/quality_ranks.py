@@ -32,8 +32,7 @@ from freescale.ledger.merge import merge_step
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.segments import Memory
-from freescale.train.build import evaluate_part, load_histories
-from freescale.train.learning_rate import build_learning_rate
+from freescale.train.build import build_learning_rate, evaluate_part, load_histories
 from freescale.transport.api import Transport
 from freescale.transport.local import LocalTransport
 

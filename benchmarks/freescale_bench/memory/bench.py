@@ -60,7 +60,7 @@ def measure(
     rank: int, world: int, workload: Workload, schedule: str = "serial", share: bool = False
 ) -> dict[str, int]:
     """`share`: the heap is set as the staged schedule sets it."""
-    from freescale.ledger.peak_memory import measure_peak_memory
+    from freescale.ledger.collector import measure_peak_memory
     from freescale.pipeline.host_heap import share_heap
     from freescale_bench.common.arm import build, feed
 

@@ -7,6 +7,8 @@ Rank 0 merges the steps that all ranks have finished and writes `ledger.jsonl` (
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +20,20 @@ from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import describe_machine, get_versions
 from freescale.ledger.merge import merge_step
-from freescale.ledger.peak_memory import measure_peak_memory
 from freescale.ledger.record import shift_clock
 from freescale.ledger.slow_steps import SlowSteps
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import make_header, make_step_events, write_trace
+
+
+def measure_peak_memory(device: torch.device | str = "cpu") -> dict[str, int]:
+    """Returns the peak bytes of this process: `host` (resident) and, with a GPU, `gpu`
+    (allocated)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.device(device).type == "cuda":
+        peaks["gpu"] = torch.cuda.max_memory_allocated(device)
+    return peaks
 
 
 class Collector:

@@ -26,12 +26,41 @@ from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
-from freescale.pipeline.options import check_optimizer, check_options
 from freescale.pipeline.precision import hold_matmul_precision, make_autocast
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
 from freescale.pipeline.stopwatch import Stopwatch
 from freescale.transport.api import Transport
+
+DENSE_SUMS = ("auto", "collective", "partitioned")
+
+
+def check_options(accumulate: int, dense_sums: str, reducer: MakeReducer | None) -> None:
+    """Raises a ValueError for values that no schedule has."""
+    if accumulate < 1:
+        raise ValueError(f"accumulate must be at least 1, got {accumulate}")
+    if dense_sums not in DENSE_SUMS:
+        raise ValueError(f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}")
+    if dense_sums == "partitioned" and reducer is not None:
+        raise ValueError(
+            "compressed gradients are summed in their own way: "
+            "dense_sums='partitioned' is for exact ones"
+        )
+
+
+def check_optimizer(parallel: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer of another model, or of the model before it was parallelized: it would
+    train nothing."""
+    own = {id(parameter) for parameter in parallel.dense_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in held if id(parameter) not in own]
+    if strange:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
+        raise ValueError(
+            f"{len(strange)} of the optimizer's {len(held)} parameters are not the model's "
+            f"(shapes {shapes}): make it of `sharded.dense_parameters()`; tables have a row "
+            "optimizer of their own"
+        )
 
 
 class Taken(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from freescale.embedding.layout import ShardLayout
+from freescale.embedding.layout import ShardLayout, find_ids, spread_ids
 from freescale.embedding.tables import Tables
 from freescale.torchrec import checkpoint_optimizer as dense_optimizer
 from freescale.torchrec.checkpoint_names import (
@@ -23,13 +23,52 @@ from freescale.torchrec.checkpoint_names import (
     name_table_states,
 )
 from freescale.torchrec.checkpoint_source import Source, Take, open_source
-from freescale.torchrec.rows_by_id import collect_block, put_rows
 from freescale.torchrec.sharded_model import ShardedModel
 from freescale.train.checkpoint.delta import mark_all_changed
 from freescale.train.checkpoint.model import collect_dense, list_state, shard_over_ranks
 from freescale.train.checkpoint.writing import write_tensors
+from freescale.transport.api import Transport
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
+
+
+def put_rows(local: Tensor, layout: ShardLayout, rank: int) -> Take:
+    """What takes a table [rows, ...] in the order of ids, piece by piece, and keeps what is a
+    rank's: local [n, ...], in spread order. Pieces may divide the columns, too."""
+    rows = layout.specs[0].rows
+    first, last = layout.get_owned_range(0, rank)
+
+    def put(piece: Tensor, offsets: Sequence[int]) -> None:
+        ids = torch.arange(offsets[0], offsets[0] + piece.shape[0])
+        position = spread_ids(ids, rows)
+        mine = (position >= first) & (position < last)
+        values = piece[mine].to(local.device, local.dtype)
+        places = (position[mine] - first).to(local.device)
+        if local.dim() == 1:  # one value for each row, which may be [rows, 1]
+            local[places] = values.view(-1)
+        else:
+            local[places, offsets[1] : offsets[1] + piece.shape[1]] = values
+
+    return put
+
+
+def collect_block(local: Tensor, layout: ShardLayout, rank: int, transport: Transport) -> Tensor:
+    """A rank's part of a table in spread order [n, ...] -> the same part of the table in the order
+    of ids. A collective if the layout has more ranks than one."""
+    rows, block = layout.specs[0].rows, layout.block(0)
+    first, last = layout.get_owned_range(0, rank)
+    position = spread_ids(torch.arange(first, last, device=local.device), rows)
+    if layout.world == 1:
+        return local.index_select(0, position)
+    receivers = find_ids(torch.arange(first, last, device=local.device), rows) // block
+    send = torch.bincount(receivers, minlength=layout.world).tolist()
+    receive = torch.bincount(position // block, minlength=layout.world).tolist()
+    sent = local.index_select(0, receivers.argsort(stable=True))
+    received = transport.all_to_all(sent, send, receive, "rows").wait()
+    # By owner, and of each owner in its own order: in all by position.
+    collected = torch.empty_like(received)
+    collected[position.argsort()] = received
+    return collected
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,90 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from freescale.config import TrainConfig
-from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
 from freescale.embedding.parallelize import parallelize as parallelize_embeddings
 from freescale.embedding.placement import Wanted
 from freescale.torchrec.batches import BatchForm
-from freescale.torchrec.optimizers import find_row_optimizer
-from freescale.torchrec.plan import read_placements
 from freescale.torchrec.readers import BagCollectionReader, CollectionReader
 from freescale.torchrec.refusals import COLLECTIONS, list_configs, refuse_unsupported
 from freescale.torchrec.sharded_model import ShardedModel, SummedLoss
 from freescale.transport.api import Transport
+
+_SHARDED, _REPLICATED, _BY_TABLE = "row_wise", "data_parallel", "table_wise"
+
+
+# of fused kernels, if not given
+_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+# by the name of the class: ours, and the options that both have
+_KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "SGD": (SGD, ("lr",)),
+    "Adagrad": (Adagrad, ("lr", "eps")),
+    "RowWiseAdagrad": (RowWiseAdagrad, ("lr", "eps")),
+    "Adam": (Adam, ("lr", "betas", "eps")),
+}
+
+
+def find_row_optimizer(table: str, weight: Tensor) -> RowOptimizer | None:
+    """What the weight of a table was given; None if it was given nothing.
+
+    Raises:
+        ValueError: there is no such row optimizer here.
+    """
+    classes = getattr(weight, "_optimizer_classes", ())
+    if not classes:
+        return None
+    (kind, *more), options = classes, dict(weight._optimizer_kwargs[0])  # type: ignore[attr-defined]
+    if more or kind.__name__ not in _KNOWN:
+        names = ", ".join(each.__name__ for each in classes)
+        raise ValueError(
+            f"table {table!r} has {names} by apply_optimizer_in_backward; rows are updated by one "
+            f"of {', '.join(_KNOWN)}: give row_optimizer="
+        )
+    ours, known = _KNOWN[kind.__name__]
+    strange = {name: value for name, value in options.items() if name not in known and value}
+    if strange:
+        raise ValueError(
+            f"table {table!r} has {kind.__name__} with {strange}, which row optimizers do not "
+            "have: give row_optimizer="
+        )
+    options = {name: value for name, value in (_DEFAULTS | options).items() if name in known}
+    made: RowOptimizer = ours(**options)
+    return made
+
+
+def read_placements(plan: Any, tables: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+    """The placement of each table that a plan names.
+
+    Args:
+        plan: a ShardingPlan, or its dict: {module: {table: ParameterSharding}}.
+        tables: (module, table, its name here).
+
+    Raises:
+        ValueError: a table is to be sharded in a way that there is not here.
+    """
+    modules = getattr(plan, "plan", plan)
+    known = {module for module, *_ in tables}
+    unknown = [module for module in modules if module not in known]
+    if unknown:
+        raise ValueError(
+            f"the plan names module {unknown[0]!r}; the model's collections are "
+            f"{', '.join(sorted(known))}"
+        )
+    placements = {}
+    for module, table, name in tables:
+        parameter = dict(modules.get(module, {})).get(table)
+        if parameter is None:
+            continue
+        kind = parameter.sharding_type
+        if kind == _BY_TABLE:
+            print(f"table {table}: table_wise in the plan, sharded by row here", flush=True)
+        elif kind not in (_SHARDED, _REPLICATED):
+            raise ValueError(
+                f"the plan shards table {table!r} of {module!r} {kind}, which is not supported: "
+                f"tables are {_SHARDED}, or {_REPLICATED}"
+            )
+        placements[name] = "replicated" if kind == _REPLICATED else "sharded"
+    return placements
 
 
 @dataclass(frozen=True)

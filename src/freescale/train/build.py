@@ -3,6 +3,8 @@ the same."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,30 @@ from freescale.pipeline.pipeline import Pipeline
 from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import Popularity, evaluate_retrieval
-from freescale.train.learning_rate import build_learning_rate
 from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
+
+DECAYS = ("constant", "linear", "cosine", "trapezoid")
+_FALLING = 0.3  # of the steps, at the end of a trapezoid
+
+
+def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], float]:
+    """step (from 1) -> factor: linear warm-up over `warmup` steps, then constant, or decay to 0 at
+    `total`: linear, cosine, or as a trapezoid, linear over the last 30 % of the steps."""
+    if decay not in DECAYS:
+        raise ValueError(f"decay must be one of {', '.join(DECAYS)}, not {decay!r}")
+
+    def factor(step: int) -> float:
+        if step <= warmup:
+            return step / max(warmup, 1)
+        if decay == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        if decay == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        return min(1.0, (1.0 - done) / (_FALLING if decay == "trapezoid" else 1.0))
+
+    return factor
 
 
 def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:

@@ -8,6 +8,7 @@ timestamp, user), to order the users.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.ingest.interactions import Interactions
-from freescale.data.ingest.read_as import describe_interactions
-from freescale.data.ingest.spill import partition, read_batches, read_table, spill
 from freescale.random import derive, integers
 
 _LAST = "\0last"  # timestamp of a user's last event: a name that no column of a file has
@@ -31,6 +30,101 @@ _FAN_OUT = 128  # files open at once in a partition
 _SAMPLES = 64  # order samples taken per bucket of events: how evenly the second partition cuts
 
 Progress = Callable[[str, float], None]
+
+
+def partition(
+    batches: Iterable[pa.RecordBatch],
+    part: Callable[[pa.RecordBatch], NDArray[Any]],
+    parts: int,
+    folder: Path,
+) -> list[tuple[Path, int]]:
+    """Writes data that does not fit in memory to Arrow files, each row to that of its part, in
+    order. Returns path and number of rows of each part."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{p}.arrow" for p in range(parts)]
+    counts = np.zeros(parts, np.int64)
+    with ExitStack() as stack:
+        writers: list[pa.ipc.RecordBatchStreamWriter] = []
+        for batch in batches:
+            if not writers:
+                for path in paths:
+                    sink = stack.enter_context(pa.OSFile(str(path), "wb"))
+                    writers.append(stack.enter_context(pa.ipc.new_stream(sink, batch.schema)))
+            belongs = part(batch)
+            order = np.argsort(belongs, kind="stable")
+            sizes = np.bincount(belongs, minlength=parts)
+            ordered, start = batch.take(pa.array(order)), 0
+            for p in np.flatnonzero(sizes):
+                writers[p].write_batch(ordered.slice(start, sizes[p]))
+                start += sizes[p]
+            counts += sizes
+    return list(zip(paths, counts.tolist(), strict=True))
+
+
+def spill(tables: Iterable[pa.Table], path: Path) -> None:
+    """Writes tables of one schema to a file; no file without tables."""
+    with ExitStack() as stack:
+        writer = None
+        for table in tables:
+            if writer is None:
+                sink = stack.enter_context(pa.OSFile(str(path), "wb"))
+                writer = stack.enter_context(pa.ipc.new_stream(sink, table.schema))
+            writer.write_table(table)
+
+
+def read_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yields the batches of a file."""
+    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
+        yield from reader
+
+
+def read_table(path: Path) -> pa.Table:
+    """Reads a whole file."""
+    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
+        return reader.read_all()
+
+
+def describe_interactions(interactions: Interactions) -> list[str]:
+    """Lines for people, once all has been read: the roles of columns, and what was left out."""
+    layout, files = interactions.layouts[0], interactions.files
+    parts = []
+    for role, name in (("user", "user_id"), ("item", "item_id"), ("action", "action")):
+        if role in layout.roles:
+            by_line = role == "user" and layout.format == "sequences"
+            source = "line" if by_line else layout.roles[role]
+            parts.append(f"{source} -> {role} ({_describe_ids(interactions, name)})")
+    times = interactions.times.get(files[0])
+    parts.append(f"{times.column} -> time ({times.meaning})" if times else "order -> time")
+    if "rating" in layout.roles:
+        parts.append(f"{layout.roles['rating']} -> action (twice the rating, rounded)")
+    if layout.feedback:
+        parts.append(f"{', '.join(layout.feedback)} -> action (as bits)")
+    parts += [f"{label.text} -> label" for label in interactions.labels]
+    several = len(files) > 1
+    about = f"{layout.format}, {len(files):,} files" if several else layout.format
+    lines = [f"{files[0]}{' ...' if several else ''} ({about}): {', '.join(parts)}"]
+    kept, incomplete = interactions.sides
+    used = {*layout.roles.values(), *layout.feedback, *kept}
+    used |= {label.column for label in interactions.labels}
+    if left := [name for name in layout.names if name not in used]:
+        gaps = [name for name in incomplete if name in left]
+        why = f" (with missing values: {', '.join(gaps)})" if gaps else ""
+        shown = ", ".join(name or "one without a name" for name in left)
+        lines.append(f"columns left out: {shown}{why}")
+    if count := interactions.empty_files:
+        lines.append(f"{count:,} empty file{'s' if count > 1 else ''} left out")
+    if interactions.missing_rows:
+        lines.append(f"{interactions.missing_rows:,} rows without user, item or time left out")
+    return lines
+
+
+def _describe_ids(interactions: Interactions, name: str) -> str:
+    if name == "item_id" and interactions.hashed is not None:
+        return interactions.hashed.describe()
+    if name not in interactions.reading.coded:
+        return "integers"
+    count, reason = len(interactions.vocabulary.columns[name]), interactions.reading.coded[name]
+    return f"{count:,} {reason}" if reason == "strings" else f"{count:,} {reason}; numbered anew"
 
 
 @dataclass

@@ -21,16 +21,16 @@ catalogue and the users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
-from freescale.data.ingest.actions import make_action, make_feedback_action, take_side
 from freescale.data.ingest.column_names import refuse_repeated
 from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import (
@@ -40,7 +40,7 @@ from freescale.data.ingest.ids import (
     Vocabulary,
     parse_integers,
 )
-from freescale.data.ingest.layouts import Layout
+from freescale.data.ingest.layouts import FEEDBACK, Layout
 from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.ingest.tables import (
     TableBlock,
@@ -57,10 +57,47 @@ from freescale.data.ingest.timestamps import (
     detect_timestamps,
 )
 from freescale.data.labels import find_non_label, make_label
-from freescale.data.values import decode_text
+from freescale.data.values import BadValue, decode_text, parse_numbers, refuse_nulls
 
 IDS = ("user_id", "item_id")
 REQUIRED = (*IDS, "timestamp")
+
+
+def make_action(ratings: pa.Array) -> pa.Array:
+    doubled = pc.round(pc.multiply(parse_numbers(ratings), 2.0), round_mode="half_up")
+    action = doubled.cast(pa.int64())
+    row = pc.index(pc.less(action, 0), pa.scalar(True)).as_py()
+    if row >= 0:
+        raise BadValue(
+            row,
+            f"holds {ratings[row].as_py()}, and a rating is 0 or more",
+            "mend it, or leave ratings out: --columns rating=",
+        )
+    return action
+
+
+def make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str, pa.Array]:
+    action = pa.repeat(pa.scalar(0, pa.int64()), block.table.num_rows)
+    flags = {}
+    for name in names:
+        flag = block.convert(name, _take_flag)
+        action = pc.bit_wise_or(action, pc.shift_left(flag.cast(pa.int64()), FEEDBACK.index(name)))
+        flags[name] = flag
+    return {"action": action, **flags}
+
+
+def _take_flag(values: pa.Array) -> pa.Array:
+    numbers = parse_numbers(values)
+    wrong = pc.invert(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0)))
+    row = pc.index(wrong, pa.scalar(True)).as_py()
+    if row >= 0:
+        raise BadValue(row, f"holds {values[row].as_py()}, not 0 or 1", "mend or drop those rows")
+    return numbers.cast(pa.int8())
+
+
+def take_side(values: pa.Array) -> pa.Array:
+    refuse_nulls(values)
+    return values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
 
 
 class Interactions(Iterator[pa.RecordBatch]):

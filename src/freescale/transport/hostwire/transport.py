@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
 from freescale.transport.api import Handle
 from freescale.transport.channel_pool import ExchangeCount
 from freescale.transport.hostwire.bindings import explain_missing_engine, load_engine
-from freescale.transport.hostwire.channel import Channel, ChannelTransfer
 from freescale.transport.hostwire.engine import EngineChannel, EngineGate
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.opening import find_neighbours, measure_piece, open_wires
@@ -34,6 +34,43 @@ from freescale.transport.process_group import ProcessGroupTransport
 
 _LEAVES_AT_ONCE = 1 << 20  # bytes
 _PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
+
+
+class ChannelTransfer(Protocol):
+    """A transfer under way. `arrived` is an event after which all of the result is in place; None
+    if it is when `wait` returns."""
+
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Waits; what the current stream does next has the result. Raises TransportError."""
+
+
+class Channel(Protocol):
+    """Transfers in one order, the same on every rank, driven in C (engine.py) or in Python
+    (python_channel.py). `urgent` transfers overtake bulk of the same rank. Both methods raise
+    TransportError if the channel has failed before."""
+
+    def all_to_all(
+        self,
+        kind: str,
+        urgent: bool,
+        tensor: Tensor,
+        send: Sequence[int],
+        output: Tensor,
+        receive: Sequence[int],
+    ) -> ChannelTransfer:
+        """Sends the rows of tensor [sum(send), ...] to the ranks and receives
+        output [sum(receive), ...], this rank's rows included; both in rank order."""
+
+    def all_gather(
+        self, kind: str, urgent: bool, tensor: Tensor, output: Tensor
+    ) -> ChannelTransfer:
+        """Sends tensor [...] to all ranks and receives output [world, ...], this rank's
+        included."""
+
+    def close(self) -> bool:
+        """Whether no thread uses its wires and memory any more. The wires stay open."""
 
 
 class Pending:
