@@ -253,7 +253,7 @@ def test_without_a_repository_results_go_to_the_folder_at_hand(tmp_path, monkeyp
     monkeypatch.setattr(results, "find_repository", lambda: None)
     assert results.Destination().find_folder() == Path("results")
     monkeypatch.setattr(repository, "find_repository", lambda: None)
-    with pytest.raises(ValueError, match="run this from a clone"):
+    with pytest.raises(ValueError, match="`pip install -e ./benchmarks` in a clone"):
         repository.require_repository()
     assert repository.find_commit() == "unknown"
 

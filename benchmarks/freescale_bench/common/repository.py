@@ -28,7 +28,8 @@ def require_repository() -> Path:
     root = find_repository()
     if root is None:
         raise ValueError(
-            "the documents and their results lie in the repository: run this from a clone of it"
+            "the documents, their results and the storms of faults lie in the repository: "
+            "`pip install -e ./benchmarks` in a clone"
         )
     return root
 
