@@ -16,7 +16,7 @@ from helpers.training import snapshot
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic.generate import generate
 from freescale.train.callbacks import Callback
-from freescale.train.checkpoint import Checkpoints, NotFinite, checkpoints, on_all_ranks
+from freescale.train.checkpoint import Checkpoints, NotFinite, checkpoints, errors
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 
@@ -78,7 +78,7 @@ def test_errors_of_the_writer_are_raised_where_the_next_one_waits(tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full_disk:
-        full_disk.setattr(on_all_ranks.FileSystemWriter, "write_data", fail)
+        full_disk.setattr(errors.FileSystemWriter, "write_data", fail)
         saved.save(parallel, dense, {"step": 2})
         with pytest.raises(ValueError, match="step-00000002 could not be written: the disk is f"):
             saved.save(parallel, dense, {"step": 3})

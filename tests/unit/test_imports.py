@@ -132,6 +132,11 @@ def test_every_kernel_is_on_the_path_of_training():
     assert kernels <= reached, sorted(kernels - reached)
 
 
+def test_the_benchmarks_have_the_library_s_version():
+    text = (ROOT / "benchmarks" / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{freescale.__version__}"' in text
+
+
 def find_private_names(source: str) -> list[str]:
     """What a file imports of freescale by a name with an underscore, and the attributes with one
     that it reads from other objects than itself."""

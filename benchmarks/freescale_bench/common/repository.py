@@ -9,7 +9,7 @@ from pathlib import Path
 import freescale
 import freescale_bench
 
-_MEASURED = ("src", "benchmarks/freescale_bench", "benchmarks/peers/torchrec")
+_MEASURED = ("src", "benchmarks/freescale_bench", "benchmarks/peers/torchrec", "tests/faults")
 
 
 def find_repository() -> Path | None:

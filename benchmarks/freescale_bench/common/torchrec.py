@@ -105,8 +105,8 @@ def build_torchrec(
 def build_torchrec_dlrm(
     shape: Any, rank: int, world: int, pipeline: str, device: torch.device | str = "cpu"
 ) -> Any:
-    """One rank of a TorchRec pipeline that trains DLRM. `shape`: a `bench.torchrec.dlrm.Shape`;
-    `pipeline`: as in `build_torchrec`."""
+    """One rank of a TorchRec pipeline that trains DLRM. `shape`: a `Shape` of
+    `freescale_bench.torchrec.dlrm`; `pipeline`: as in `build_torchrec`."""
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     _import_arms("torchrec_arms")  # before TorchRec: it silences its warnings
     arm = _import_arms("dlrm_arms").build(shape, rank, world, pipeline, device)

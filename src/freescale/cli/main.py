@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from freescale import __version__
-from freescale.cli.bench import find_bench
+from freescale.cli.bench import bench
 from freescale.cli.checkpoints import checkpoints
 from freescale.cli.data import generate, inspect
 from freescale.cli.doctor import doctor
@@ -28,4 +28,4 @@ def main() -> None:
 # In the order in which people need them.
 main.add_section("Get started", doctor, demo)
 main.add_section("Train a model", inspect, train, evaluate, export, checkpoints, report)
-main.add_section("Generate, plan and measure", generate, simulate, find_bench())
+main.add_section("Generate, plan and measure", generate, simulate, bench)
