@@ -13,10 +13,7 @@ from freescale.launch import rank_process
 from freescale.launch.ranks import has_launcher
 
 STORM = "FREESCALE_STORM"  # the address of the storm and the folder of the logs, for ranks
-# Seconds that a rank waits for the process that the next ones are forked from. It imports at a
-# lower priority, which takes minutes on a busy machine; the storm gives up after five without a
-# step.
-_PATIENCE = 240.0
+_PATIENCE = 120.0  # seconds that a rank waits for the process that the next ones are forked from
 
 
 def hook_server() -> None:
@@ -32,6 +29,7 @@ def hook_server() -> None:
         run_module(module, arguments)
 
     rank_process.preload, rank_process.run_module = preload_and_tell, report_and_run
+    rank_process._NICENESS = 0  # the ranks wait for it: on a busy machine, for minutes otherwise
 
 
 def report_from_environment(*, forked: bool) -> None:
