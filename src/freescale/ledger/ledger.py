@@ -53,7 +53,7 @@ def sum_busy(
     edges: list[tuple[int, int, int, str]] = []
     for span in spans:
         if "/" not in span.name and span.end > span.begin:
-            # of spans that begin together, the longer is the outer one
+            # the longer of two spans that begin together is the outer one
             edges += [(span.begin, 1, -span.end, span.name), (span.end, -1, 0, span.name)]
     for collective in collectives:
         if collective.done > collective.waited:

@@ -40,7 +40,7 @@ from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
 DECAYS = ("constant", "linear", "cosine", "trapezoid")
-_FALLING = 0.3  # of the steps, at the end of a trapezoid
+_FALLING = 0.3  # share of the steps that a trapezoid ends with
 
 
 def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], float]:
