@@ -82,7 +82,7 @@ def test_training_equals_the_cpu(placement, optimizer):
 def test_sums_of_duplicates_are_in_order():
     """Hundreds of contributions of very different size to a row: the bits of the CPU, every
     time."""
-    from freescale.kernels.reference.rows import sum_duplicates
+    from freescale.kernels.rows.reference import sum_duplicates
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 40, (8000,), generator=generator)

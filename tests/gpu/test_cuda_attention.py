@@ -9,10 +9,10 @@ import torch
 from helpers import segments_cases
 from helpers.attention_cases import compare, isolation
 
-from freescale.kernels.summary_plan import SummaryPlan
-from freescale.kernels.triton.attention import hstu_attention
-from freescale.kernels.triton.attention_plan import plan_attention
-from freescale.kernels.triton.summary_attention import summary_attention
+from freescale.kernels.attention.triton import hstu_attention
+from freescale.kernels.attention.triton_plan import plan_attention
+from freescale.kernels.summary_attention.plan import SummaryPlan
+from freescale.kernels.summary_attention.triton import summary_attention
 from freescale.segments import Segments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

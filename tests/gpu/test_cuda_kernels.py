@@ -8,11 +8,11 @@ import torch
 from freescale_bench.kernels import jagged, triton_jagged
 from helpers import kernel_cases
 
-from freescale.kernels.reference import row_updates
-from freescale.kernels.triton import row_sums as triton_row_sums
-from freescale.kernels.triton import row_updates as triton_row_updates
-from freescale.kernels.triton import rows as triton_rows
-from freescale.kernels.triton import unique as triton_unique
+from freescale.kernels.requests import triton as triton_unique
+from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.row_updates import reference as row_updates
+from freescale.kernels.row_updates import triton as triton_row_updates
+from freescale.kernels.rows import triton as triton_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

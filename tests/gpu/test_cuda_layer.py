@@ -8,9 +8,9 @@ import torch
 from helpers import layer_cases
 
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.kernels.reference import attention_plan
-from freescale.kernels.triton.attention_plan import TilePlan
-from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
+from freescale.kernels.attention import plan as attention_plan
+from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.layer.triton import gated_norm, layer_norm, silu_split
 from freescale.models import HSTU, Ranking, Retrieval, SASRec
 from freescale.random import derive, draw_keep_mask
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from freescale.kernels.reference import attention
-from freescale.kernels.triton import attention as triton_attention
-from freescale.kernels.triton.attention_launch import AttentionLaunch, KeyLaunch, StoredLaunch
+from freescale.kernels.attention import reference as attention
+from freescale.kernels.attention import triton as triton_attention
+from freescale.kernels.attention.triton_launch import AttentionLaunch, KeyLaunch, StoredLaunch
 
 BUCKETS = 20
 LENGTHS = {

@@ -19,7 +19,7 @@ from freescale.embedding.dynamic_rules import SHARDS, After
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import SGD, Adam, RowWiseAdagrad
 from freescale.embedding.storage import DeviceStorage, TableRange
-from freescale.kernels.triton import id_map as triton_id_map
+from freescale.kernels.id_map import triton as triton_id_map
 from freescale.ledger.ledger import Ledger
 from helpers.dynamic_oracle import FineDynamic
 from helpers.id_map_cases import by_kernels, draw_stream

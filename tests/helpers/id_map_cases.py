@@ -17,10 +17,12 @@ from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import draw_initial_rows
-from freescale.kernels.reference import draws, id_map
-from freescale.kernels.triton import draws as triton_draws
-from freescale.kernels.triton import id_map as triton_id_map
-from freescale.kernels.triton import id_map_memory, row_exchange
+from freescale.kernels.draws import reference as draws
+from freescale.kernels.draws import triton as triton_draws
+from freescale.kernels.id_map import reference as id_map
+from freescale.kernels.id_map import triton as triton_id_map
+from freescale.kernels.id_map import triton_memory as id_map_memory
+from freescale.kernels.row_moves import triton as row_exchange
 from freescale.random import derive, hash_name, mix
 from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import SPECIAL, id_in

@@ -14,16 +14,21 @@ import torch
 from freescale_bench.kernels import jagged, triton_jagged
 
 from freescale.embedding.layout import choose_stride, spread_ids
-from freescale.kernels.reference import division, rank_sums, row_sums, row_updates, rows, unique
-from freescale.kernels.reference import marks as reference_marks
-from freescale.kernels.row_gradients import RowGradients
-from freescale.kernels.triton import division as triton_division
-from freescale.kernels.triton import rank_sums as triton_rank_sums
-from freescale.kernels.triton import row_copies
-from freescale.kernels.triton import row_sums as triton_row_sums
-from freescale.kernels.triton import row_updates as triton_row_updates
-from freescale.kernels.triton import rows as triton_rows
-from freescale.kernels.triton import unique as triton_unique
+from freescale.kernels.marks import reference as reference_marks
+from freescale.kernels.requests import reference as division
+from freescale.kernels.requests import reference as unique
+from freescale.kernels.requests import triton as triton_division
+from freescale.kernels.requests import triton as triton_unique
+from freescale.kernels.row_moves import triton as row_copies
+from freescale.kernels.row_sums import reference as rank_sums
+from freescale.kernels.row_sums import reference as row_sums
+from freescale.kernels.row_sums import triton as triton_rank_sums
+from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.row_updates import reference as row_updates
+from freescale.kernels.row_updates import triton as triton_row_updates
+from freescale.kernels.rows import reference as rows
+from freescale.kernels.rows import triton as triton_rows
+from freescale.kernels.rows.gradients import RowGradients
 
 LENGTHS = {
     "mixed": [[3, 0, 1, 700, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]],

@@ -10,10 +10,11 @@ import json
 
 import torch
 
-from freescale.kernels.reference import attention_plan, layer
-from freescale.kernels.triton import attention_plan as triton_attention_plan
-from freescale.kernels.triton import fused_layer
-from freescale.kernels.triton import layer as triton_layer
+from freescale.kernels.attention import plan as attention_plan
+from freescale.kernels.attention import triton_plan as triton_attention_plan
+from freescale.kernels.layer import reference as layer
+from freescale.kernels.layer import triton as triton_layer
+from freescale.kernels.layer import triton_fused as fused_layer
 from freescale.models.hstu import HSTU, HSTULayer
 from freescale.random import derive, draw_keep_mask
 

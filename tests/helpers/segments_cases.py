@@ -10,10 +10,11 @@ import json
 import numpy as np
 import torch
 
-from freescale.kernels.reference import attention, summary_attention
-from freescale.kernels.summary_plan import SummaryPlan
-from freescale.kernels.triton import attention as triton_attention
-from freescale.kernels.triton import summary_attention as triton_summary_attention
+from freescale.kernels.attention import reference as attention
+from freescale.kernels.attention import triton as triton_attention
+from freescale.kernels.summary_attention import reference as summary_attention
+from freescale.kernels.summary_attention import triton as triton_summary_attention
+from freescale.kernels.summary_attention.plan import SummaryPlan
 from freescale.models.segments.arrangement import arrange_rows
 from freescale.segments import Segments
 

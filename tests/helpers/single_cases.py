@@ -14,7 +14,7 @@ import freescale
 from freescale.embedding import exchange, local
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.kernels import dispatch
-from freescale.kernels.triton import row_sums as triton_row_sums
+from freescale.kernels.row_sums import triton as triton_row_sums
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.transport.local import LocalTransport
 from helpers.gpu_training import CudaClicks

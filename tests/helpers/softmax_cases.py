@@ -8,8 +8,8 @@ import json
 import torch
 from torch.nn import functional as F
 
-from freescale.kernels.reference.sampled_softmax import Negatives
-from freescale.kernels.triton import sampled_softmax as triton
+from freescale.kernels.softmax import triton
+from freescale.kernels.softmax.reference import Negatives
 
 MIXED, LONG = (5, 0, 1, 3), (18, 0, 3)
 PER = ("sample", "position", "batch")

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freescale.kernels.attention import plan as attention_plan
+from freescale.kernels.attention.plan import plan_attention
+from freescale.kernels.attention.reference import hstu_attention
 from freescale.kernels.groups import Groups, plan_groups
-from freescale.kernels.reference import attention_plan
-from freescale.kernels.reference.attention import hstu_attention
-from freescale.kernels.reference.attention_plan import plan_attention
 
 HEADS, D_QK, D_V, SCALE, ALPHA, BUCKETS = 2, 5, 3, 40, 0.3, 12
 

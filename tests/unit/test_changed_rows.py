@@ -11,10 +11,10 @@ from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import Adam
 from freescale.embedding.storage import DeviceStorage, TableRange
-from freescale.kernels.native import bindings
-from freescale.kernels.native import marks as native
-from freescale.kernels.reference import marks as plain
-from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels import native as bindings
+from freescale.kernels.marks import native
+from freescale.kernels.marks import reference as plain
+from freescale.kernels.row_sums.reference import SortedRows
 
 SIZE = 12
 CONSUMERS = ("checkpoints", "snapshots")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from freescale.kernels.native import bindings
-from freescale.kernels.native import checksums as native
-from freescale.kernels.reference import checksums as plain
+from freescale.kernels import native as bindings
+from freescale.kernels.checksums import native
+from freescale.kernels.checksums import reference as plain
 
 
 @pytest.fixture(autouse=True)

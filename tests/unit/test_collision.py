@@ -15,7 +15,7 @@ from freescale.embedding.collision import (
     divide_rows,
     is_few,
 )
-from freescale.kernels.reference.division import find_first_tags, tag_rows
+from freescale.kernels.requests.reference import find_first_tags, tag_rows
 
 rows = st.lists(st.integers(0, 12), max_size=20)
 

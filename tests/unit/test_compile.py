@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,16 +16,17 @@ import torch
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.kernels.triton import compile_worker, launch
-from freescale.kernels.triton.compile import (
+from freescale.kernels.jit import compile_worker, launch
+from freescale.kernels.jit.compile import (
     compile_recorded,
     compile_versions,
     find_versions,
+    list_kernel_modules,
     preload,
 )
-from freescale.kernels.triton.compile_worker import Version, settle_keys
-from freescale.kernels.triton.launch import identify_launch, launch_kernel, record_launches
-from freescale.kernels.triton.launch_plan import Block
+from freescale.kernels.jit.compile_worker import Version, compute_keys
+from freescale.kernels.jit.launch import identify_launch, launch_kernel, record_launches
+from freescale.kernels.jit.launch_plan import Block
 from freescale.random import derive
 from freescale.train.build import build_model, build_module
 from freescale.train.checkpoint.delta import follow_changes
@@ -161,7 +161,7 @@ def test_what_is_compiled_covers_the_tables_of_one_rank(optimizer, full_every):
 
 
 def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
-    from freescale.kernels.triton.unique_kernels import flags_kernel
+    from freescale.kernels.requests.triton_kernels import flags_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     keys = torch.arange(5)
@@ -185,7 +185,7 @@ def test_a_worker_compiles_and_a_second_run_finds_it(tmp_path, monkeypatch):
 def find_keys(kernels):
     """Triton's cache keys of attention kernels (module, name), as a process finds them that meets
     them in this order."""
-    settle_keys.cache_clear()
+    compute_keys.cache_clear()
     for module in {module for module, _ in kernels}:
         for kernel in vars(module).values():
             if hasattr(kernel, "used_global_vals"):
@@ -197,7 +197,8 @@ def find_keys(kernels):
 def test_a_kernel_has_the_same_key_whatever_was_compiled_before_it():
     """Of kernels that call one another, in their own module and in another: Triton alone gives
     other keys in another order."""
-    from freescale.kernels.triton import attention_bias_kernels, attention_kernels
+    from freescale.kernels.attention import triton_bias_kernels as attention_bias_kernels
+    from freescale.kernels.attention import triton_kernels as attention_kernels
 
     names = ["forward_kernel", "_add_values", "_half_scores", "_load_tile", "backward_q_kernel"]
     kernels = [(attention_kernels, name) for name in names]
@@ -219,7 +220,7 @@ class FakeKernel:
 
     arg_names = ("x", "blocks", "scale", "n", "kind", "C")
     pre_run_hooks = ()
-    fn = SimpleNamespace(__module__="freescale.kernels.triton.unique_kernels")
+    fn = SimpleNamespace(__module__="freescale.kernels.requests.triton_kernels")
 
     def __init__(self):
         flags = [(False, name == "n") for name in self.arg_names[:-1]] + [(True, False)]
@@ -380,12 +381,12 @@ def list_variants():
 
 
 @pytest.mark.parametrize(
-    "module, name", [("id_missing", "claim"), ("id_missing", "order"), ("id_map", "put_in")]
+    "module, name", [("triton_missing", "claim"), ("triton_missing", "order"), ("triton", "put_in")]
 )
 def test_keys_differ_wherever_triton_compiles_differently(module, name):
     """Of launches that differ in one argument, among them tensors that may lie anywhere, and
     integers that Triton specialises and others."""
-    kernels = importlib.import_module(f"freescale.kernels.triton.{module}_kernels")
+    kernels = importlib.import_module(f"freescale.kernels.id_map.{module}_kernels")
     kernel = getattr(kernels, f"{name}_kernel")
     launcher, told_apart = launch._find_launcher(kernel), 0
     tensor = torch.zeros(8, dtype=torch.int64)
@@ -416,8 +417,7 @@ def test_keys_differ_wherever_triton_compiles_differently(module, name):
 
 def test_processes_that_compile_import_no_torch():
     """It would take each of them longer than a kernel does."""
-    folder = Path(compile_worker.__file__).parent
-    names = [f"freescale.kernels.triton.{path.stem}" for path in folder.glob("*_kernels.py")]
+    names = list_kernel_modules()
     assert len(names) > 10
     program = (
         f"import sys, {', '.join(names)}, {compile_worker.__name__}; print('torch' in sys.modules)"
@@ -432,13 +432,12 @@ def test_what_is_forked_has_all_kernels():
     """And their keys, without having asked for a GPU."""
     code = """
 import sys, torch
-from pathlib import Path
 from freescale.launch.rank_process import preload
 preload()
 from triton import JITFunction
-import freescale.kernels.triton as package
-names = [path.stem for path in Path(package.__path__[0]).glob("*_kernels.py")]
-modules = [sys.modules[f"freescale.kernels.triton.{name}"] for name in names]
+from freescale.kernels.jit.compile import list_kernel_modules
+names = list_kernel_modules()
+modules = [sys.modules[name] for name in names]
 kernels = [k for m in modules for k in vars(m).values() if isinstance(k, JITFunction)]
 assert len(names) > 10 and len(kernels) > 50
 assert all(kernel.hash is not None for kernel in kernels)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from freescale.cli.doctor import TESTED_TORCH, _check_kernels, examine
+from freescale.kernels.attention.reference import AttentionPlan
 from freescale.kernels.dispatch import fits_triton_attention, has_triton, plan_attention
-from freescale.kernels.reference.attention import AttentionPlan
 
 
 @pytest.mark.parametrize("triton", [None, "3.6.0"])

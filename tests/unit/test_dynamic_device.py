@@ -32,10 +32,10 @@ from freescale.embedding.dynamic_rules import (
 )
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import DeviceStorage, TableRange
-from freescale.kernels.reference import id_map
-from freescale.kernels.triton import row_exchange
-from freescale.kernels.triton.compile import find_versions
-from freescale.kernels.triton.launch import record_launches
+from freescale.kernels.id_map import reference as id_map
+from freescale.kernels.jit.compile import find_versions
+from freescale.kernels.jit.launch import record_launches
+from freescale.kernels.row_moves import triton as row_exchange
 from freescale.pipeline.staged import Staged
 from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
@@ -118,7 +118,7 @@ def test_ids_and_keys_are_bijective():
 @pytest.mark.parametrize("rows", [1, 3, 4, 1000, 12208])
 def test_memory_beside_the_rows(rows):
     """Ids, last uses and counts are 16 bytes a row; the buckets are the rest."""
-    from freescale.kernels.triton import id_map as triton_id_map
+    from freescale.kernels.id_map import triton as triton_id_map
 
     buckets = triton_id_map.count_buckets(rows)
     assert buckets * 7 >= rows

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from freescale.kernels.reference.checksums import as_bytes
+from freescale.kernels.checksums.reference import as_bytes
 from freescale.train.snapshot import file_reads
 from freescale.train.snapshot.file_reads import FileReads
 from freescale.train.snapshot.segment import write_segment

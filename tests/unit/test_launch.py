@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from freescale.kernels.triton import launch
-from freescale.kernels.triton.id_map_kernels import find_kernel
-from freescale.kernels.triton.launch_plan import LIMIT, write_fit_function
-from freescale.kernels.triton.row_updates_kernels import sgd_kernel
+from freescale.kernels.id_map.triton_kernels import find_kernel
+from freescale.kernels.jit import launch
+from freescale.kernels.jit.launch_plan import LIMIT, write_fit_function
+from freescale.kernels.row_updates.triton_kernels import sgd_kernel
 
 BLOCK = 64
 

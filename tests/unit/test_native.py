@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from freescale.batch import HostSizes
-from freescale.kernels.native import (
-    attention_plan,
-    bindings,
-    fused_layer,
-    row_updates,
-)
-from freescale.kernels.native import sampled_softmax as native_softmax
-from freescale.kernels.reference import attention_plan as plain_plan
-from freescale.kernels.reference import row_updates as plain_updates
-from freescale.kernels.reference import sampled_softmax as softmax
+from freescale.kernels import native as bindings
+from freescale.kernels.attention import native_plan as attention_plan
+from freescale.kernels.attention import plan as plain_plan
+from freescale.kernels.layer import native as fused_layer
+from freescale.kernels.row_updates import native as row_updates
+from freescale.kernels.row_updates import reference as plain_updates
+from freescale.kernels.softmax import native as native_softmax
+from freescale.kernels.softmax import reference as softmax
 from freescale.models import HSTU
 
 LENGTHS = torch.tensor([3, 0, 7, 1, 12])

@@ -8,8 +8,10 @@ import torch
 from freescale.embedding import collision
 from freescale.embedding.collision import MarkedRows, divide_rows
 from freescale.kernels import dispatch
-from freescale.kernels.native import bindings, requests
-from freescale.kernels.reference import rows, unique
+from freescale.kernels import native as bindings
+from freescale.kernels.requests import native as requests
+from freescale.kernels.requests import reference as unique
+from freescale.kernels.rows import reference as rows
 
 # keys [n] below a bound: none, equal ones, many of few, few of many, more than one pass sorts
 SIZES = [(0, 5), (1, 1), (3000, 7), (40, 5), (1400, 54_542), (5000, 1 << 40)]

@@ -14,8 +14,8 @@ from freescale.embedding.optimizers import (
     CountedAdam,
     RowWiseAdagrad,
 )
-from freescale.kernels.reference import row_updates
-from freescale.kernels.reference import rows as kernels
+from freescale.kernels.row_updates import reference as row_updates
+from freescale.kernels.rows import reference as kernels
 
 torch_twins = [
     (SGD(lr=0.3), lambda p: torch.optim.SGD(p, lr=0.3)),

@@ -8,8 +8,7 @@ import torch
 from helpers import interpreter, softmax_cases
 from helpers.softmax_cases import PER, define, differentiate, draw
 
-from freescale.kernels.reference import sampled_softmax as reference
-from freescale.kernels.triton import sampled_softmax as triton
+from freescale.kernels.softmax import reference, triton
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from freescale.balance.cost import CostModel
 from freescale.config import DataConfig, ModelConfig, RunConfig
-from freescale.kernels.reference import softmax_attention
+from freescale.kernels.attention import softmax as softmax_attention
 from freescale.models import Ranking, Retrieval, SASRec
 from freescale.random import derive, draw_keep_mask
 from freescale.train.build import build_balancer, build_encoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from freescale.batch import Jagged
-from freescale.kernels.reference.scores import (
+from freescale.kernels.softmax.scores import (
     choose_tile,
     count_better,
     find_best,

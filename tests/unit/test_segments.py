@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel, features
 from freescale.balance.partitioners.greedy import greedy
-from freescale.kernels.reference import summary_attention as reference
-from freescale.kernels.summary_plan import SummaryPlan
-from freescale.kernels.triton import summary_attention as twin
-from freescale.kernels.triton.summary_attention_plan import plan_tiles
+from freescale.kernels.summary_attention import reference
+from freescale.kernels.summary_attention import triton as twin
+from freescale.kernels.summary_attention.plan import SummaryPlan
+from freescale.kernels.summary_attention.triton import plan_tiles
 from freescale.models.segments.arrangement import arrange_rows
 from freescale.segments import Segments
 

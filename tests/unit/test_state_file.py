@@ -54,7 +54,7 @@ def file():
 @pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
 def test_a_file_holds_what_was_written_last(file, native, monkeypatch):
     if not native:
-        from freescale.kernels.reference import checksums
+        from freescale.kernels.checksums import reference as checksums
 
         monkeypatch.setattr(state_file, "choose_checksums", lambda: checksums)
     tables = draw_tables()

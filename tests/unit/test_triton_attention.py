@@ -16,10 +16,10 @@ from helpers import attention_cases, interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.reference.attention_plan import BUCKET_WIDTH
-from freescale.kernels.triton import attention_plan as triton_attention_plan
-from freescale.kernels.triton.attention import hstu_attention
-from freescale.kernels.triton.attention_plan import plan_attention
+from freescale.kernels.attention import triton_plan as triton_attention_plan
+from freescale.kernels.attention.plan import BUCKET_WIDTH
+from freescale.kernels.attention.triton import hstu_attention
+from freescale.kernels.attention.triton_plan import plan_attention
 
 
 @pytest.fixture(scope="module")

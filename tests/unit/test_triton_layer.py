@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import interpreter, layer_cases
 
-from freescale.kernels.triton.layer import gated_norm, layer_norm, silu_split
+from freescale.kernels.layer.triton import gated_norm, layer_norm, silu_split
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from helpers import interpreter, kernel_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.kernels.reference import unique
-from freescale.kernels.triton import row_updates as triton_row_updates
-from freescale.kernels.triton import rows as triton_rows
-from freescale.kernels.triton import unique as triton_unique
+from freescale.kernels.requests import reference as unique
+from freescale.kernels.requests import triton as triton_unique
+from freescale.kernels.row_updates import triton as triton_row_updates
+from freescale.kernels.rows import triton as triton_rows
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from freescale.kernels.triton import attention as triton_attention
-from freescale.kernels.triton import attention_plan as triton_attention_plan
+from freescale.kernels.attention import triton as triton_attention
+from freescale.kernels.attention import triton_plan as triton_attention_plan
 from freescale_bench.kernels.measure import Bench, Call
 
 HEADS, BUCKETS = 4, 128

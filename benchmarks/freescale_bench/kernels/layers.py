@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.reference import attention_plan, layer
-from freescale.kernels.triton import attention_plan as triton_attention_plan
-from freescale.kernels.triton import layer as triton_layer
+from freescale.kernels.attention import plan as attention_plan
+from freescale.kernels.attention import triton_plan as triton_attention_plan
+from freescale.kernels.layer import reference as layer
+from freescale.kernels.layer import triton as triton_layer
 from freescale.models.hstu_layer import HSTULayer
 from freescale.random import derive
 from freescale_bench.kernels.measure import Bench, Call

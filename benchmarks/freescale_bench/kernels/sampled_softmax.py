@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from freescale.kernels.reference import sampled_softmax as reference
-from freescale.kernels.reference.sampled_softmax import Negatives
-from freescale.kernels.triton import sampled_softmax as triton
+from freescale.kernels.softmax import reference, triton
+from freescale.kernels.softmax.reference import Negatives
 from freescale_bench.kernels.measure import Bench
 
 # (samples, events of each, width, rows that a step reads)

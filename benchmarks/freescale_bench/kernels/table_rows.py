@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from freescale.kernels.reference import row_updates, rows, unique
-from freescale.kernels.triton import row_updates as triton_row_updates
-from freescale.kernels.triton import rows as triton_rows
-from freescale.kernels.triton import unique as triton_unique
+from freescale.kernels.requests import reference as unique
+from freescale.kernels.requests import triton as triton_unique
+from freescale.kernels.row_updates import reference as row_updates
+from freescale.kernels.row_updates import triton as triton_row_updates
+from freescale.kernels.rows import reference as rows
+from freescale.kernels.rows import triton as triton_rows
 from freescale_bench.kernels.measure import Bench, Call
 
 WIDTH = 128

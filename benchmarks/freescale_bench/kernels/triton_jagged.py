@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.triton.launch import count_blocks, require_gpu, use_device
+from freescale.kernels.jit.launch import count_blocks, require_gpu, use_device
 from freescale.kernels.upload import upload
 from freescale_bench.kernels.jagged import Move, check_values
 

@@ -140,7 +140,7 @@ def _find_triton() -> str | None:
 
 def _check_kernels(gpu: bool, triton: str | None) -> Row:
     """What `kernels.dispatch` chooses on a machine with or without a GPU and Triton."""
-    from freescale.kernels.triton.attention import FLOAT32_WIDTHS, WIDTHS
+    from freescale.kernels.attention.triton import FLOAT32_WIDTHS, WIDTHS
 
     if not gpu:
         return ("triton", triton or "no", "not used: on CPUs plain torch kernels run")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch import choose_marks
-from freescale.kernels.reference.marks import ALL
+from freescale.kernels.marks.reference import ALL
 
 _BITS = tuple(1 << number for number in range(8))
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.kernels.dispatch import collision_masks, tag_rows
-from freescale.kernels.native.requests import divide, fits_division
-from freescale.kernels.reference.division import MarkedRows
-from freescale.kernels.reference.unique import group_by_tag
+from freescale.kernels.requests.native import divide, fits_division
+from freescale.kernels.requests.reference import MarkedRows, group_by_tag
 
 # (rows that the current batch requests, that the following one requests) -> (which of the current
 # ones are shared, which of the following ones collide)

@@ -57,7 +57,7 @@ from freescale.kernels.dispatch import (
     put_rows,
     select_marked_rows,
 )
-from freescale.kernels.reference.unique import Unique
+from freescale.kernels.requests.reference import Unique
 from freescale.transport.api import Handle, Transport
 
 Piece = TypeVar("Piece")

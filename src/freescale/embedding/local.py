@@ -35,9 +35,9 @@ from freescale.embedding.request import (
 )
 from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions
 from freescale.kernels.dispatch import deduplicate, gather_rows, keeps_gradients, read_rows
-from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.row_gradients import RowGradients
-from freescale.kernels.triton import row_sums as triton_row_sums
+from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.row_sums.reference import SortedRows
+from freescale.kernels.rows.gradients import RowGradients
 
 # rows, and a gradient for each; or all readings, with those of a row side by side
 Collected = tuple[Tensor | SortedRows, Tensor]

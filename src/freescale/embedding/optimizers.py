@@ -14,8 +14,8 @@ from torch import Tensor
 
 from freescale.config import TrainConfig
 from freescale.kernels.dispatch import choose_optimizers
-from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.reference.row_updates import counted_adam
+from freescale.kernels.row_sums.reference import SortedRows
+from freescale.kernels.row_updates.reference import counted_adam
 
 
 class RowOptimizer(Protocol):

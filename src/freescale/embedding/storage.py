@@ -28,7 +28,7 @@ from freescale.kernels.dispatch import (
     keeps_gradients,
     sum_sorted,
 )
-from freescale.kernels.reference.row_sums import SortedRows
+from freescale.kernels.row_sums.reference import SortedRows
 from freescale.random import derive, hash_name, normal
 
 _OURS = (SGD.update, Adagrad.update, RowWiseAdagrad.update, Adam.update)

@@ -15,56 +15,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels.native import attention_plan as native_plan
-from freescale.kernels.native import checksums as native_checksums
-from freescale.kernels.native import fused_layer as native_layer
-from freescale.kernels.native import marks as native_marks
-from freescale.kernels.native import positions as native_positions
-from freescale.kernels.native import requests as native_requests
-from freescale.kernels.native import row_updates as native_updates
-from freescale.kernels.native import sampled_softmax as native_softmax
-from freescale.kernels.reference import (
-    attention,
-    attention_plan,
-    checksums,
-    division,
-    draws,
-    id_map,
-    layer,
-    marks,
-    positions,
-    rank_sums,
-    row_exchange,
-    row_sums,
-    row_updates,
-    rows,
-    summary_attention,
-    unique,
-)
-from freescale.kernels.reference import sampled_softmax as softmax
-from freescale.kernels.reference.attention_plan import AttentionPlan
-from freescale.kernels.reference.division import MarkedRows
-from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.reference.sampled_softmax import Negatives
-from freescale.kernels.row_gradients import RowGradients
-from freescale.kernels.triton import attention as triton_attention
-from freescale.kernels.triton import attention_plan as triton_attention_plan
-from freescale.kernels.triton import division as triton_division
-from freescale.kernels.triton import draws as triton_draws
-from freescale.kernels.triton import fused_layer
-from freescale.kernels.triton import id_map as triton_id_map
-from freescale.kernels.triton import layer as triton_layer
-from freescale.kernels.triton import positions as triton_positions
-from freescale.kernels.triton import rank_sums as triton_rank_sums
-from freescale.kernels.triton import row_exchange as triton_row_exchange
-from freescale.kernels.triton import row_sums as triton_row_sums
-from freescale.kernels.triton import row_updates as triton_row_updates
-from freescale.kernels.triton import rows as triton_rows
-from freescale.kernels.triton import sampled_softmax as triton_softmax
-from freescale.kernels.triton import summary_attention as triton_summary_attention
-from freescale.kernels.triton import unique as triton_unique
-from freescale.kernels.triton.attention_plan import TilePlan
-from freescale.kernels.triton.launch import is_recording
+from freescale.kernels.attention import native_plan
+from freescale.kernels.attention import plan as attention_plan
+from freescale.kernels.attention import reference as attention
+from freescale.kernels.attention import triton as triton_attention
+from freescale.kernels.attention import triton_plan as triton_attention_plan
+from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.checksums import native as native_checksums
+from freescale.kernels.checksums import reference as checksums
+from freescale.kernels.draws import reference as draws
+from freescale.kernels.draws import triton as triton_draws
+from freescale.kernels.id_map import reference as id_map
+from freescale.kernels.id_map import triton as triton_id_map
+from freescale.kernels.jit.launch import is_recording
+from freescale.kernels.layer import native as native_layer
+from freescale.kernels.layer import reference as layer
+from freescale.kernels.layer import triton as triton_layer
+from freescale.kernels.layer import triton_fused as fused_layer
+from freescale.kernels.marks import native as native_marks
+from freescale.kernels.marks import reference as marks
+from freescale.kernels.positions import native as native_positions
+from freescale.kernels.positions import reference as positions
+from freescale.kernels.positions import triton as triton_positions
+from freescale.kernels.requests import native as native_requests
+from freescale.kernels.requests import reference as division
+from freescale.kernels.requests import reference as unique
+from freescale.kernels.requests import triton as triton_division
+from freescale.kernels.requests import triton as triton_unique
+from freescale.kernels.requests.reference import MarkedRows
+from freescale.kernels.row_moves import reference as row_exchange
+from freescale.kernels.row_moves import triton as triton_row_exchange
+from freescale.kernels.row_sums import reference as rank_sums
+from freescale.kernels.row_sums import reference as row_sums
+from freescale.kernels.row_sums import triton as triton_rank_sums
+from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.row_sums.reference import SortedRows
+from freescale.kernels.row_updates import native as native_updates
+from freescale.kernels.row_updates import reference as row_updates
+from freescale.kernels.row_updates import triton as triton_row_updates
+from freescale.kernels.rows import reference as rows
+from freescale.kernels.rows import triton as triton_rows
+from freescale.kernels.rows.gradients import RowGradients
+from freescale.kernels.softmax import native as native_softmax
+from freescale.kernels.softmax import reference as softmax
+from freescale.kernels.softmax import triton as triton_softmax
+from freescale.kernels.softmax.reference import Negatives
+from freescale.kernels.summary_attention import reference as summary_attention
+from freescale.kernels.summary_attention import triton as triton_summary_attention
 
 
 @cache
@@ -321,18 +319,18 @@ def choose_id_map(device: torch.device) -> Any:
 
 
 def choose_draws(device: torch.device) -> Any:
-    """The version of kernels/reference/draws.py for sums on a device."""
+    """The version of kernels/draws/reference.py for sums on a device."""
     on_gpu = device.type == "cuda" or is_recording()
     return triton_draws if on_gpu and has_triton() else draws
 
 
 def choose_marks(device: torch.device) -> Any:
-    """The version of kernels/reference/marks.py for marks on a device."""
+    """The version of kernels/marks/reference.py for marks on a device."""
     return native_marks if native_marks.is_there(device) else marks
 
 
 def choose_checksums() -> Any:
-    """The version of kernels/reference/checksums.py for this process."""
+    """The version of kernels/checksums/reference.py for this process."""
     return native_checksums if native_checksums.is_there() else checksums
 
 

@@ -52,7 +52,7 @@ def preload() -> None:
         with suppress(ImportError):
             import_module(name)
     with suppress(ImportError):
-        import_module("freescale.kernels.triton.compile").preload()
+        import_module("freescale.kernels.jit.compile").preload()
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:

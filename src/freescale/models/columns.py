@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.kernels.reference.sampled_softmax import Negatives, Per
+from freescale.kernels.softmax.reference import Negatives, Per
 
 
 def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Jagged:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from freescale.batch import HostSizes
+from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch import add_positions
-from freescale.kernels.reference.attention_plan import AttentionPlan
-from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.sequences import mark_positions
 
 TOO_LONG = (

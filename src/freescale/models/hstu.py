@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
+from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch import fits_fused_layer, plan_attention, run_layers
-from freescale.kernels.reference.attention_plan import AttentionPlan
-from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 

@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch import gated_norm, hstu_attention, layer_norm, silu_split
-from freescale.kernels.reference.attention_plan import AttentionPlan
-from freescale.kernels.triton.attention_plan import TilePlan
-from freescale.kernels.triton.fused_layer import LayerParameters
+from freescale.kernels.layer.triton_fused import LayerParameters
 
 EPS = 1e-6  # of both norms
 # Of the projection's first values: small gates and values leave the inputs in charge of the first

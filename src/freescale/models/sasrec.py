@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.reference.attention_plan import AttentionPlan
-from freescale.kernels.reference.softmax_attention import (
+from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.softmax import (
     WeightDropout,
     plan_softmax_attention,
     softmax_attention,

@@ -24,12 +24,13 @@ from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange, UpdateOptions
 from freescale.kernels import dispatch
-from freescale.kernels.reference.division import MarkedRows
-from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.triton import id_map as triton_id_map
-from freescale.kernels.triton import row_copies, row_exchange
-from freescale.kernels.triton import row_sums as triton_row_sums
-from freescale.kernels.triton.compile import compile_recorded
+from freescale.kernels.id_map import triton as triton_id_map
+from freescale.kernels.jit.compile import compile_recorded
+from freescale.kernels.requests.reference import MarkedRows
+from freescale.kernels.row_moves import triton as row_copies
+from freescale.kernels.row_moves import triton as row_exchange
+from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.row_sums.reference import SortedRows
 from freescale.train.build import build_module, build_row_optimizer, parse_tables
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables

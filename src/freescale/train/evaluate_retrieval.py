@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config.metrics import REPEATS, UNSEEN
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
-from freescale.kernels.reference.scores import (
+from freescale.kernels.softmax.scores import (
     choose_tile,
     count_better,
     score_targets,

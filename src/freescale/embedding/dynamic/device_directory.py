@@ -1,7 +1,7 @@
 """Which ids of a dynamic table have a row on this rank, decided where the rows are: on a GPU.
 
 The decisions are those of directory.py, to the id; the map is in the memory of the device
-(kernels/triton/id_map.py). A batch is decided on in this order:
+(kernels/id_map/triton.py). A batch is decided on in this order:
 
     1. every id of the batch is looked up; those that have a row use it, the others are listed
     2. `After` removes old rows of the shard whose turn it is
@@ -27,7 +27,7 @@ from freescale.embedding.dynamic.directory import BatchFigures, Decided, get_sha
 from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
 from freescale.kernels.dispatch import choose_id_map
-from freescale.kernels.reference.id_map import EMPTY, Contents, Uses
+from freescale.kernels.id_map.reference import EMPTY, Contents, Uses
 from freescale.streams import InTurn
 
 _SUMS = 3  # over shards, which kernels write to the host; behind them, how many rows were swept

@@ -37,8 +37,8 @@ from freescale.embedding.dynamic.draws import BatchDraws, DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
 from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
 from freescale.kernels.dispatch import choose_row_exchange, fits_exchange
-from freescale.kernels.reference.row_sums import SortedRows
-from freescale.kernels.triton.row_exchange import insert_drawn, insert_zeros
+from freescale.kernels.row_moves.triton import insert_drawn, insert_zeros
+from freescale.kernels.row_sums.reference import SortedRows
 from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 

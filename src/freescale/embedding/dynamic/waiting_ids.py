@@ -15,7 +15,7 @@ from torch import Tensor
 from freescale.embedding.dynamic.bindings import CHANGE, FIGURES, address, load_dynamic
 from freescale.embedding.dynamic.directory import ShardArrays, describe_rules
 from freescale.embedding.dynamic_rules import Dynamic
-from freescale.kernels.reference.id_map import Missing
+from freescale.kernels.id_map.reference import Missing
 from freescale.kernels.upload import upload
 
 

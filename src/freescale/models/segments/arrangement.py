@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from freescale.batch import HostSizes, compute_offsets, concat_ranges
-from freescale.kernels.attention_checks import read_sizes
-from freescale.kernels.reference.positions import compute_positions
-from freescale.kernels.summary_plan import SummaryPlan
+from freescale.kernels.attention.checks import read_sizes
+from freescale.kernels.positions.reference import compute_positions
+from freescale.kernels.summary_attention.plan import SummaryPlan
 from freescale.kernels.upload import upload
 from freescale.segments import Segments
 

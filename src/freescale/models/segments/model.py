@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.reference.positions import (
+from freescale.kernels.positions.reference import (
     compute_positions,
     derive_token_keys,
     drop_inputs,

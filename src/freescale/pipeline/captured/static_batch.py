@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.kernels.triton.static_plan import StaticPlans
+from freescale.kernels.attention.static_plan import StaticPlans
 from freescale.pipeline.captured.sizes import StaticSize, pad_lengths
 
 WEIGHTS = "target_weights"  # of the tokens: those of filling samples are 0

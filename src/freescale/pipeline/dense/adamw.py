@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels.native.row_updates import adam_tensors, fits
+from freescale.kernels.row_updates.native import adam_tensors, fits
 
 
 class AdamW(torch.optim.AdamW):

@@ -5,7 +5,7 @@
     JSON         {"tensors": {name: [dtype, shape, place, checksum]}, ...}
 
 A file without its preamble is half written. The checksum of a tensor is the CRC-32 of the sums of
-its blocks (kernels/reference/checksums.py).
+its blocks (kernels/checksums/reference.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.memory import get_available_memory
+from freescale.kernels.checksums.reference import Words, as_bytes
 from freescale.kernels.dispatch import choose_checksums
-from freescale.kernels.reference.checksums import Words, as_bytes
 from freescale.train.checkpoint.files import Damaged
 from freescale.train.snapshot.file_reads import FileReads
 

@@ -1,0 +1,1 @@
+"""HSTU's attention over jagged histories, and softmax attention."""

@@ -1,0 +1,77 @@
+"""`reference.attention_plan.plan_attention` in C, for batches of which it lists the pairs."""
+
+from __future__ import annotations
+
+from ctypes import c_int64
+
+import torch
+from torch import Tensor
+
+from freescale.batch import HostSizes
+from freescale.kernels.attention.pairs import Pairs
+from freescale.kernels.attention.plan import (
+    BUCKET_WIDTH,
+    TILE_BUDGET,
+    TILE_ROWS,
+    AttentionPlan,
+)
+from freescale.kernels.groups import Groups
+from freescale.kernels.native import address, require_native
+
+
+def plan_attention(
+    lengths: Tensor,
+    heads: int,
+    listed_scores: int,
+    *,
+    candidate_counts: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    buckets: int = 0,
+    distances: bool = False,
+    host: HostSizes | None = None,
+) -> AttentionPlan | None:
+    """As the reference, on a CPU. None where there are too many pairs for a list, and where it has
+    something to refuse."""
+    counts, samples = candidate_counts, lengths.numel()
+    known = host or HostSizes(lengths, counts)
+    columns = lengths, counts, known.lengths, known.candidate_counts
+    fits = heads > 0 and (counts is None) == (known.candidate_counts is None)
+    if not fits or not all(c is None or _is_column(c, samples) for c in columns):
+        return None
+    library, found = require_native(), (c_int64 * 4)()
+    sizes = samples, *map(address, columns[:2])
+    if not library.measure_samples(*sizes, found) or heads * found[1] > listed_scores:
+        return None
+    tokens, number, longest_history, longest_distance = found
+    if timestamps is not None and not _is_column(timestamps, tokens):
+        return None
+    pairs = Pairs(*lengths.new_empty(3, number).unbind())
+    bucket = None if timestamps is None else lengths.new_empty(number, dtype=torch.int32)
+    library.list_pairs(
+        *sizes,
+        address(timestamps),
+        BUCKET_WIDTH,
+        buckets,
+        *map(address, (pairs.query, pairs.key, pairs.distance, bucket)),
+    )
+    return AttentionPlan(
+        Groups((), lengths, lengths.numpy(), tokens),
+        heads,
+        TILE_ROWS,
+        TILE_BUDGET,
+        counts,
+        timestamps,
+        buckets,
+        distances,
+        longest_history,
+        longest_distance,
+        {},
+        pairs,
+        bucket,
+    )
+
+
+def _is_column(tensor: Tensor, size: int) -> bool:
+    """Whether C can read it: [size] int64."""
+    here = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return here and tensor.dtype == torch.int64 and tensor.shape == (size,)

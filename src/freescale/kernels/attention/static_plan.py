@@ -1,0 +1,103 @@
+"""The attention's plan for batches of one padded size: its tables stay at one place on the device
+and are filled anew for each batch, so that a CUDA graph can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.kernels.attention.plan_columns import PAIR_QUERIES, TileColumn, WalkColumn
+from freescale.kernels.attention.triton_plan import MAX_PIECES, MIN_WALK, TilePlan, subtract_first
+from freescale.kernels.upload import upload
+
+
+@dataclass(frozen=True)
+class StaticPlan(TilePlan):
+    """As long as any batch of the size needs: what a batch lacks are tiles without tokens. Made for
+    histories up to `longest_history`."""
+
+    timestamps: Tensor | None = None  # [tokens] int64, of which `times` are made
+
+    @staticmethod
+    def of(plan: TilePlan, longest: int, timestamps: Tensor | None) -> StaticPlan:
+        """Made from the plan of the first batch."""
+        own = {field.name: getattr(plan, field.name) for field in fields(TilePlan)}
+        limits = {"longest_history": longest, "longest_distance": longest}
+        return StaticPlan(**own | limits | {"kept": {}}, timestamps=timestamps)
+
+    @property
+    def pair_blocks(self) -> int:
+        of_queries = self.tokens // PAIR_QUERIES + len(self.host)
+        return of_queries * (self.longest_history // PAIR_QUERIES + 2)
+
+    def _keep(self, key: tuple[str, int]) -> tuple[Tensor, ...]:
+        tables: tuple[Tensor, ...] | None = self.kept.get(key)
+        if tables is None:
+            made = self.compute_tables(key)
+            tables = self.kept[key] = tuple(
+                torch.zeros(rows, *table.shape[1:], dtype=torch.int32, device=self.lengths.device)
+                for table, rows in zip(made, self._count_rows(key), strict=True)
+            )
+            self._write(key, tables, made)
+        return tables
+
+    def _count_rows(self, key: tuple[str, int]) -> tuple[int, ...]:
+        """Of the tables of a kind and size of tile, at most."""
+        (of, size), samples = key, len(self.host)
+        if of == "samples":
+            return (samples,)
+        tiles = self.tokens // size + samples
+        if of != "walks":
+            return (tiles,)
+        of_longest = -(-self.longest_history // size)
+        pieces = 1 if of_longest <= MIN_WALK else MAX_PIECES
+        return pieces * tiles, pieces * samples, of_longest
+
+    def refill(self, lengths: np.ndarray) -> None:
+        """For another batch of the same size, whose tokens are there, on the current stream."""
+        other = replace(self, host=lengths, history=lengths, kept={})
+        for key, tables in self.kept.items():
+            if key != "edges":
+                self._write(key, tables, other.compute_tables(key))
+        if self.times is not None:
+            assert self.timestamps is not None
+            span = 0 if self.times.dtype == torch.int32 else 2**62
+            self.times.copy_(subtract_first(self.timestamps, self.lengths, span))
+
+    def _write(
+        self, key: tuple[str, int], tables: tuple[Tensor, ...], made: tuple[np.ndarray, ...]
+    ) -> None:
+        for number, (table, values) in enumerate(zip(tables, made, strict=True)):
+            whole = np.zeros(table.shape, np.int32)
+            whole[: len(values)] = values
+            lacking = whole[len(values) :]
+            if key[0] in ("queries", "keys"):
+                lacking[:, TileColumn.START] = 1  # the token before it exists
+            elif key[0] == "walks" and number == 0:
+                lacking[:, WalkColumn.SLOT] = len(whole) - 1  # of no walk, if some are lacking
+            table.copy_(upload(whole, table.device), non_blocking=True)
+
+
+class StaticPlans:
+    """The plans that a model makes for batches of one size."""
+
+    def __init__(self, longest: int) -> None:
+        """`longest`: tokens that a sample of such a batch may have."""
+        self._longest = longest
+        self._plans: dict[Any, StaticPlan] = {}
+
+    def find(self, key: Any, make: Callable[[], TilePlan], timestamps: Tensor | None) -> StaticPlan:
+        """The plan of this key; made from that of the first batch."""
+        if key not in self._plans:
+            self._plans[key] = StaticPlan.of(make(), self._longest, timestamps)
+        return self._plans[key]
+
+    def refill(self, lengths: np.ndarray) -> None:
+        """For another batch of the same size, whose tokens are there."""
+        for plan in self._plans.values():
+            plan.refill(lengths)

@@ -1,0 +1,1 @@
+"""Checksums of host memory whose rows are replaced."""

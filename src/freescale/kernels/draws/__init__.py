@@ -1,0 +1,1 @@
+"""Sums of ids' draws, for log-q of dynamic tables."""

@@ -1,0 +1,1 @@
+"""The map from ids to rows of a dynamic table."""

@@ -1,0 +1,1 @@
+"""Launches and compiles the Triton kernels."""

@@ -1,0 +1,275 @@
+"""What all launches of Triton kernels share: a GPU or the interpreter, the right current device,
+sizes, and a launch that costs little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from freescale.kernels.jit.compile_worker import compute_keys, is_known
+from freescale.kernels.jit.launch_plan import (
+    Block,
+    LaunchPlan,
+    Shortcut,
+    write_fit_function,
+)
+
+_NOTHING = nullcontext()
+# Of every launch that does not set it. Triton 3.9 warns without it, and 3.10 changes the default.
+_OPTIONS = {"enable_fp_fusion": True}
+
+
+def require_gpu(device: torch.device, instead: str) -> None:
+    """Refuses tensors that the kernels cannot read; `instead` names the reference to use."""
+    if device.type != "cuda" and not is_interpreted() and not is_recording():
+        raise ValueError(f"the Triton kernels need tensors on a GPU, not {device}; use {instead}")
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter, on the CPU."""
+    from freescale.kernels.rows.triton_kernels import INTERPRETED
+
+    return INTERPRETED
+
+
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a device the current one, on which Triton launches, unless it is."""
+    if not _is_cuda(device) or device.index == _get_current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+@cache
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"  # torch makes a text of it each time
+
+
+def _get_current_device() -> int:
+    """As torch.cuda.current_device, of a process that has a tensor on a GPU: nothing is left to be
+    initialised."""
+    calls: Any = torch._C  # it is not in torch's stubs
+    number: int = calls._cuda_getDevice()
+    return number
+
+
+def count_blocks(items: int, each: int) -> int:
+    """How many blocks of `each` items hold `items`."""
+    return -(-items // each)
+
+
+def round_up_to_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """How a kernel over rows is launched."""
+
+    elements: int  # of a program's tile, for each tensor that it reads or writes
+    warps: int
+    fewest_columns: int = 1
+
+    def shape(self, width: int) -> dict[str, int]:
+        """Arguments of a launch over rows of this width: tiles of R rows and W columns."""
+        columns = max(self.fewest_columns, round_up_to_power_of_two(width))
+        return {
+            "WIDTH": width,
+            "R": max(1, self.elements // columns),
+            "W": columns,
+            "num_warps": self.warps,
+        }
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it was asked for: what `record_launches` keeps."""
+
+    kernel: Any
+    values: tuple[Any, ...]  # in the order of the kernel's parameters
+    options: dict[str, Any]  # num_warps and the like
+
+
+_launchers: dict[int, _Launcher] = {}  # by the kernel's id: kernels live as long as their modules
+_recordings: list[list[Launch]] = []
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Launches nothing inside the block, in any thread, and keeps what would have been: outputs
+    hold whatever was in memory."""
+    recording: list[Launch] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _recordings.remove(recording)
+
+
+def is_recording() -> bool:
+    """Whether launches are recorded instead of made: tensors may then be anywhere."""
+    return bool(_recordings)
+
+
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """`kernel[grid](*arguments, **named)` at a fraction of its cost.
+
+    Triton binds, specialises and looks up each launch anew; this keeps the compiled kernel for each
+    combination of constants, dtypes and alignments, and hands it the pointers. Tensors that are
+    read by blocks come as `Block`. All arguments lie on the current device.
+    """
+    _find_launcher(kernel)(grid, arguments, named)
+
+
+def prepare_launch(launch: Launch) -> None:
+    """Compiles or loads what a recorded launch needs, on the current device."""
+    _find_launcher(launch.kernel).prepare(launch.values, launch.options)
+
+
+def identify_launch(launch: Launch) -> tuple[Any, ...]:
+    """What differs wherever Triton compiles recorded launches differently."""
+    return id(launch.kernel), *_find_launcher(launch.kernel).identify(launch.values, launch.options)
+
+
+def _find_launcher(kernel: Any) -> _Launcher:
+    launcher = _launchers.get(id(kernel))
+    if launcher is None:
+        launcher = _launchers[id(kernel)] = _Launcher(kernel)
+    return launcher
+
+
+class _Launcher:
+    """The compiled versions of one kernel."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.plans = kernel, dict[tuple[type, ...], LaunchPlan]()
+        # By constants and options; None: there is none for these. Without names of what is neither,
+        # of which there would be one for each value.
+        self.shortcuts = dict[tuple[Any, ...], Shortcut | None]()
+        self.takes_shortcuts = True
+        self.direct = not is_interpreted() and is_known()
+        self.names = tuple(kernel.arg_names)
+        self._hooks: Any = None
+        if self.direct:
+            from triton import knobs
+
+            self._hooks = knobs
+            compute_keys(kernel.fn.__module__)
+
+    def __call__(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        if _recordings:
+            values, options = self._bind(arguments, named)
+            _recordings[-1].append(Launch(self.kernel, tuple(values), options))
+        elif not self.direct or self._is_watched():
+            self._launch_by_triton(grid, arguments, named)
+        else:
+            self._launch_compiled(grid, arguments, named)
+
+    def _is_watched(self) -> bool:
+        """Whether someone asked Triton to tell of launches: a profiler of its own."""
+        runtime = self._hooks.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        watches = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        return bool(self.kernel.pre_run_hooks or watches)
+
+    def _bind(
+        self, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The values of all parameters, and what is left: options."""
+        options = _OPTIONS | named
+        return [*arguments, *[options.pop(name) for name in self.names[len(arguments) :]]], options
+
+    def _launch_compiled(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        device, shortcut = _get_current_device(), None
+        if self.takes_shortcuts:
+            shortcut = self.shortcuts.get(tuple(named.items()))
+            if shortcut is not None and shortcut.device == device:
+                fitting = shortcut.fit(arguments)
+                if fitting is not None:
+                    _run(device, grid, shortcut.run, shortcut.function, shortcut.metadata, fitting)
+                    return
+        values, options = self._bind(arguments, named)
+        plan = self._find_plan(values)
+        key, handed = plan.build_key(device, options, values)
+        there = plan.compiled.get(key)
+        if there is None:
+            plan.keep(key, self._launch_by_triton(grid, arguments, named))
+            return
+        if self.takes_shortcuts and shortcut is None:
+            self._add_shortcut(device, there, arguments, named, values[len(arguments) :])
+        _run(device, grid, *there, handed)
+
+    def _add_shortcut(
+        self,
+        device: int,
+        compiled: tuple[Any, Any, Any],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        constants: list[Any],
+    ) -> None:
+        """For launches like this one, if there is none."""
+        given = self.kernel.params[len(arguments) :]
+        self.takes_shortcuts = all(parameter.is_constexpr for parameter in given)
+        fixed = tuple(named.items())
+        if self.takes_shortcuts and fixed not in self.shortcuts:
+            fit = write_fit_function(self.kernel.params, arguments, constants)
+            self.shortcuts[fixed] = None if fit is None else Shortcut(device, compiled, fit)
+
+    def _find_plan(self, values: Sequence[Any]) -> LaunchPlan:
+        types = tuple(map(type, values))
+        plan = self.plans.get(types)
+        if plan is None:
+            plan = self.plans[types] = LaunchPlan(self.kernel.params, types)
+        return plan
+
+    def identify(self, values: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Of a launch on any one device: its values' types, and the key for these."""
+        key, _ = self._find_plan(values).build_key(0, options, values)
+        return tuple(map(type, values)), key
+
+    def prepare(self, values: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Compiles or loads what a launch with these needs, and launches nothing."""
+        compiled = self.kernel.run(*map(describe_block, values), grid=(1,), warmup=True, **options)
+        if self.direct:
+            _ = compiled.run  # loads it
+            plan = self._find_plan(values)
+            key, _ = plan.build_key(torch.cuda.current_device(), options, values)
+            plan.keep(key, compiled)
+
+    def _launch_by_triton(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        described = {name: describe_block(value) for name, value in named.items()}
+        return self.kernel[grid](*map(describe_block, arguments), **_OPTIONS | described)
+
+
+def _run(
+    device: int,
+    grid: tuple[int, ...],
+    run: Any,
+    function: Any,
+    metadata: Any,
+    handed: Sequence[Any],
+) -> None:
+    """Launches a compiled kernel on the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    width, height, depth = (*grid, 1, 1)[:3]
+    run(width, height, depth, stream, function, metadata, None, None, None, *handed)
+
+
+def describe_block(value: Any) -> Any:
+    """A `Block` as Triton knows it; any other value as it is."""
+    if not isinstance(value, Block):
+        return value
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(value.base, value.shape, value.strides, value.block_shape)

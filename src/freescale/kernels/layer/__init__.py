@@ -1,0 +1,1 @@
+"""What surrounds the attention in an HSTU layer, and whole fused layers."""

@@ -1,0 +1,137 @@
+"""All HSTU layers on a CPU, for batches whose attention is a list of pairs: one call of C forward,
+one backward.
+
+What `models.HSTULayer` computes from separate operations, as one autograd function for the whole
+stack. The same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref, c_int64
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from freescale.kernels.attention.checks import check_plan_sizes
+from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.layer.triton_fused import LayerOptions, LayerParameters
+from freescale.kernels.native import (
+    Shape,
+    address,
+    list_addresses,
+    load_native,
+    require_native,
+)
+from freescale.random import compute_keep_threshold
+
+# Scores (heads * pairs of tokens) up to which a list of pairs pays here: matrix products of padded
+# groups compute a score in less time than C does.
+LISTED_SCORES = 1 << 15
+_EACH = len(LayerParameters._fields)
+
+
+def is_there(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for tensors where this one is, with products in `dtype`."""
+    return dtype == torch.float32 and tensor.device.type == "cpu" and load_native() is not None
+
+
+def fits(plan: object, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether x [tokens, width] of this plan, with products in `dtype`, can go through here."""
+    listed = isinstance(plan, AttentionPlan) and plan.pairs is not None and plan.tokens > 0
+    return listed and x.dtype == dtype and is_there(x, dtype)
+
+
+def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptions) -> Tensor:
+    """x [tokens, width], at least one token, through all layers. The number of a layer is the
+    stream of its dropout."""
+    plan, first = options.plan, layers[0]
+    assert isinstance(plan, AttentionPlan)
+    check_plan_sizes(
+        plan,
+        len(x),
+        options.heads,
+        plan.lengths,
+        plan.candidate_counts,
+        first.position_bias,
+        first.time_bias,
+    )
+    inputs = x, options, *(parameter for layer in layers for parameter in layer)
+    # dropout is a function of keys: there is no generator state to keep
+    out: Tensor = (
+        checkpoint(_Layers.apply, *inputs, use_reentrant=False, preserve_rng_state=False)
+        if options.recompute
+        else _Layers.apply(*inputs)  # type: ignore[no-untyped-call]
+    )
+    return out
+
+
+def _describe(x: Tensor, options: LayerOptions, first: LayerParameters) -> Shape:
+    plan, keys = options.plan, options.keys
+    assert isinstance(plan, AttentionPlan) and plan.pairs is not None
+    pairs = plan.pairs
+    return Shape(
+        *x.shape,
+        options.heads,
+        options.d_qk,
+        options.d_v,
+        pairs.query.numel(),
+        *(0 if bias is None else bias.numel() for bias in (first.position_bias, first.time_bias)),
+        *map(address, (pairs.query, pairs.key, pairs.distance, plan.bucket, keys)),
+        0 if keys is None else compute_keep_threshold(options.keep),
+        1 / options.keep,
+        options.d_qk**-0.5,
+        1 / options.scale_length,
+        options.eps,
+    )
+
+
+class _Layers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, options, *parameters):  # type: ignore[no-untyped-def]
+        x, library = x.contiguous(), require_native()
+        own = [p if p is None else p.contiguous() for p in parameters]
+        shape = _describe(x, options, LayerParameters._make(own[:_EACH]))
+        count, sizes = len(own) // _EACH, (c_int64(), c_int64())
+        library.count_room(shape, count, *map(byref, sizes))
+        kept, out = x.new_empty(sizes[0].value), torch.empty_like(x)
+        library.run_layers(
+            shape, count, list_addresses(own), address(x), address(kept), address(out)
+        )
+        ctx.save_for_backward(x, kept, *own)
+        # the plan and the keys, which `shape` points to, are held by the options
+        ctx.options, ctx.shape, ctx.room = options, shape, sizes[1].value
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, kept, *own = ctx.saved_tensors
+        of_x, grads = grad.clone(memory_format=torch.contiguous_format), _allocate_like(own)
+        room = x.new_empty(ctx.room)
+        require_native().differentiate_layers(
+            ctx.shape,
+            len(own) // _EACH,
+            list_addresses(own),
+            *map(address, (x, kept, room, of_x)),
+            list_addresses(grads),
+        )
+        return of_x, None, *grads
+
+
+def _allocate_like(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Memory for their gradients, in one piece. Biases come last: where these have an odd size,
+    the matrices still begin where a cache line does."""
+    biases = _EACH - 2
+    order = sorted(
+        (n for n, p in enumerate(parameters) if p is not None), key=lambda n: n % _EACH >= biases
+    )
+    own = [cast(Tensor, parameters[number]) for number in order]
+    flat = own[0].new_empty(sum(parameter.numel() for parameter in own))
+    views = _unflatten_dense_tensors(flat, own)  # type: ignore[no-untyped-call]
+    pieces = dict(zip(order, views, strict=True))
+    return [pieces.get(number) for number in range(len(parameters))]

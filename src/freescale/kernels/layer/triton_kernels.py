@@ -1,0 +1,301 @@
+"""The Triton kernels of `triton_layer`: layer norm, gated norm with dropout, the gradient of SiLU
+from that of its parts.
+
+A program works on R tokens of up to W columns, a power of two, at a time; in the backward kernels
+of the norms on a whole part of the tokens, for which it also adds up the gradients of weight and
+bias. All arithmetic is in float32. Tokens are 64-bit numbers.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from freescale.kernels.rows.triton_kernels import INTERPRETED
+
+INLINE = tl.constexpr(not INTERPRETED)  # assembly
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of kernels.random
+FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+SECOND = tl.constexpr(0x94D049BB133111EB)
+
+
+# ---- the draws of kernels.random, in unsigned 64 bits
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _derive(key, counter):
+    return _mix(key * GOLDEN + counter.to(tl.uint64) + 1)
+
+
+@triton.jit
+def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr):
+    """[R, W]: the bits of draw_keep_mask(derive(keys, layer), ...) for the tokens `row`."""
+    key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
+    return _draw_kept(key, layer, threshold, R, W)
+
+
+@triton.jit
+def _draw_kept(key, layer, threshold, R: tl.constexpr, W: tl.constexpr):
+    """[R, W], of keys [R]. A hash gives four draws of 16 bits, for four columns."""
+    key = _derive(key, layer)
+    draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
+    shifts = (16 * tl.arange(0, 4)).to(tl.uint64)
+    draws = (draws[:, :, None] >> shifts[None, None, :]).to(tl.uint16).to(tl.int16, bitcast=True)
+    return tl.reshape(draws < threshold, [R, W])
+
+
+# ---- rows
+
+
+@triton.jit
+def _statistics(x, column, eps, WIDTH: tl.constexpr):
+    """(mean, 1 / standard deviation) of rows, each [R]. x is 0 where there is no column; rows that
+    are not there have statistics that nobody reads."""
+    mean = tl.sum(x, 1) / WIDTH
+    apart = x - mean[:, None]
+    if x.shape[1] != WIDTH:
+        apart = tl.where((column < WIDTH)[None, :], apart, 0.0)
+    return mean, tl.rsqrt(tl.sum(apart * apart, 1) / WIDTH + eps)
+
+
+@triton.jit
+def _norm_gradient(grad, normal, weight, inverse, WIDTH: tl.constexpr):
+    """Of the norm's input: grad, 0 where there is no column, normal (input, normalised), finite
+    everywhere, both [R, W], weight [W], inverse standard deviation [R]."""
+    grad = grad * weight[None, :]
+    # one reduction for both sums: half the barriers
+    along, level = tl.split(tl.sum(tl.join(grad * normal, grad), 1))
+    along, level = along * (inverse / WIDTH), level * (inverse / WIDTH)
+    return grad * inverse[:, None] - (normal * along[:, None] + level[:, None])
+
+
+@triton.jit
+def _sigmoid(x):
+    """Without Triton's care for denormal numbers, which takes eight instructions more."""
+    if INLINE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; "
+            "add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit
+def _silu_slope(x, part):
+    """SiLU's derivative; part: the sigmoid of x."""
+    return part + x * part * (1 - part)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def layer_norm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    means,
+    inverses,
+    tokens,
+    eps,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
+    there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    place = row[:, None] * WIDTH + column[None, :]
+    values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    mean, inverse = _statistics(values, column, eps, WIDTH)
+    result = (values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
+    tl.store(means + row, mean, mask=row < tokens)
+    tl.store(inverses + row, inverse, mask=row < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens", "steps"])
+def layer_norm_backward_kernel(
+    grad, x, weight, means, inverses, grad_x, weight_parts, bias_parts, tokens, steps,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """A program's part: `steps` times R tokens."""
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, W)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros([R, W], tl.float32)
+    bias_sum = tl.zeros([R, W], tl.float32)
+    for step in range(steps):
+        row = (part * steps + step) * R + tl.arange(0, R)
+        there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+        place = row[:, None] * WIDTH + column[None, :]
+        slope = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
+        values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+        mean = tl.load(means + row, mask=row < tokens, other=0.0)
+        inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
+        normal = (values - mean[:, None]) * inverse[:, None]
+        tl.store(
+            grad_x + place,
+            _norm_gradient(slope, normal, scale, inverse, WIDTH).to(grad_x.dtype.element_ty),
+            mask=there,
+        )
+        weight_sum += slope * normal
+        bias_sum += slope
+    tl.store(weight_parts + part * WIDTH + column, tl.sum(weight_sum, 0), mask=column < WIDTH)
+    tl.store(bias_parts + part * WIDTH + column, tl.sum(bias_sum, 0), mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["tokens", "layer", "threshold"])
+def gated_norm_kernel(
+    x, gate, keys, weight, bias, out, means, inverses,
+    tokens, gate_stride, eps, layer, threshold, share,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """share = 1 / what is kept; keys is None where nothing is dropped."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
+    there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    place = row[:, None] * WIDTH + column[None, :]
+    values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    opening = tl.load(
+        gate + row[:, None] * gate_stride + column[None, :], mask=there, other=0.0
+    ).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    mean, inverse = _statistics(values, column, eps, WIDTH)
+    result = (
+        (values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]
+    ) * opening
+    if keys is not None:
+        result = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), result * share, 0.0)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
+    tl.store(means + row, mean, mask=row < tokens)
+    tl.store(inverses + row, inverse, mask=row < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens", "steps", "layer", "threshold"])
+def gated_norm_backward_kernel(
+    grad, x, gate, keys, weight, bias, means, inverses, grad_x, grad_gate, weight_parts, bias_parts,
+    tokens, steps, gate_stride, layer, threshold, share,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """A program's part: `steps` times R tokens."""
+    part = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, W)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros([R, W], tl.float32)
+    bias_sum = tl.zeros([R, W], tl.float32)
+    for step in range(steps):
+        row = (part * steps + step) * R + tl.arange(0, R)
+        there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+        place = row[:, None] * WIDTH + column[None, :]
+        slope = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
+        values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+        opening = tl.load(
+            gate + row[:, None] * gate_stride + column[None, :], mask=there, other=0.0
+        ).to(tl.float32)
+        mean = tl.load(means + row, mask=row < tokens, other=0.0)
+        inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
+        if keys is not None:
+            slope = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), slope * share, 0.0)
+        normal = (values - mean[:, None]) * inverse[:, None]
+        opened = slope * (normal * scale[None, :] + shift[None, :])
+        tl.store(grad_gate + place, opened.to(grad_gate.dtype.element_ty), mask=there)
+        slope *= opening
+        tl.store(
+            grad_x + place,
+            _norm_gradient(slope, normal, scale, inverse, WIDTH).to(grad_x.dtype.element_ty),
+            mask=there,
+        )
+        weight_sum += slope * normal
+        bias_sum += slope
+    tl.store(weight_parts + part * WIDTH + column, tl.sum(weight_sum, 0), mask=column < WIDTH)
+    tl.store(bias_parts + part * WIDTH + column, tl.sum(bias_sum, 0), mask=column < WIDTH)
+
+
+# ---- SiLU
+
+
+@triton.jit
+def _silu_gradient(
+    grad, x, out, row, column, tokens, total: tl.constexpr, first: tl.constexpr, width: tl.constexpr
+):  # fmt: skip
+    """grad [tokens, width] belongs to the columns from `first` of x and out [tokens, total]."""
+    there = (row < tokens)[:, None] & (column < width)[None, :]
+    place = row[:, None] * total + first + column[None, :]
+    values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    slope = tl.load(grad + row[:, None] * width + column[None, :], mask=there, other=0.0).to(
+        tl.float32
+    )
+    result = slope * _silu_slope(values, _sigmoid(values))
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def silu_backward_kernel(
+    first_grad, second_grad, third_grad, fourth_grad, x, out, tokens,
+    FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr,
+    THIRD_WIDTH: tl.constexpr, FOURTH_WIDTH: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Programs (r, c): R tokens, C columns of one of the four parts; blocks of columns are counted
+    part after part."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    block = tl.program_id(1)
+    second_start: tl.constexpr = FIRST_WIDTH
+    third_start: tl.constexpr = second_start + SECOND_WIDTH
+    fourth_start: tl.constexpr = third_start + THIRD_WIDTH
+    total: tl.constexpr = fourth_start + FOURTH_WIDTH
+    second: tl.constexpr = (FIRST_WIDTH + C - 1) // C
+    third: tl.constexpr = second + (SECOND_WIDTH + C - 1) // C
+    fourth: tl.constexpr = third + (THIRD_WIDTH + C - 1) // C
+    column = tl.arange(0, C)
+    if block < second:
+        _silu_gradient(first_grad, x, out, row, block * C + column, tokens, total, 0, FIRST_WIDTH)
+    elif block < third:
+        _silu_gradient(
+            second_grad,
+            x,
+            out,
+            row,
+            (block - second) * C + column,
+            tokens,
+            total,
+            second_start,
+            SECOND_WIDTH,
+        )
+    elif block < fourth:
+        _silu_gradient(
+            third_grad,
+            x,
+            out,
+            row,
+            (block - third) * C + column,
+            tokens,
+            total,
+            third_start,
+            THIRD_WIDTH,
+        )
+    else:
+        _silu_gradient(
+            fourth_grad,
+            x,
+            out,
+            row,
+            (block - fourth) * C + column,
+            tokens,
+            total,
+            fourth_start,
+            FOURTH_WIDTH,
+        )

@@ -1,0 +1,1 @@
+"""Marks of the rows that have changed."""

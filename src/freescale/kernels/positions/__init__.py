@@ -1,0 +1,1 @@
+"""The encoder's inputs: values, positions, dropout."""

@@ -1,0 +1,111 @@
+"""The encoder's inputs as Triton kernels: the twin of `reference.positions`, for NVIDIA GPUs.
+
+One launch forward, one backward, and one more each for dropout and for candidates. The gradient of
+a position is a sum over the samples in their order, without a sort: the same inputs give the same
+bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.jit.launch import (
+    RowLaunch,
+    count_blocks,
+    launch_kernel,
+    require_gpu,
+    use_device,
+)
+from freescale.kernels.positions.reference import STREAM
+from freescale.random import compute_keep_threshold
+
+FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
+
+
+def add_positions(
+    x: Tensor,  # [tokens, width]
+    position: Tensor,  # [positions, width]
+    plan: TilePlan,
+    keys: Tensor | None,  # [samples] int64; None: nothing is dropped
+    *,
+    scale: float = 1.0,  # of x, before positions are added
+    keep: float = 1.0,  # the share of the sum that is kept, if there are keys
+) -> tuple[Tensor, Tensor | None]:
+    """(scale * x with the rows of the tokens' positions added, in their dtype, after dropout;
+    [tokens] int64 keys)."""
+    require_gpu(x.device, "kernels.positions.reference")
+    out, token_keys = _AddPositions.apply(  # type: ignore[no-untyped-call]
+        x, position, plan, keys, float(scale), float(keep)
+    )
+    return out, token_keys
+
+
+class _AddPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, position, plan, keys, scale, keep):  # type: ignore[no-untyped-def]
+        from freescale.kernels.positions.triton_kernels import add_positions_kernel
+
+        tokens, shape = x.shape[0], FORWARD.shape(x.shape[1])
+        ctx.plan, ctx.dtype, ctx.shape, ctx.position_dtype = (
+            plan, x.dtype, position.shape, position.dtype
+        )  # fmt: skip
+        ctx.scale, ctx.keep = scale, keep
+        out = torch.empty(x.shape, dtype=position.dtype, device=x.device)
+        token_keys, drops = None, keys is not None and keep < 1
+        if keys is not None:
+            token_keys = torch.empty(tokens, dtype=torch.int64, device=x.device)
+            ctx.mark_non_differentiable(token_keys)
+        samples = len(plan.host)
+        with use_device(x.device):
+            launch_kernel(
+                add_positions_kernel, (count_blocks(tokens, shape["R"]),),
+                x.contiguous(), position.contiguous(), None if keys is None else keys.contiguous(),
+                plan.samples(), out, token_keys, tokens, samples, samples.bit_length(), scale,
+                **_choose_draws(keep), DROPS=drops, **shape,
+            )  # fmt: skip
+        ctx.save_for_backward(*([token_keys] if drops else []))
+        return out, token_keys
+
+    @staticmethod
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+        from freescale.kernels.positions.triton_kernels import (
+            drop_gradient_kernel,
+            position_gradient_kernel,
+            sum_candidates_kernel,
+        )
+
+        plan, grad, (positions, width) = ctx.plan, grad.contiguous(), ctx.shape
+        samples, shape, sums = len(plan.host), BACKWARD.shape(width), None
+        grad_x, scales = None, ctx.needs_input_grad[0] and ctx.scale != 1
+        if ctx.saved_tensors:
+            dropped, tokens = torch.empty_like(grad), grad.shape[0]
+            grad_x = torch.empty_like(grad, dtype=ctx.dtype) if scales else None
+            with use_device(grad.device):
+                launch_kernel(
+                    drop_gradient_kernel, (count_blocks(tokens, shape["R"]),),
+                    grad, *ctx.saved_tensors, dropped, grad_x, tokens, ctx.scale,
+                    **_choose_draws(ctx.keep), **shape,
+                )  # fmt: skip
+            grad = dropped
+        if ctx.needs_input_grad[0] and grad_x is None:
+            grad_x = (grad * ctx.scale if scales else grad).to(ctx.dtype)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, *[None] * 5
+        out = torch.empty(positions, width, dtype=ctx.position_dtype, device=grad.device)
+        with use_device(grad.device):
+            if plan.candidate_counts is not None:
+                sums = torch.empty(samples, width, dtype=torch.float32, device=grad.device)
+                launch_kernel(
+                    sum_candidates_kernel, (samples,), grad, plan.samples(), sums, **shape
+                )
+            launch_kernel(
+                position_gradient_kernel, (positions,),
+                grad, plan.samples(), sums, out, samples, plan.longest_history, **shape,
+            )  # fmt: skip
+        return grad_x, out, *[None] * 4
+
+
+def _choose_draws(keep: float) -> dict[str, float]:
+    return {"layer": STREAM, "threshold": compute_keep_threshold(keep), "share": 1 / keep}

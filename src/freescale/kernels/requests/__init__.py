@@ -1,0 +1,1 @@
+"""Requests for rows: deduplication, collisions, division into parts."""

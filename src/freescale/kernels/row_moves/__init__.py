@@ -1,0 +1,1 @@
+"""Rows that move: exchanged, inserted, copied by their numbers."""

@@ -1,0 +1,1 @@
+"""Sums of gradients by row, and of ranks' parts in order."""

@@ -1,0 +1,55 @@
+"""Sums of gradients by row, and of ranks' parts in their order, in plain torch: the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """Row numbers in ascending order, and where each stood."""
+
+    rows: Tensor  # [n] int32 or int64; negative ones name no row
+    order: Tensor  # [n] int64; equal rows in order of appearance
+
+    @staticmethod
+    def of(rows: Tensor) -> SortedRows:
+        """rows [n], in any order. A sort of int32 takes half the passes of int64."""
+        return SortedRows(*rows.sort(stable=True))
+
+
+def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
+    """values [n, width] of rows [n] -> [count, width]: the sum of each row's values, one after
+    another, added to those of `onto` [count, width], which is overwritten; without it zero where
+    there are none."""
+    check_values(values, rows)
+    sums = values.new_zeros(count, values.shape[1]).index_add_(0, rows, values)
+    return sums if onto is None else onto.add_(sums)
+
+
+def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+    """values [n, width] of rows that were sorted since -> (row numbers [u], sums [u, width])."""
+    check_values(values, rows.order)
+    unique, inverse = torch.unique_consecutive(rows.rows, return_inverse=True)
+    return unique, sum_by_row(values.index_select(0, rows.order), inverse, unique.numel())
+
+
+def check_values(values: Tensor, rows: Tensor) -> None:
+    if values.ndim != 2 or values.shape[0] != rows.numel():
+        raise ValueError(
+            f"{rows.numel()} rows need values [{rows.numel()}, width], not {list(values.shape)}"
+        )
+    if values.device != rows.device:
+        raise ValueError(f"tensors lie on different devices: {values.device}, {rows.device}")
+
+
+def sum_in_order(parts: Tensor, copies: int) -> Tensor:
+    """parts [ranks, n] -> [copies * n]: ((part 0 + part 1) + part 2) + ..., so often."""
+    first, *others = parts.unbind(0)
+    total = first.clone()
+    for part in others:
+        total += part
+    return total.repeat(copies)

@@ -1,0 +1,208 @@
+"""Table rows as Triton kernels: the twins of `reference.rows`, for NVIDIA GPUs, and the reading of
+fetched rows by many tokens.
+
+Nothing is added with atomics, and what is computed for a row depends on that row alone: the same
+bits whichever other rows are in the call. Tables may have more than 2^31 elements. A row number of
+-1 names no row: it is neither read nor written. Whether other numbers lie in the table is not
+checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.jit.launch import (
+    RowLaunch,
+    count_blocks,
+    launch_kernel,
+    require_gpu,
+    use_device,
+)
+from freescale.kernels.row_sums.triton import sum_by_row
+from freescale.kernels.rows.gradients import RowGradients
+
+MAX_WIDTH = 4096
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048
+# elements are 4 such loads in flight per thread, 8 KB a program.
+GATHER = RowLaunch(2048, 4)
+SEGMENTS = RowLaunch(1024, 4)
+UNROLL = 4  # rows of a segment in flight
+
+
+def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """weight [n, width], rows [r] -> [r, width], in another dtype if one is given. Behind a row of
+    -1 nothing is written."""
+    check_rows(rows, dtypes=DTYPES, weight=weight)
+    out = torch.empty(
+        rows.numel(), weight.shape[1], dtype=dtype or weight.dtype, device=weight.device
+    )
+    if out.numel():
+        from freescale.kernels.rows.triton_kernels import gather_kernel
+
+        shape = GATHER.shape(weight.shape[1])
+        with use_device(weight.device):
+            launch_kernel(
+                gather_kernel,
+                (count_blocks(rows.numel(), shape["R"]),),
+                weight,
+                rows.contiguous(),
+                out,
+                rows.numel(),
+                **shape,
+            )
+    return out
+
+
+def read_rows(
+    rows: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
+) -> Tensor:
+    """rows [u, width], index [...] into them -> [..., width]; what
+    `torch.nn.functional.embedding(index, rows)` gives.
+
+    Backward sums the gradients of each row's tokens in float32 (see row_sums.py), or leaves them to
+    `gradients`, whose part they are.
+    """
+    check_rows(index.reshape(-1), dtypes=DTYPES, rows=rows)
+    if gradients is not None:
+        kept: Tensor = _Leave.apply(  # type: ignore[no-untyped-call]
+            gradients.anchor, rows, index, gradients, part
+        )
+        return kept
+    if rows.shape[0] >= 2**31:
+        raise ValueError(f"fewer than 2^31 fetched rows can be read, not {rows.shape[0]}")
+    out: Tensor = _Read.apply(rows, index)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, index):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(index)
+        ctx.count = rows.shape[0]
+        return gather_rows(rows, index.reshape(-1)).view(*index.shape, rows.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (index,) = ctx.saved_tensors
+        values = grad.reshape(-1, grad.shape[-1])
+        return sum_by_row(values, index.reshape(-1).to(torch.int32), ctx.count), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, rows, index, gradients, part):  # type: ignore[no-untyped-def]
+        ctx.index, ctx.gradients, ctx.part = index, gradients, part
+        return gather_rows(rows, index.reshape(-1)).view(*index.shape, rows.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.gradients.add(ctx.part, ctx.index, grad)
+        return None, None, None, None, None
+
+
+def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:
+    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows
+    [u], sums [u, width].
+
+    With cut=False nothing is read from the device: both have length r; behind the last unique row
+    are -1, and no sums.
+    """
+    return group_duplicates(rows, cut=cut)(gradients)
+
+
+def group_duplicates(
+    rows: Tensor, *, cut: bool = True
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
+    there."""
+    from freescale.kernels.requests.triton import deduplicate
+
+    last = torch.full((1,), torch.iinfo(torch.int64).max, device=rows.device)
+    found = deduplicate(rows.long(), last)
+    keys, starts = found.keys, found.starts
+    count: int | Tensor = found.counts
+    if cut:
+        count = int(found.counts)
+        keys, starts = keys[:count], starts[: count + 1]
+
+    def sum_gradients(gradients: Tensor) -> tuple[Tensor, Tensor]:
+        check_rows(rows, dtypes=DTYPES, gradients=gradients)
+        if gradients.shape[0] != rows.numel():
+            raise ValueError(
+                f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}"
+            )
+        return keys, _sum_segments(
+            gradients.contiguous(), found.order, starts, count, gradients.dtype
+        )
+
+    return sum_gradients
+
+
+def _sum_segments(
+    values: Tensor, order: Tensor, starts: Tensor, count: int | Tensor, dtype: torch.dtype
+) -> Tensor:
+    """values [n, width] -> [segments, width]; starts [segments + 1] of the segments in order [n]. A
+    count on the device says how many of them there are."""
+    segments, width = starts.numel() - 1, values.shape[1]
+    out = torch.empty(segments, width, dtype=dtype, device=values.device)
+    if not out.numel():
+        return out
+    from freescale.kernels.rows.triton_kernels import segments_kernel
+
+    shape = SEGMENTS.shape(width)
+    if 16 < shape["R"] < 128:
+        shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
+    with use_device(values.device):
+        launch_kernel(
+            segments_kernel,
+            (count_blocks(segments, shape["R"]),),
+            values,
+            order,
+            starts,
+            out,
+            count,
+            KEPT=isinstance(count, Tensor),
+            UNROLL=UNROLL,
+            **shape,
+        )
+    return out
+
+
+def check_rows(
+    numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor
+) -> None:
+    """Before any launch: row numbers, and tables [n, width] that lie on one GPU in one piece."""
+    if numbers is not None and (
+        numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim != 1
+    ):
+        raise ValueError(
+            "row numbers must be a 1-d tensor of int64 or int32, not "
+            f"{numbers.dtype} with {numbers.ndim} axes"
+        )
+    for name, table in tables.items():
+        if table.ndim != 2 or table.dtype not in dtypes:
+            raise ValueError(
+                f"{name} must be [n, width] of {' or '.join(map(str, dtypes))}, not "
+                f"{table.dtype} {list(table.shape)}"
+            )
+        if not 1 <= table.shape[1] <= MAX_WIDTH:
+            raise ValueError(
+                f"the kernels are for rows 1 to {MAX_WIDTH} wide, not "
+                f"{table.shape[1]}; use kernels.rows"
+            )
+        if name != "gradients" and not table.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous: {list(table.shape)} has strides {table.stride()}"
+            )
+    devices = {table.device for table in tables.values()} | (
+        {numbers.device} if numbers is not None else set()
+    )
+    if len(devices) > 1:
+        raise ValueError(f"tensors lie on different devices: {sorted(map(str, devices))}")
+    require_gpu(devices.pop(), "kernels.rows")

@@ -1,0 +1,1 @@
+"""The sampled softmax, and scores of all items."""

@@ -1,0 +1,1 @@
+"""Attention from rows to summaries of earlier segments."""
