@@ -14,7 +14,7 @@ import torch
 from freescale_bench.kernels import jagged, triton_jagged
 
 from freescale.embedding.layout import choose_stride, spread_ids
-from freescale.kernels.marks import reference as reference_marks
+from freescale.kernels.marks import ALL, mark_rows
 from freescale.kernels.requests import reference as division
 from freescale.kernels.requests import reference as unique
 from freescale.kernels.requests import triton as triton_division
@@ -174,7 +174,7 @@ def optimizer(name, width, device="cpu"):
     others[numbers] = False
     return {
         "error": error,
-        "marks": torch.equal(marks == reference_marks.ALL, ~others) and not marks[others].any(),
+        "marks": torch.equal(marks == ALL, ~others) and not marks[others].any(),
         "others": all(
             torch.equal(a[others], b[others]) for a, b in zip(ours, (weight, *states), strict=True)
         ),
@@ -338,7 +338,7 @@ def summed_update(name, width, device="cpu"):
     )
     marks = mark_by_update(name, weight, states, ordered, values)
     read = torch.zeros_like(marks)
-    reference_marks.mark_rows(read, index[index >= 0].long())
+    mark_rows(read, index[index >= 0].long())
     return {
         "equal": all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True)),
         "marks": torch.equal(marks, read),

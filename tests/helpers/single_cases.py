@@ -13,8 +13,9 @@ from torch.nn import functional as F
 import freescale
 from freescale.embedding import exchange, local
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.kernels import dispatch
+from freescale.kernels.requests import triton as triton_requests
 from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.rows import dispatch
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.transport.local import LocalTransport
 from helpers.gpu_training import CudaClicks
@@ -150,8 +151,8 @@ def differences(case, device="cpu"):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dispatch._fits_triton_rows = lambda table, dtypes=None: table.dtype == torch.float32
-    exchange.deduplicate = local.deduplicate = dispatch.triton_unique.deduplicate
+    dispatch._fits_triton = lambda table, dtypes=None: table.dtype == torch.float32
+    exchange.deduplicate = local.deduplicate = triton_requests.deduplicate
     triton_row_sums.CHUNK = 8
     with freeze_objects():
         found = {}

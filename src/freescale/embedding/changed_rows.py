@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freescale.kernels.dispatch import choose_marks
-from freescale.kernels.marks.reference import ALL
+from freescale.kernels.marks import ALL, find_marks, mark_rows
 
 _BITS = tuple(1 << number for number in range(8))
 
@@ -70,7 +69,7 @@ class ChangedRows:
     def mark(self, rows: Tensor) -> None:
         """Marks local rows [n], in any order and as often as they come; a row of -1 is none."""
         if self.marks is not None:
-            choose_marks(self.device).mark_rows(self.marks, rows.long())
+            mark_rows(self.marks, rows.long())
 
     def mark_all(self) -> None:
         """Marks every row: something else than an update has written to them."""
@@ -80,10 +79,7 @@ class ChangedRows:
     def find(self, consumer: str, part: slice) -> Tensor:
         """Marked rows [n] of a part, ascending and counted from its beginning. Waits for the
         device."""
-        found: Tensor = choose_marks(self.device).find_marks(
-            self._get_bytes()[: self._size][part], self._bits[consumer]
-        )
-        return found
+        return find_marks(self._get_bytes()[: self._size][part], self._bits[consumer])
 
     def _get_bytes(self) -> Tensor:
         assert self.marks is not None, "nobody follows the changes of these rows"

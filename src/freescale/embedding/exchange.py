@@ -51,13 +51,9 @@ from freescale.embedding.request import (
     mark_draws,
 )
 from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
-from freescale.kernels.dispatch import (
-    deduplicate,
-    group_duplicates,
-    put_rows,
-    select_marked_rows,
-)
+from freescale.kernels.requests.dispatch import deduplicate, put_rows
 from freescale.kernels.requests.reference import Unique
+from freescale.kernels.rows.dispatch import group_duplicates, select_marked_rows
 from freescale.transport.api import Handle, Transport
 
 Piece = TypeVar("Piece")

@@ -13,9 +13,9 @@ from typing import Protocol
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.kernels.dispatch import choose_optimizers
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.kernels.row_updates.reference import counted_adam
+from freescale.kernels.rows.dispatch import choose_optimizers
 
 
 class RowOptimizer(Protocol):

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.kernels.dispatch import (
+from freescale.kernels.requests.dispatch import collision_masks, deduplicate
+from freescale.kernels.rows.dispatch import (
     choose_optimizers,
-    collision_masks,
-    deduplicate,
     gather_rows,
     read_rows,
     sum_duplicates,

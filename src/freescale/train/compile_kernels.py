@@ -23,14 +23,23 @@ from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange, UpdateOptions
-from freescale.kernels import dispatch
 from freescale.kernels.id_map import triton as triton_id_map
+from freescale.kernels.id_map.dispatch import choose_draws, choose_id_map
 from freescale.kernels.jit.compile import compile_recorded
+from freescale.kernels.requests.dispatch import collision_masks, deduplicate, tag_rows
 from freescale.kernels.requests.reference import MarkedRows
 from freescale.kernels.row_moves import triton as row_copies
 from freescale.kernels.row_moves import triton as row_exchange
 from freescale.kernels.row_sums import triton as triton_row_sums
 from freescale.kernels.row_sums.reference import SortedRows
+from freescale.kernels.rows.dispatch import (
+    gather_rows,
+    read_rows,
+    sum_by_row,
+    sum_duplicates,
+    sum_in_order,
+)
+from freescale.kernels.versions import has_triton
 from freescale.train.build import build_module, build_row_optimizer, parse_tables
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
@@ -58,7 +67,7 @@ def compile_kernels(
     Returns:
         How many were compiled; the others were in the cache folder.
     """
-    if device.type != "cuda" or not dispatch.has_triton():
+    if device.type != "cuda" or not has_triton():
         return 0
     config = replace(config, train=replace(config.train, precision=precision))
     try:
@@ -75,12 +84,12 @@ def compile_kernels(
 def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None:
     """Calls all that launches kernels in a run, at least once each way."""
     call_tables(config, device)
-    dispatch.sum_in_order(torch.zeros(2, ITEMS, device=device), copies=2)  # dense gradients
+    sum_in_order(torch.zeros(2, ITEMS, device=device), copies=2)  # dense gradients
     for rules in parse_tables(config).values():
         if rules.maps_on_device:
             call_id_map(rules, config, device)
             call_draws(rules, device)
-        if dispatch.has_triton():
+        if has_triton():
             call_row_exchange(config, device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # the run's own draws stay as they are
@@ -129,17 +138,17 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     numbers = torch.arange(2 * triton_row_sums.CHUNK, device=device) % ITEMS
     edges = torch.tensor([ITEMS], device=device)
     wires = list_wires(config)
-    dispatch.deduplicate(numbers, edges)
-    dispatch.collision_masks(numbers, numbers)
-    dispatch.tag_rows([MarkedRows(numbers > 0, numbers, [numbers.numel()], 1)])
+    deduplicate(numbers, edges)
+    collision_masks(numbers, numbers)
+    tag_rows([MarkedRows(numbers > 0, numbers, [numbers.numel()], 1)])
     for wire in wires:
         for index in (numbers, numbers.to(torch.int32)):
-            dispatch.gather_rows(weight, index, wire)
+            gather_rows(weight, index, wire)
         read = weight.to(wire or weight.dtype).requires_grad_()
         for count in (numbers.numel(), ITEMS):  # long sums go in chunks
-            dispatch.read_rows(read, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
+            read_rows(read, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.zeros(numbers.numel(), width, device=device)
-    dispatch.sum_duplicates(numbers, gradients)
+    sum_duplicates(numbers, gradients)
     call_local_tables(numbers.to(torch.int32), weight, gradients)
     rows = TableRange(TableSpec("item", ITEMS, width, weight.dtype, ()), 0, 0, ITEMS)
     storage = DeviceStorage([rows], ITEMS, build_row_optimizer(config), device)
@@ -154,7 +163,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
     """What the map of a dynamic table does for a batch, and when it is loaded."""
-    kernels = dispatch.choose_id_map(device)
+    kernels = choose_id_map(device)
     rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # of a shard: more make no difference
     held = kernels.allocate(ACTIONS, rows, 0, device, rules.shard_bits)
     keys = torch.arange(ITEMS, device=device)
@@ -174,7 +183,7 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
             kernels.swap_contents(held, new, *known)
         kernels.find_again(held, keys, looked)
     kernels.find(held, keys)
-    if dispatch.has_triton():
+    if has_triton():
         weight = torch.zeros(ITEMS, config.model.width, device=device)
         for wire in list_wires(config):
             triton_id_map.read_rows(held, keys, weight, 0, wire)
@@ -182,7 +191,7 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
 
 def call_draws(rules: Dynamic, device: torch.device) -> None:
     """What a dynamic table does for log-q."""
-    kernels, keys = dispatch.choose_draws(device), torch.zeros(1, dtype=torch.int64, device=device)
+    kernels, keys = choose_draws(device), torch.zeros(1, dtype=torch.int64, device=device)
     sums = DrawCounts(rules, 0, 1, device).sums
     for back in (False, True):
         kernels.add_draws(sums, keys, keys, 0, take_back=back)
@@ -213,12 +222,10 @@ def call_local_tables(numbers: Tensor, weight: Tensor, gradients: Tensor) -> Non
     row."""
     ids = numbers.long()
     triton_row_sums.spread_ids(ids, numbers, choose_stride(ITEMS), ITEMS, 0)
-    dispatch.deduplicate(numbers, ids[:0])
+    deduplicate(numbers, ids[:0])
     for count in (numbers.numel(), ITEMS):  # long sums go in chunks
-        dispatch.sum_by_row(gradients[:count], numbers[:count], ITEMS)
-        dispatch.sum_by_row(
-            gradients[:count], numbers[:count], ITEMS, onto=torch.zeros_like(weight[:ITEMS])
-        )
+        sum_by_row(gradients[:count], numbers[:count], ITEMS)
+        sum_by_row(gradients[:count], numbers[:count], ITEMS, onto=torch.zeros_like(weight[:ITEMS]))
 
 
 def call_updates(

@@ -26,8 +26,9 @@ from torch import Tensor
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, get_shard_tensors
 from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
-from freescale.kernels.dispatch import choose_id_map
+from freescale.kernels.id_map.dispatch import choose_id_map
 from freescale.kernels.id_map.reference import EMPTY, Contents, Uses
+from freescale.kernels.id_map.triton import read_rows
 from freescale.streams import InTurn
 
 _SUMS = 3  # over shards, which kernels write to the host; behind them, how many rows were swept
@@ -185,17 +186,13 @@ class DeviceDirectory:
         """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
         nothing."""
         with self._in_turn():
-            found: Tensor = self._kernels.find(self.map, keys.contiguous(), absent)
-        return found
+            return self._kernels.find(self.map, keys.contiguous(), absent)
 
     def read(self, keys: Tensor, weight: Tensor, dtype: torch.dtype, absent: int) -> Tensor:
         """Rows [n, width], of weight [m, width] on a GPU, of keys [n]; row `absent` for those
         without one. In one pass; changes nothing."""
         with self._in_turn():
-            read: Tensor = self._kernels.read_rows(
-                self.map, keys.contiguous(), weight, absent, dtype
-            )
-        return read
+            return read_rows(self.map, keys.contiguous(), weight, absent, dtype)
 
     def undo(self, changes: DeviceChanges) -> None:
         """Back to the state before the last batch that is not undone."""

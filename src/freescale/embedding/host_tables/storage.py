@@ -38,7 +38,7 @@ from freescale.embedding.host_tables.plan import (
 from freescale.embedding.host_tables.tiers import Host, Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage import Recorder, RowStorage, TableRange
-from freescale.kernels.dispatch import has_triton
+from freescale.kernels.versions import has_triton
 from freescale.streams import InTurn
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together

@@ -1,0 +1,66 @@
+"""The version of the map from ids to rows, and of the sums of draws, for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.draws import reference as draws
+from freescale.kernels.draws import triton as triton_draws
+from freescale.kernels.id_map import reference, triton
+from freescale.kernels.id_map.reference import IdMap
+from freescale.kernels.versions import runs_triton
+
+
+class IdMapVersion(Protocol):
+    """The functions on a map, as `id_map.reference` defines them. What one returns about a batch
+    (entries, missing ids, contents) is of the version's own types, for its other functions."""
+
+    def allocate(
+        self, shards: int, rows: int, first_shard: int, device: torch.device, bits: int
+    ) -> IdMap: ...
+    def find(self, map: IdMap, keys: Tensor, absent: int = -1) -> Tensor: ...
+    def rebuild(self, map: IdMap) -> None: ...
+
+    @property
+    def look_up(self) -> Callable[..., Any]: ...
+    @property
+    def find_again(self) -> Callable[..., None]: ...
+    @property
+    def list_missing(self) -> Callable[..., Any]: ...
+    @property
+    def order(self) -> Callable[..., Any]: ...
+    @property
+    def count_room(self) -> Callable[..., Tensor]: ...
+    @property
+    def place(self) -> Callable[..., tuple[Any, Tensor, Tensor]]: ...
+    @property
+    def note(self) -> Callable[..., Any]: ...
+    @property
+    def shorten(self) -> Callable[..., Any]: ...
+    @property
+    def swap_uses(self) -> Callable[..., None]: ...
+    @property
+    def swap_contents(self) -> Callable[..., None]: ...
+
+
+class DrawSums(Protocol):
+    """The functions on sums of draws, as `draws.reference` defines them."""
+
+    def add_draws(
+        self, sums: Tensor, keys: Tensor, worth: Tensor, lowest: int, *, take_back: bool = False
+    ) -> None: ...
+    def estimate_log(self, sums: Tensor, keys: Tensor, lowest: int) -> Tensor: ...
+
+
+def choose_id_map(device: torch.device) -> IdMapVersion:
+    """The functions that keep the ids of a dynamic table on this device."""
+    return triton if runs_triton(device) else reference
+
+
+def choose_draws(device: torch.device) -> DrawSums:
+    """The functions on sums of draws on this device."""
+    return triton_draws if runs_triton(device) else draws

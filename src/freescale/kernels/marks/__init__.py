@@ -1,1 +1,0 @@
-"""Marks of the rows that have changed."""

@@ -1,0 +1,142 @@
+"""The versions of what is done with rows of a table: by device, dtype and width of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.requests import native as native_requests
+from freescale.kernels.row_moves import reference as row_moves
+from freescale.kernels.row_moves import triton as triton_row_moves
+from freescale.kernels.row_sums import reference as row_sums
+from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.row_sums.reference import SortedRows
+from freescale.kernels.row_updates import native as native_updates
+from freescale.kernels.row_updates import reference as row_updates
+from freescale.kernels.row_updates import triton as triton_updates
+from freescale.kernels.rows import reference, triton
+from freescale.kernels.rows.gradients import RowGradients
+from freescale.kernels.versions import Versions, runs_triton
+
+
+class RowUpdates(Protocol):
+    """The updates of rows, as `row_updates.reference` defines them."""
+
+    @property
+    def clip_rows(self) -> Callable[..., Tensor]: ...
+    @property
+    def sgd(self) -> Callable[..., None]: ...
+    @property
+    def adagrad(self) -> Callable[..., None]: ...
+    @property
+    def rowwise_adagrad(self) -> Callable[..., None]: ...
+    @property
+    def adam(self) -> Callable[..., None]: ...
+
+
+class RowExchange(Protocol):
+    """The exchange of rows, as `row_moves.reference` defines it."""
+
+    def swap_rows(self, table: Tensor, slots: Tensor, kept: Tensor) -> None: ...
+
+
+def _fits_triton(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton.DTYPES) -> bool:
+    return (
+        runs_triton(table.device)
+        and table.dtype in dtypes
+        and 1 <= table.shape[1] <= triton.MAX_WIDTH
+    )
+
+
+def fits_exchange(weight: Tensor) -> bool:
+    """Whether Triton draws, exchanges and updates rows of this table."""
+    return _fits_triton(weight, (torch.float32,))
+
+
+_UPDATES = Versions[RowUpdates](
+    row_updates,
+    (triton_updates, lambda weight: fits_exchange(weight)),
+    (native_updates, native_updates.fits),
+)
+
+
+def choose_optimizers(weight: Tensor) -> RowUpdates:
+    """The functions that update this table."""
+    return _UPDATES.choose(weight)
+
+
+def choose_row_exchange(weight: Tensor) -> RowExchange:
+    """The functions that exchange rows of this table, and of its state."""
+    return triton_row_moves if fits_exchange(weight) else row_moves
+
+
+def keeps_gradients(table: Tensor) -> bool:
+    """Whether `read_rows` can leave the gradients of a table's rows to `RowGradients`, and sums of
+    rows may have row numbers of -1, which the optimizers skip."""
+    return choose_optimizers(table) is triton_updates
+
+
+def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`rows.reference.gather_rows`: weight [n, width], numbers [r] -> [r, width]."""
+    compute = triton.gather_rows if _fits_triton(weight) else reference.gather_rows
+    return compute(weight, numbers, dtype)
+
+
+def read_rows(
+    table: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
+) -> Tensor:
+    """table [u, width], index [...] into it -> [..., width]. With `gradients`, which needs
+    `keeps_gradients`, backward leaves them there, as those of a part."""
+    if _fits_triton(table):
+        return triton.read_rows(table, index, gradients, part)
+    assert gradients is None
+    return torch.nn.functional.embedding(index, table)
+
+
+def sum_by_row(values: Tensor, numbers: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
+    """`row_sums.reference.sum_by_row`: values [n, width] of rows [n] -> [count, width]."""
+    if _fits_triton(values):
+        return triton_row_sums.sum_by_row(values, numbers.to(torch.int32), count, onto)
+    return row_sums.sum_by_row(values, numbers, count, onto)
+
+
+def sum_sorted(numbers: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`row_sums.reference.sum_sorted`. If the optimizers skip rows of -1, these come between the
+    unique ones, so nothing is read from the device."""
+    compute = triton_row_sums.sum_sorted if keeps_gradients(values) else row_sums.sum_sorted
+    return compute(numbers, values)
+
+
+def sum_in_order(parts: Tensor, copies: int) -> Tensor:
+    """`row_sums.reference.sum_in_order`, in Triton on a GPU."""
+    fits = runs_triton(parts.device) and parts.dtype in triton_row_sums.DTYPES
+    compute = triton_row_sums.sum_in_order if fits else row_sums.sum_in_order
+    return compute(parts, copies)
+
+
+def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """`rows.reference.sum_duplicates`. If the optimizers skip rows of -1, these fill the end, so
+    nothing is read from the device."""
+    return group_duplicates(numbers, gradients)(gradients)
+
+
+def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`sum_duplicates` in two steps: groups now, and returns a function that sums gradients which
+    are `like` this tensor."""
+    if keeps_gradients(like):
+        return triton.group_duplicates(numbers, cut=False)
+    summed = native_requests.group_duplicates(numbers) if native_updates.fits(like) else None
+    return summed or reference.group_duplicates(numbers)
+
+
+def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """marks [n] and gradients [n, width] of all rows -> numbers of the marked rows, and their
+    gradients. If that saves a read, all n rows, with a number of -1 for those not marked."""
+    if keeps_gradients(gradients):
+        every = torch.arange(marks.numel(), device=marks.device)
+        return torch.where(marks > 0, every, -1), gradients
+    numbers = marks.nonzero().squeeze(1)
+    return numbers, gradients.index_select(0, numbers)
