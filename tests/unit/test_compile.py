@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -300,6 +301,27 @@ class TestLaunch:
         launch_kernel(kernel, (1,), *arguments, **given)
         ((_, _, named),) = kernel.made
         assert recorded[0].options["enable_fp_fusion"] is named["enable_fp_fusion"] is taken
+
+    def test_a_thread_records_its_own_launches_alone(self, kernel):
+        x = torch.zeros(4, 16, requires_grad=True)
+
+        class Read(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, values):
+                return values.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                self.start(kernel, grad)
+                return grad
+
+        with record_launches() as recorded:
+            other = threading.Thread(target=self.start, args=(kernel, torch.zeros(4, 16)))
+            other.start()
+            other.join()
+            assert len(kernel.made) == 1 and not recorded
+            Read.apply(x).sum().backward()
+        assert len(kernel.made) == 1 and len(recorded) == 1
 
     def test_what_triton_compiles_anew_is_not_direct(self, kernel):
         x = torch.zeros(4, 16)

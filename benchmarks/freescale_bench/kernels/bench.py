@@ -21,6 +21,7 @@ from freescale_bench.common.terminal import show_table
 from freescale_bench.kernels.attention import measure_attention
 from freescale_bench.kernels.claims import list_asked
 from freescale_bench.kernels.jagged_moves import measure_moves
+from freescale_bench.kernels.launches import measure_launches
 from freescale_bench.kernels.layers import measure_layers, measure_pieces
 from freescale_bench.kernels.measure import Bench
 from freescale_bench.kernels.sampled_softmax import measure_sampled_softmax
@@ -34,6 +35,7 @@ PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
     "pieces": measure_pieces,
     "layer": measure_layers,
     "sampled_softmax": measure_sampled_softmax,
+    "launches": measure_launches,
 }
 
 

@@ -48,12 +48,9 @@ def plan_attention(
     pairs = Pairs(*lengths.new_empty(3, number).unbind())
     bucket = None if timestamps is None else lengths.new_empty(number, dtype=torch.int32)
     library.list_pairs(
-        *sizes,
-        address(timestamps),
-        BUCKET_WIDTH,
-        buckets,
+        *sizes, address(timestamps), BUCKET_WIDTH, buckets,
         *map(address, (pairs.query, pairs.key, pairs.distance, bucket)),
-    )
+    )  # fmt: skip
     return AttentionPlan(
         Groups((), lengths, lengths.numpy(), tokens),
         heads,

@@ -222,16 +222,10 @@ class _Call:
         launch = PAIR_BIAS
         tiles = self.plan.query_tiles(launch.queries)
         launch_kernel(
-            pair_bias_kernel,
-            (len(tiles), launch.split),
-            pairs,
-            tiles,
-            **self.bias,
-            M=launch.queries,
-            INLINE=self.constants["INLINE"],
-            SPLIT=launch.split,
+            pair_bias_kernel, (len(tiles), launch.split), pairs, tiles, **self.bias,
+            M=launch.queries, INLINE=self.constants["INLINE"], SPLIT=launch.split,
             num_warps=launch.warps,
-        )
+        )  # fmt: skip
         return pairs
 
     def forward(self, out: Tensor, scale: float) -> None:
@@ -240,20 +234,12 @@ class _Call:
         launch = self.launches[0]
         tiles = self.plan.query_tiles(launch.tile)
         launch_kernel(
-            forward_kernel,
-            (len(tiles) * self.plan.heads,),
-            build_descriptor(self.q, launch.tile),
-            build_descriptor(self.k, launch.inner),
-            build_descriptor(self.v, launch.inner),
-            _describe_table(self.pairs, launch.tile, launch.inner),
-            out,
-            tiles,
-            half_alpha=self.half_alpha,
-            inverse_scale=1 / scale,
-            M=launch.tile,
-            N=launch.inner,
+            forward_kernel, (len(tiles) * self.plan.heads,), build_descriptor(self.q, launch.tile),
+            build_descriptor(self.k, launch.inner), build_descriptor(self.v, launch.inner),
+            _describe_table(self.pairs, launch.tile, launch.inner), out, tiles,
+            half_alpha=self.half_alpha, inverse_scale=1 / scale, M=launch.tile, N=launch.inner,
             **self._build_arguments(launch),
-        )
+        )  # fmt: skip
 
     def backward(
         self,
@@ -292,23 +278,13 @@ class _Call:
 
         tiles = self.plan.key_tiles(launch.tile)
         launch_kernel(
-            backward_stored_kernel,
-            (len(tiles) * self.plan.heads,),
+            backward_stored_kernel, (len(tiles) * self.plan.heads,),
             _describe_table(stored, launch.inner, launch.tile),
-            build_descriptor(rows, launch.inner),
-            out,
-            tiles,
-            factor,
-            HEADS=self.constants["HEADS"],
-            D=rows.shape[2],
-            M=launch.inner,
-            N=launch.tile,
-            CANDIDATES=self.constants["CANDIDATES"],
-            STAGES=launch.stages,
-            MASKED_STAGES=launch.masked_stages,
-            num_warps=launch.warps,
+            build_descriptor(rows, launch.inner), out, tiles, factor, HEADS=self.constants["HEADS"],
+            D=rows.shape[2], M=launch.inner, N=launch.tile, CANDIDATES=self.constants["CANDIDATES"],
+            STAGES=launch.stages, MASKED_STAGES=launch.masked_stages, num_warps=launch.warps,
             maxnreg=launch.registers,
-        )
+        )  # fmt: skip
 
     def backward_kv(
         self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
@@ -317,25 +293,14 @@ class _Call:
 
         tiles = self.plan.key_tiles(launch.tile)
         launch_kernel(
-            backward_kv_kernel,
-            (len(tiles) * self.plan.heads,),
-            build_descriptor(self.q, launch.inner),
-            build_descriptor(self.k, launch.tile),
-            build_descriptor(self.v, launch.tile),
-            build_descriptor(grad, launch.inner),
-            _describe_table(self.pairs, launch.inner, launch.tile),
-            grad_k,
-            grad_v,
-            tiles,
-            half_alpha=self.half_alpha,
-            factor=self.half_alpha / scale,
-            inverse_scale=1 / scale,
-            M=launch.inner,
-            N=launch.tile,
-            KEYS=launch.keys,
-            VALUES=launch.values,
+            backward_kv_kernel, (len(tiles) * self.plan.heads,),
+            build_descriptor(self.q, launch.inner), build_descriptor(self.k, launch.tile),
+            build_descriptor(self.v, launch.tile), build_descriptor(grad, launch.inner),
+            _describe_table(self.pairs, launch.inner, launch.tile), grad_k, grad_v, tiles,
+            half_alpha=self.half_alpha, factor=self.half_alpha / scale, inverse_scale=1 / scale,
+            M=launch.inner, N=launch.tile, KEYS=launch.keys, VALUES=launch.values,
             **self._build_arguments(launch),
-        )
+        )  # fmt: skip
 
     def backward_q(
         self,
@@ -350,23 +315,15 @@ class _Call:
 
         tiles = self.plan.query_tiles(launch.tile)
         launch_kernel(
-            backward_q_kernel,
-            (len(tiles) * self.plan.heads,),
-            build_descriptor(self.q, launch.tile),
-            build_descriptor(self.k, launch.inner),
-            build_descriptor(self.v, launch.inner),
-            build_descriptor(grad, launch.tile),
+            backward_q_kernel, (len(tiles) * self.plan.heads,),
+            build_descriptor(self.q, launch.tile), build_descriptor(self.k, launch.inner),
+            build_descriptor(self.v, launch.inner), build_descriptor(grad, launch.tile),
             _describe_table(self.pairs, launch.tile, launch.inner),
             _describe_table(weights, launch.tile, launch.inner),
-            _describe_table(changes, launch.tile, launch.inner),
-            grad_q,
-            tiles,
-            half_alpha=self.half_alpha,
-            factor=self.half_alpha / scale,
-            M=launch.tile,
-            N=launch.inner,
-            **self._build_arguments(launch),
-        )
+            _describe_table(changes, launch.tile, launch.inner), grad_q, tiles,
+            half_alpha=self.half_alpha, factor=self.half_alpha / scale, M=launch.tile,
+            N=launch.inner, **self._build_arguments(launch),
+        )  # fmt: skip
 
     def _build_arguments(self, launch: AttentionLaunch) -> dict[str, Any]:
         """What the kernels over tiles take besides their tensors."""
@@ -432,18 +389,9 @@ class _Call:
         if position is not None:
             grad_position = torch.zeros_like(position)
             launch_kernel(
-                sum_distances_kernel,
-                (len(counts),),
-                by_distance,
-                by_key,
-                pieces,
-                counts,
-                grad_position,
-                position.numel(),
-                B=size,
-                S=32,
-                num_warps=4,
-            )
+                sum_distances_kernel, (len(counts),), by_distance, by_key, pieces, counts,
+                grad_position, position.numel(), B=size, S=32, num_warps=4,
+            )  # fmt: skip
             if by_self is not None:
                 grad_position[:1] += by_self.sum()
         if by_bucket is not None:

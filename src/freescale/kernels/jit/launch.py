@@ -3,6 +3,7 @@ sizes, and a launch that costs little."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -95,25 +96,32 @@ class Launch:
     options: dict[str, Any]  # num_warps and the like
 
 
+class _Recording(threading.local):
+    """What a thread records; None: it launches."""
+
+    launches: list[Launch] | None = None
+
+
 _launchers: dict[int, _Launcher] = {}  # by the kernel's id: kernels live as long as their modules
-_recordings: list[list[Launch]] = []
+_recording = _Recording()
 
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """Launches nothing inside the block, in any thread, and keeps what would have been: outputs
-    hold whatever was in memory."""
-    recording: list[Launch] = []
-    _recordings.append(recording)
+    """Records this thread's launches inside the block instead of making them. Outputs hold whatever
+    was in memory. Backward runs in this thread too; other threads launch as usual."""
+    outer, recording = _recording.launches, list[Launch]()
+    _recording.launches = recording
     try:
-        yield recording
+        with torch.autograd.set_multithreading_enabled(False):
+            yield recording
     finally:
-        _recordings.remove(recording)
+        _recording.launches = outer
 
 
 def is_recording() -> bool:
-    """Whether launches are recorded instead of made: tensors may then be anywhere."""
-    return bool(_recordings)
+    """Whether this thread records launches: its tensors may then be anywhere."""
+    return _recording.launches is not None
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
@@ -164,9 +172,10 @@ class _Launcher:
     def __call__(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
-        if _recordings:
+        recording = _recording.launches
+        if recording is not None:
             values, options = self._bind(arguments, named)
-            _recordings[-1].append(Launch(self.kernel, tuple(values), options))
+            recording.append(Launch(self.kernel, tuple(values), options))
         elif not self.direct or self._is_watched():
             self._launch_by_triton(grid, arguments, named)
         else:

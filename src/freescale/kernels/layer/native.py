@@ -114,12 +114,9 @@ class _Layers(torch.autograd.Function):
         of_x, grads = grad.clone(memory_format=torch.contiguous_format), _allocate_like(own)
         room = x.new_empty(ctx.room)
         require_native().differentiate_layers(
-            ctx.shape,
-            len(own) // _EACH,
-            list_addresses(own),
-            *map(address, (x, kept, room, of_x)),
+            ctx.shape, len(own) // _EACH, list_addresses(own), *map(address, (x, kept, room, of_x)),
             list_addresses(grads),
-        )
+        )  # fmt: skip
         return of_x, None, *grads
 
 

@@ -159,18 +159,9 @@ class _LayerNorm(torch.autograd.Function):
             shape = _choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
                 launch_kernel(
-                    layer_norm_kernel,
-                    (count_blocks(x.shape[0], shape["R"]),),
-                    x,
-                    weight,
-                    bias,
-                    out,
-                    mean,
-                    inverse,
-                    x.shape[0],
-                    eps,
-                    **shape,
-                )
+                    layer_norm_kernel, (count_blocks(x.shape[0], shape["R"]),), x, weight, bias,
+                    out, mean, inverse, x.shape[0], eps, **shape,
+                )  # fmt: skip
         return out
 
     @staticmethod
@@ -183,19 +174,9 @@ class _LayerNorm(torch.autograd.Function):
         grad_x, parts = torch.empty_like(x), _Parts(x)
         with use_device(x.device):
             launch_kernel(
-                layer_norm_backward_kernel,
-                (parts.count,),
-                grad.contiguous(),
-                x,
-                weight,
-                mean,
-                inverse,
-                grad_x,
-                *parts.sums,
-                x.shape[0],
-                parts.steps,
-                **parts.shape,
-            )
+                layer_norm_backward_kernel, (parts.count,), grad.contiguous(), x, weight, mean,
+                inverse, grad_x, *parts.sums, x.shape[0], parts.steps, **parts.shape,
+            )  # fmt: skip
         return grad_x, *parts.sum_up(weight, bias), None, None
 
 
@@ -221,22 +202,10 @@ class _GatedNorm(torch.autograd.Function):
             shape = _choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
                 launch_kernel(
-                    gated_norm_kernel,
-                    (count_blocks(x.shape[0], shape["R"]),),
-                    x,
-                    gate,
-                    keys,
-                    weight,
-                    bias,
-                    out,
-                    mean,
-                    inverse,
-                    x.shape[0],
-                    gate.stride(0),
-                    eps,
-                    **ctx.drawn,
+                    gated_norm_kernel, (count_blocks(x.shape[0], shape["R"]),), x, gate, keys,
+                    weight, bias, out, mean, inverse, x.shape[0], gate.stride(0), eps, **ctx.drawn,
                     **shape,
-                )
+                )  # fmt: skip
         return out
 
     @staticmethod

@@ -37,15 +37,10 @@ class _AddPositions(torch.autograd.Function):
         out, places = torch.empty_like(x), lengths.new_empty(x.shape[0])
         kept = None if keys is None or keep == 1 else torch.empty_like(x)
         require_native().add_positions(
-            lengths.numel(),
-            x.shape[1],
-            STREAM,
-            *map(address, (lengths, counts, x, position, keys)),
-            scale,
-            compute_keep_threshold(keep),
-            1 / keep,
-            *map(address, (out, token_keys, places, kept)),
-        )
+            lengths.numel(), x.shape[1], STREAM,
+            *map(address, (lengths, counts, x, position, keys)), scale,
+            compute_keep_threshold(keep), 1 / keep, *map(address, (out, token_keys, places, kept)),
+        )  # fmt: skip
         ctx.save_for_backward(places, kept)
         ctx.positions, ctx.scale = position.shape, scale
         return out
@@ -57,10 +52,7 @@ class _AddPositions(torch.autograd.Function):
         grad = grad.contiguous()
         of_x, into = torch.empty_like(grad), grad.new_zeros(ctx.positions)
         require_native().differentiate_positions(
-            *grad.shape,
-            *map(address, (places, kept, grad)),
-            ctx.scale,
-            address(of_x),
+            *grad.shape, *map(address, (places, kept, grad)), ctx.scale, address(of_x),
             address(into),
-        )
+        )  # fmt: skip
         return of_x, into, None, None, None, None, None, None

@@ -52,32 +52,15 @@ def deduplicate(keys: Tensor, edges: Tensor) -> GroupedKeys:
     counts = torch.empty(edges.shape, dtype=torch.int64, device=keys.device)
     with use_device(keys.device):
         launch_kernel(
-            unique_kernel,
-            (count_blocks(n + 1, BLOCK),),
-            ordered,
-            order,
-            ranks,
-            unique,
-            inverse,
-            starts,
-            n,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+            unique_kernel, (count_blocks(n + 1, BLOCK),), ordered, order, ranks, unique, inverse,
+            starts, n, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
         if edges.numel():
             launch_kernel(
-                edges_kernel,
-                (count_blocks(edges.numel(), EDGES),),
-                ordered,
-                ranks,
-                edges.contiguous(),
-                counts,
-                n,
-                (n + 1).bit_length(),
-                edges.numel(),
-                BLOCK=EDGES,
+                edges_kernel, (count_blocks(edges.numel(), EDGES),), ordered, ranks,
+                edges.contiguous(), counts, n, (n + 1).bit_length(), edges.numel(), BLOCK=EDGES,
                 num_warps=WARPS,
-            )
+            )  # fmt: skip
     return GroupedKeys(unique, inverse, counts, order, starts)
 
 
@@ -90,14 +73,9 @@ def sort_and_rank(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flags = torch.empty(keys.shape, dtype=torch.int32, device=keys.device)
     with use_device(keys.device):
         launch_kernel(
-            flags_kernel,
-            (count_blocks(keys.numel(), BLOCK),),
-            ordered,
-            flags,
-            keys.numel(),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+            flags_kernel, (count_blocks(keys.numel(), BLOCK),), ordered, flags, keys.numel(),
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return ordered, order, flags.cumsum(0, dtype=torch.int32)
 
 

@@ -27,11 +27,7 @@ def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor |
     width = torch.Size(to.shape[1:]).numel() * to.element_size()
     numbers = [None if each is None else each.contiguous() for each in (to_rows, rows)]
     require_native().copy_rows(
-        counts[0],
-        width,
-        address(to),
-        None if numbers[0] is None else address(numbers[0]),
-        address(source),
-        None if numbers[1] is None else address(numbers[1]),
+        counts[0], width, address(to), None if numbers[0] is None else address(numbers[0]),
+        address(source), None if numbers[1] is None else address(numbers[1]),
         min(_MOST_THREADS, count_cores()),
-    )
+    )  # fmt: skip

@@ -47,13 +47,9 @@ def clip_rows(gradients: Tensor, limit: float) -> Tensor:
         shape = CLIP.shape(gradients.shape[1])
         with use_device(gradients.device):
             launch_kernel(
-                clip_kernel,
-                (count_blocks(len(gradients), shape["R"]),),
-                gradients,
-                len(gradients),
-                float(limit),
-                **shape,
-            )
+                clip_kernel, (count_blocks(len(gradients), shape["R"]),), gradients, len(gradients),
+                float(limit), **shape,
+            )  # fmt: skip
     return gradients
 
 
@@ -201,17 +197,7 @@ def _update(
         if isinstance(rows, SortedRows):
             shape, partial = shape_sums(launch, weight.shape[1]), sum_chunks(rows, gradients)
         launch_kernel(
-            getattr(row_updates_kernels, kernel),
-            (count_blocks(numbers.numel(), shape["R"]),),
-            *tensors,
-            numbers.contiguous(),
-            gradients,
-            order,
-            partial,
-            marks,
-            numbers.numel(),
-            **options,
-            SORTED=order is not None,
-            **shape,
-            **_EXACT,
-        )
+            getattr(row_updates_kernels, kernel), (count_blocks(numbers.numel(), shape["R"]),),
+            *tensors, numbers.contiguous(), gradients, order, partial, marks, numbers.numel(),
+            **options, SORTED=order is not None, **shape, **_EXACT,
+        )  # fmt: skip

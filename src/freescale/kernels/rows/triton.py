@@ -48,14 +48,9 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
         shape = GATHER.shape(weight.shape[1])
         with use_device(weight.device):
             launch_kernel(
-                gather_kernel,
-                (count_blocks(rows.numel(), shape["R"]),),
-                weight,
-                rows.contiguous(),
-                out,
-                rows.numel(),
-                **shape,
-            )
+                gather_kernel, (count_blocks(rows.numel(), shape["R"]),), weight, rows.contiguous(),
+                out, rows.numel(), **shape,
+            )  # fmt: skip
     return out
 
 
@@ -160,17 +155,9 @@ def _sum_segments(
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
     with use_device(values.device):
         launch_kernel(
-            segments_kernel,
-            (count_blocks(segments, shape["R"]),),
-            values,
-            order,
-            starts,
-            out,
-            count,
-            KEPT=isinstance(count, Tensor),
-            UNROLL=UNROLL,
-            **shape,
-        )
+            segments_kernel, (count_blocks(segments, shape["R"]),), values, order, starts, out,
+            count, KEPT=isinstance(count, Tensor), UNROLL=UNROLL, **shape,
+        )  # fmt: skip
     return out
 
 

@@ -27,13 +27,9 @@ class PositionSoftmax(torch.autograd.Function):
         loss, products = outputs.new_empty(len(x)), outputs.new_empty(index.shape[1])
         grads = (torch.empty_like(x), torch.zeros_like(units)) if need else (None, None)
         library.compare_at_positions(
-            *index.shape,
-            width,
-            *map(address, (x, inverse, units, targets, index, *columns)),
-            temperature,
-            normalize,
-            *map(address, (products, loss, *grads)),
-        )
+            *index.shape, width, *map(address, (x, inverse, units, targets, index, *columns)),
+            temperature, normalize, *map(address, (products, loss, *grads)),
+        )  # fmt: skip
         if need:
             of_rows = map(address, (units, inverse_rows))
             library.pass_norms(*units.shape, *of_rows, normalize, address(grads[1]))
@@ -108,13 +104,9 @@ class _SampledSoftmax(torch.autograd.Function):
         loss = outputs.new_empty(tokens)
         grads = (torch.empty_like(outputs), torch.empty_like(rows)) if need else (None, None)
         library.sampled_softmax(
-            *sizes,
-            len(rows),
-            *map(address, (each, outputs, rows, targets, index, *columns)),
-            temperature,
-            normalize,
-            *map(address, (room, loss, *grads)),
-        )
+            *sizes, len(rows), *map(address, (each, outputs, rows, targets, index, *columns)),
+            temperature, normalize, *map(address, (room, loss, *grads)),
+        )  # fmt: skip
         ctx.save_for_backward(*grads)
         return loss.sum()
 

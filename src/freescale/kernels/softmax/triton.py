@@ -192,14 +192,9 @@ class _Call:
                   self.targets_log_q, self.weights)  # fmt: skip
         if self.negatives.per == "position":
             launch_kernel(
-                kernels.position_forward_kernel,
-                (self.tokens,),
-                *inputs,
-                losses,
-                kept,
-                self.inverse_temperature,
-                **self._describe_positions(width),
-            )
+                kernels.position_forward_kernel, (self.tokens,), *inputs, losses, kept,
+                self.inverse_temperature, **self._describe_positions(width),
+            )  # fmt: skip
         else:
             programs, tiles = self._count_tiles()
             launch_kernel(
@@ -311,17 +306,9 @@ class _Call:
         partial = torch.empty(max(1, chunks), outputs.shape[1], dtype=torch.float32, device=device)
         if chunks:
             launch_kernel(
-                kernels.chunks_kernel,
-                (chunks,),
-                ordered,
-                order,
-                coefficients,
-                outputs,
-                sums,
-                partial,
-                weighted,
-                **shape,
-            )
+                kernels.chunks_kernel, (chunks,), ordered, order, coefficients, outputs, sums,
+                partial, weighted, **shape,
+            )  # fmt: skip
         grad_rows = torch.empty_like(rows)
         launch_kernel(
             kernels.rows_kernel,

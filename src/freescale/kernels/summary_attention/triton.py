@@ -124,15 +124,9 @@ class _Call:
         if len(table):
             programs = (len(table) * self.q.shape[1],)
             launch_kernel(
-                kernel,
-                programs,
-                *described,
-                *results,
-                table,
-                half_alpha=self.half_alpha,
-                **scalars,
-                **self.constants,
-            )
+                kernel, programs, *described, *results, table, half_alpha=self.half_alpha,
+                **scalars, **self.constants,
+            )  # fmt: skip
 
 
 class _SummaryAttention(torch.autograd.Function):

@@ -1,0 +1,33 @@
+"""What the direct launch saves: host time of a launch by `launch_kernel`, and by Triton itself."""
+
+from __future__ import annotations
+
+import torch
+
+from freescale.kernels.jit.launch import launch_kernel
+from freescale_bench.common.spread import spread
+from freescale_bench.kernels.measure import Bench, Call
+
+LAUNCHES, TURNS = 200, 15
+SIZES = {"SORTED": False, "CHUNK": 1, "STEPS": 1, "UNROLL": 1, "WIDTH": 64, "R": 1, "W": 64}
+
+
+def measure_launches(bench: Bench) -> dict[str, float]:
+    """Updates one row again and again, both ways by turns."""
+    from freescale.kernels.row_updates.triton_kernels import sgd_kernel
+
+    weight = torch.zeros(1, 64, device=bench.device)
+    rows = torch.zeros(1, dtype=torch.int64, device=bench.device)
+    arguments = weight, rows, weight.clone(), None, None, None, 1, 0.0
+    options = {**SIZES, "num_warps": 1, "enable_fp_fusion": False}
+    ways: dict[str, Call] = {
+        "direct": lambda: launch_kernel(sgd_kernel, (1,), *arguments, **options),
+        "by Triton": lambda: sgd_kernel[(1,)](*arguments, **options),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(TURNS):
+        for name, launch in ways.items():
+            times[name].append(1e3 * bench.host(launch, LAUNCHES))
+    for name, taken in times.items():
+        bench.add({"group": "launch", "case": name, "host_us": spread(taken)})
+    return {f"launch {name}, host us": spread(taken)["median"] for name, taken in times.items()}
