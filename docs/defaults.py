@@ -1,5 +1,6 @@
-"""An extension of griffe, which reads the API pages: defaults that are fields of a configuration, such as
-`TrainConfig.device`, appear by their values."""
+"""Resolves defaults on the API pages: `TrainConfig.device` appears by its value.
+
+An extension of griffe, which reads the code for mkdocstrings."""
 
 from __future__ import annotations
 

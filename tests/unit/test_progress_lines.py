@@ -1,4 +1,4 @@
-"""A run whose output is a file or a pipe prints a line for 5 % of its steps, not one for every entry."""
+"""A run whose output is a file prints a line for 5 % of its steps, not one for every entry."""
 
 from __future__ import annotations
 
