@@ -125,7 +125,7 @@ PICTURES = (
     ),
     Figure(
         "overlap",
-        "Compute beside communication",
+        "Compute during communication",
         ("overlap-4ranks-h200",),
         overlap_figure.draw_overlap,
     ),
