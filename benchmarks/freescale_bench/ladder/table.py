@@ -34,7 +34,9 @@ def title_ladder(used: Results) -> str:
     _, workload, *_ = name.split("-")
     result = single(used)
     ranks = result["rows"][0].get("ranks") or 2
-    where = f"{ranks} ranks sharing one GPU" if result["machine"]["gpu"] else "two hosts"
+    where = (
+        f"{ranks} ranks sharing one GPU (stress test)" if result["machine"]["gpu"] else "two hosts"
+    )
     return f"{_WORKLOADS[workload]}: {where}"
 
 
