@@ -58,7 +58,7 @@ def _read_rates(result: Mapping[str, Any], arm: str) -> tuple[float, float]:
 
 def _pair(result: Mapping[str, Any], arm: str) -> tuple[str, str]:
     ours, theirs = _read_rates(result, arm)
-    return f"{ours:,.0f} and {theirs:,.0f}", f"{ours / theirs:.2f} x"
+    return f"{ours:,.0f} and {theirs:,.0f}", f"{ours / theirs:.2f}"
 
 
 def _compare(result: Mapping[str, Any], arm: str) -> tuple[str, str, str]:
