@@ -51,8 +51,8 @@ compiler:
 		gcc libc6-dev >/dev/null; } || echo "no gcc: the engine's tests will fail"
 
 lint: $(READY)
-	$(VENV)/bin/ruff check src tests benchmarks examples docs/hooks.py
-	$(VENV)/bin/ruff format --check src tests benchmarks examples docs/hooks.py
+	$(VENV)/bin/ruff check src tests benchmarks examples docs/hooks.py docs/defaults.py
+	$(VENV)/bin/ruff format --check src tests benchmarks examples docs/hooks.py docs/defaults.py
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 

@@ -51,7 +51,7 @@ def main(steps: int = 20) -> list[float]:
     iterator = iter(data)
     losses = []
     for _ in range(steps):
-        pipeline.progress(iterator)  # returns what the model returned beside the loss
+        pipeline.progress(iterator)  # returns the model's outputs other than the loss
         losses.append(pipeline.last.loss)
     if transport.rank == 0:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} on {transport.world} ranks")

@@ -21,8 +21,14 @@ from freescale_bench.architecture import draw_architecture, read_layers
 from freescale_bench.balance import figure as balance_figure
 from freescale_bench.balance import table as balance_table
 from freescale_bench.checkpoint.table import format_checkpoint
-from freescale_bench.common.drawing import describe_origin
-from freescale_bench.common.markdown import Results, Table, format_claims, format_missed
+from freescale_bench.common.markdown import (
+    Results,
+    Table,
+    fold,
+    format_claims,
+    format_missed,
+    format_sources,
+)
 from freescale_bench.common.options import make_parser
 from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import read_result
@@ -34,7 +40,7 @@ from freescale_bench.hostwire.table import format_hostwire
 from freescale_bench.kernels import figure as kernels_figure
 from freescale_bench.kernels.table import format_kernels
 from freescale_bench.ladder import figure as ladder_figure
-from freescale_bench.ladder.table import format_ladder
+from freescale_bench.ladder.table import format_ladder, title_ladder
 from freescale_bench.overlap import figure as overlap_figure
 from freescale_bench.quality.table import format_quality, format_recbole, format_recipes
 from freescale_bench.segments.table import format_segments
@@ -119,7 +125,7 @@ PICTURES = (
     ),
     Figure(
         "overlap",
-        "Compute beside communication",
+        "Compute during communication",
         ("overlap-4ranks-h200",),
         overlap_figure.draw_overlap,
     ),
@@ -150,6 +156,7 @@ MEASURED = (
 # By the name of their marker: the results that they are made of, and how.
 TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "headline": (headline.FILES, headline.format_headline),
+    "defaults": (headline.DEFAULTS_FILES, headline.format_defaults),
     "ladder-paper-hosts": (("ladder-paper-hosts",), format_ladder),
     "quality": (("quality-cpu",), format_quality),
     "recipes": (("quality-*-*",), format_recipes),
@@ -218,12 +225,9 @@ def show(figure: Figure, name: str, used: Results, depth: str) -> str:
     folder = depth.removeprefix("../") if depth else "docs/"  # of the documents
     image = f"![{figure.about}]({folder}figures/{name}.svg)"
     if figure.table:
-        return f"### {name}\n\n{figure.table(used, f'{depth}benchmarks/results')}\n\n{image}"
-    lines = [image, ""]
-    for raw, result in used.items():
-        link = f"[{raw}.json]({depth}benchmarks/results/{raw}.json)"
-        lines.append(f"- {link}: {describe_origin(result)}: `{result['command']}`")
-    return "\n".join(lines)
+        table = figure.table(used, f"{depth}benchmarks/results")
+        return f"### {title_ladder(used)}\n\n{table}\n\n{image}"
+    return f"{image}\n\n{fold('Raw data', format_sources(used, f'{depth}benchmarks/results'))}"
 
 
 def make_everything(results: Path) -> tuple[dict[str, str], dict[str, Part], list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"  # the only place; pyproject.toml reads it
+__version__ = "0.3.0"  # the only place; pyproject.toml reads it
 
 # Names load on first use: `freescale --help` must not wait for torch.
 _EXPORTS = {

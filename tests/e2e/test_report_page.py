@@ -260,7 +260,7 @@ def test_phone(made, tmp_path):
             "return [box.left + 5, box.top + 5]"
         )
         window.drag([(x, y)], kind="touch")
-        assert window.run(TIP).startswith("Samples that all ranks together train on")
+        assert window.run(TIP).startswith("Hit rate: the share of targets")  # quality comes first
         widest(window, ["communication"])
         whole = window.run(VIEW)
         left, top, width, height = window.run(SVG)

@@ -26,15 +26,21 @@ def format_table(
     note: str = "",
     conditions: str = "",
 ) -> str:
-    """The shape of every table: head and rows, a note, and where the numbers are from.
+    """The shape of every table: head and rows, a note, and where the numbers are from, folded away.
 
     Args:
         used: the results that it is made of.
         folder: where they lie, seen from the document.
         conditions: of the measurement; stands before the sources.
     """
-    sources = f"*{conditions}{' ' if conditions else ''}{format_sources(used, folder)}*"
-    return "\n\n".join(filter(None, [format_rows(head, rows), note, sources]))
+    where = f"*{conditions}*" if conditions else ""
+    sources = fold("Raw data", format_sources(used, folder))
+    return "\n\n".join(filter(None, [format_rows(head, rows), note, where, sources]))
+
+
+def fold(summary: str, text: str) -> str:
+    """Text that a click opens, on the site and where the repository is browsed."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
 def format_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -42,9 +48,9 @@ def format_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_sources(used: Results, folder: str) -> str:
-    """Raw file, machine, date and command of each result."""
-    return "; ".join(
-        f"[{name}.json]({folder}/{name}.json): {describe_origin(result)}, `{result['command']}`"
+    """Raw file, machine, date and command of each result, a line each."""
+    return "\n".join(
+        f"- [{name}.json]({folder}/{name}.json): {describe_origin(result)}: `{result['command']}`"
         for name, result in used.items()
     )
 

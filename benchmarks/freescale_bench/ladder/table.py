@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from freescale_bench.common.markdown import (
     Results,
     capitalize,
@@ -15,12 +18,46 @@ from freescale_bench.ladder.figure import (
     find_median,
     find_peer,
 )
-from freescale_bench.ladder.rungs import explain_rungs
+from freescale_bench.ladder.rungs import DEFAULTS, PRODUCT, explain_rungs
+
+_WORKLOADS = {
+    "paper": "Long histories",
+    "retail": "Purchases of Online Retail II",
+    "short": "Short histories, `freescale train` itself",
+    "train": "Long histories, `freescale train` itself",
+}
+
+
+def title_ladder(used: Results) -> str:
+    """A heading: what is trained, and on which ranks."""
+    (name,) = used
+    _, workload, *_ = name.split("-")
+    result = single(used)
+    ranks = result["rows"][0].get("ranks") or 2
+    where = (
+        f"{ranks} ranks sharing one GPU (stress test)" if result["machine"]["gpu"] else "two hosts"
+    )
+    return f"{_WORKLOADS[workload]}: {where}"
+
+
+def _conclude(rows: Sequence[Mapping[str, Any]], base: float) -> str:
+    """The defaults and the fastest rung, next to TorchRec."""
+    rates = {
+        row["arm"]: row["samples_per_second"]["median"] / base
+        for row in rows
+        if not row["arm"].startswith("TorchRec")
+    }
+    default = next((arm for arm in (PRODUCT, DEFAULTS) if arm in rates), None)
+    best = max(rates, key=rates.__getitem__)
+    fastest = f"the fastest rung ({best}) {rates[best]:.2f} times as fast"
+    if default is None:
+        return f"{capitalize(fastest)} as TorchRec's SparseDist."
+    own = f"With its defaults FreeScale is {rates[default]:.2f} times as fast as TorchRec's"
+    return f"{own} SparseDist{'' if best == default else f', {fastest}'}."
 
 
 def format_ladder(used: Results, folder: str) -> str:
-    """TorchRec, then a technique more on each rung; a rung that is slower than TorchRec is said to
-    be."""
+    """TorchRec, then a technique more on each rung; rungs slower than TorchRec are marked."""
     result = single(used)
     peer = find_peer(result["rows"])
     assert peer is not None, "the ladder has an arm of TorchRec's"
@@ -43,20 +80,21 @@ def format_ladder(used: Results, folder: str) -> str:
             )
         )
     head = (
-        "",
+        "arm",
         "samples/s",
-        f"of {peer['arm'].removeprefix('TorchRec TrainPipeline')}",
+        f"over {peer['arm'].removeprefix('TorchRec TrainPipeline')}",
         "exposed ids, rows, gradients",
         "exposed, all",
         "straggler",
         "first loss, off serial's" if steps == "first_step" else "loss, off serial's",
     )
-    asked = [
+    targets = [
         f"{entry['claim']}: {entry['measured']:.3g} {entry['unit']} (target {entry['asked']:g})"
         for entry in result["claims"]
         if not entry["holds"]
     ]
-    missed = f"\n\n**Targets missed.** {'; '.join(asked)}." if asked else ""
+    missed = f"\n\n**Targets missed.** {'; '.join(targets)}." if targets else ""
     where = f"{capitalize(describe_conditions(result))}; medians, arms in turn."
     note = explain_rungs(result, "`")
-    return format_table(used, folder, head, rows, note=note, conditions=where) + missed
+    table = format_table(used, folder, head, rows, note=note, conditions=where)
+    return f"{_conclude(result['rows'], base)}\n\n{table}{missed}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale.simulate.verdict import ALL, BASE, write_verdict
-from freescale_bench.common.markdown import Results, format_sources, format_table, single
+from freescale_bench.common.markdown import Results, fold, format_sources, format_table, single
 
 _ASKED = (
     ("step_error_percent", 10.0, " %"),
@@ -36,7 +36,8 @@ def format_ablation(used: Results, folder: str) -> str:
 def format_prediction(used: Results, folder: str) -> str:
     """The verdict at the paper's setting, as the command ends with it."""
     found = {row["arm"]: row for row in _select(used, "by GPUs") if row["gpus"] == 256}
-    return f"> {write_verdict(found, [], 'H100')}\n\n*{format_sources(used, folder)}*"
+    sources = fold("Raw data", format_sources(used, folder))
+    return f"> {write_verdict(found, [], 'H100')}\n\n{sources}"
 
 
 def format_scaling(used: Results, folder: str) -> str:

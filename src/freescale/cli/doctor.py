@@ -22,13 +22,9 @@ def doctor() -> None:
 
     Checks Python, torch, GPUs, communication backends, RDMA, UCX, shared memory and Triton.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("what", "found", "what follows")
-    for row in examine():
-        table.add_row(*row)
-    Console().print(table)
+    rows = examine()
+    for what, found, follows in (rows[-1], *rows[:-1]):  # what would run comes first
+        click.echo(f"{what:<24}{found:<26}{follows}")
 
 
 def _find_version(package: str) -> str | None:

@@ -108,7 +108,7 @@ def _list_figures(ledger: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{away:,.0f} turned away",
         )
     if ledger.get("sparsity") is not None:
-        yield "sparsity (padded share)", f"{100 * ledger['sparsity']:.1f} %"
+        yield "padding avoided", f"{100 * ledger['sparsity']:.1f} % of a padded batch"
     if ledger["ranks"] > 1:
         yield "imbalance of compute", f"{ledger['imbalance']:.3f}"
     if ledger.get("cost_error_percent") is not None:

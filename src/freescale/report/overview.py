@@ -44,18 +44,20 @@ def render_overview(runs: Sequence[Run]) -> str:
         words = format_figure(place, "samples_per_second", run.ledger, "{:,.0f}".format)
         return words + _compare_throughput(runs[0], run)
 
-    shown: list[tuple[str, Callable[[int, Run], str]]] = [("samples/s", show_throughput)]
+    names = dict.fromkeys(name for run in runs for name in _find_quality(run))
+    shown: list[tuple[str, Callable[[int, Run], str]]] = [
+        (name, partial(_show_quality, name)) for name in list(names)[:_METRICS]
+    ]
+    if any(run.best for run in runs):
+        shown.append(("best on validation", lambda place, run: _show_best(run)))
+    shown.append(("last loss", lambda place, run: _show_last_loss(run)))
+    shown.append(("samples/s", show_throughput))
     shown += [(name, partial(show_figure, path, show)) for name, path, show in _FIGURES]
     shown += [
         (name, partial(_show_device_figure, key, show))
         for name, key, show in _DEVICE_FIGURES
         if any(_find_device_figure(run, key) is not None for run in runs)
     ]
-    shown.append(("last loss", lambda place, run: _show_last_loss(run)))
-    names = dict.fromkeys(name for run in runs for name in _find_quality(run))
-    shown += [(name, partial(_show_quality, name)) for name in list(names)[:_METRICS]]
-    if any(run.best for run in runs):
-        shown.append(("best on validation", lambda place, run: _show_best(run)))
     shown.append(("ranks", partial(show_figure, "ranks", str)))
     shown.append(("measured steps", partial(show_figure, "measured_steps", "{:,}".format)))
     if len(runs) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ class ConsoleProgress(Callback):
         self._console = Console()
         self._bar: Progress | None = None
         self._task: Any = None
+        self._last_line = (-math.inf, -math.inf)  # step and seconds of the last line in a log
 
     def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
         if done == 0:
@@ -74,8 +76,16 @@ class ConsoleProgress(Callback):
         note = f"loss {entry['loss']:.4f}  {entry['samples_per_second']:.0f} samples/s"
         if self._bar:
             self._bar.update(self._task, note=note)
-        else:
+        elif self._is_due(entry["step"], trainer.total):
             self._print(f"step {entry['step']}  epoch {entry['epoch']}  {note}")
+
+    def _is_due(self, step: int, total: int) -> bool:
+        """Whether a log gets another line: one for 5 % of the run, or for a minute."""
+        now, (last, seconds) = time.monotonic(), self._last_line
+        if step - last < total / 20 and now - seconds < 60:
+            return False
+        self._last_line = (step, now)
+        return True
 
     def on_rollback(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
         back = entry["rollback"]
