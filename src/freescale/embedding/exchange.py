@@ -34,7 +34,8 @@ from freescale.embedding.comparison import compare_requests
 from freescale.embedding.dynamic.directory import mark_any
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import DynamicStorage
-from freescale.embedding.host_tables.storage import CachedStorage, raise_on_all_ranks
+from freescale.embedding.host_tables.plan import CacheTooSmall
+from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.open_storage import open_storage
@@ -59,6 +60,7 @@ from freescale.kernels.dispatch import (
 )
 from freescale.kernels.reference.unique import Unique
 from freescale.transport.api import Handle, Transport
+from freescale.transport.failures import raise_in_step
 
 Piece = TypeVar("Piece")
 _MARK_BITS = 2  # `mark_counted` marks by 0, 1 and 2
@@ -213,7 +215,8 @@ class Sharded:
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = caught
         if isinstance(self.rows, CachedStorage):
-            raise_on_all_ranks(error, transport)
+            need = error.need if isinstance(error, CacheTooSmall) else 0
+            raise_in_step(error, transport, need)
         elif error is not None:
             raise error
         if request.slots is not None:  # once, not for each piece of the gradient

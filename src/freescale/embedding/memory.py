@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from freescale.embedding.layout import TableSpec
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ def list_memory(transport: Transport) -> list[RankMemory]:
     devices = {str(device): device for device in (transport.device, torch.device("cpu"))}
     free = {name: get_available_memory(device) for name, device in devices.items()}
     mine = RankMemory(f"{host}/{platform.node()}", str(transport.device), free)
-    parts = transport.gather_bytes(json.dumps(vars(mine)).encode())
-    return [RankMemory(**json.loads(part)) for part in parts]
+    return [RankMemory(**each) for each in gather_json(transport, vars(mine))]
 
 
 def find_room(ranks: list[RankMemory]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -30,8 +29,8 @@ from freescale.embedding.placement import (
 )
 from freescale.embedding.request import Request
 from freescale.embedding.storage import Recorder
-from freescale.transport.api import Transport
-from freescale.transport.failures import raise_together
+from freescale.transport.api import Transport, gather_json
+from freescale.transport.failures import failing_together
 
 
 class Deferring(Protocol):
@@ -192,12 +191,8 @@ class Tables:
                     spec, count_state_bytes(self.optimizers[spec.name], spec), rows_read.get(name)
                 )
         self._fit_memory()
-        error = None
-        try:
+        with failing_together(self.transport):
             self._make_groups()
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks
-            error = caught
-        raise_together(error, self.transport)
         self._weights.clear()
 
     def _make_groups(self) -> None:
@@ -233,8 +228,7 @@ class Tables:
             for name, spec in self.specs.items():
                 parts = [ids.reshape(-1) for _, ids in find_feature_ids(batch, spec)]
                 mine[name] = torch.unique(torch.cat(parts)).numel()
-        seen = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
-        seen = [counts for counts in seen if counts]
+        seen = [counts for counts in gather_json(self.transport, mine) if counts]
         return (
             {name: sum(counts[name] for counts in seen) / len(seen) for name in self.specs}
             if seen

@@ -21,7 +21,7 @@ from freescale.batch import SequenceBatch
 from freescale.compress.activations import ThresholdedExchange
 from freescale.embedding.sharded_model import evaluation_mode
 from freescale.transport.api import Transport
-from freescale.transport.failures import raise_together
+from freescale.transport.failures import failing_together
 
 # relative to the losses: what sums in another order may differ by, attention in tf32 included
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -110,15 +110,11 @@ class FirstBatchCheck:
             return
         if any(isinstance(part, ThresholdedExchange) for part in self._module.modules()):
             return self.skip()  # its forward is a collective
-        error: Exception | None = None
         batch = max(batches, key=len, default=SequenceBatch())
         halves = split_supervised(batch)
-        try:
+        with failing_together(self._transport):
             if halves is not None:
                 compare_halves(self._module, batch, halves, autocast)
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks
-            error = caught
-        raise_together(error, self._transport)
         checked = self._transport.gather_bytes(b"checked" if halves is not None else b"")
         self._pending = not any(checked)
 

@@ -3,8 +3,9 @@ bytes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -188,3 +189,8 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Closes connections, threads and channels. Peers that still wait for this rank fail."""
+
+
+def gather_json(transport: Transport, value: Any) -> list[Any]:
+    """[world], every rank's value of plain JSON, in rank order. A collective."""
+    return [json.loads(part) for part in transport.gather_bytes(json.dumps(value).encode())]

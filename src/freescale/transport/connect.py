@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
-from freescale.transport.api import Transport, TransportError
+from freescale.transport.api import Transport, TransportError, gather_json
 from freescale.transport.choice import (
     choose_transport,
     depends_on_engine,
@@ -234,8 +233,7 @@ def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str
         bool(find_rdma_devices()),
         engine,
     ]
-    found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
-    machines, limits, *everywhere = zip(*found, strict=True)
+    machines, limits, *everywhere = zip(*gather_json(made, here), strict=True)
     chosen, why = choose_transport(
         transport, device, len(set(machines)), *(all(has) for has in everywhere)
     )

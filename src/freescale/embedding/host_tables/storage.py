@@ -40,8 +40,6 @@ from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage import Recorder, RowStorage, TableRange
 from freescale.kernels.dispatch import has_triton
 from freescale.streams import InTurn
-from freescale.transport.api import Transport
-from freescale.transport.failures import raise_together
 
 _CHUNK_BYTES = 64 << 20  # of rows that are made together
 
@@ -54,21 +52,6 @@ class CacheTraffic:
     missed: int  # rows that were not in the cache
     bytes_up: int  # from the home into the cache
     bytes_down: int  # from the cache to the home
-
-
-def raise_on_all_ranks(error: Exception | None, transport: Transport) -> None:
-    """Raises on every rank if the rows of a batch could not be made resident on one of them: where
-    caches are too small, the words of the rank that needs most. A collective."""
-    need = error.need if isinstance(error, CacheTooSmall) else -1 if error else 0
-    needs = transport.all_gather(torch.tensor([need]), "counts").wait().view(-1).tolist()
-    if not any(needs):
-        return
-    words = [part.decode() for part in transport.gather_bytes(str(error or "").encode())]
-    most = max(needs)
-    if most > 0:
-        rank = needs.index(most)
-        raise ValueError(f"rank {rank}: {words[rank]}")
-    raise_together(error, transport)
 
 
 class CachedStorage(RowStorage):

@@ -3,7 +3,6 @@ as its last gradient is there."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
 from freescale.sequences import has_positions
-from freescale.transport.api import Handle, Transport
+from freescale.transport.api import Handle, Transport, gather_json
 
 _MOST_BYTES = 25 << 20
 # below, a message is mostly latency: NCCL's kernels wait for each other, gloo's threads wake up
@@ -285,9 +284,7 @@ class GradientBuckets(FlatGradients):
         """On the order that the first rank with a batch saw: some rank has one in every step. A
         collective, once."""
         assert self._sums is not None
-        seen: list[list[int]] = [
-            json.loads(order) for order in self._sums.gather_bytes(json.dumps(list(came)).encode())
-        ]
+        seen: list[list[int]] = gather_json(self._sums, list(came))
         order = dict.fromkeys(next((order for order in seen if order), []))
         gradients = self._views
         others = [n for n in reversed(range(len(self.parameters))) if n not in order]

@@ -3,7 +3,6 @@ before step 1 on the run's own buffers, decided from the slowest rank, the same 
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 
 _WARM_UP, _TIMED = 2, 5  # rounds: connections and memory are made in the first
 # that partitioned sums must gain: less than this is noise, and the process group needs no thread
@@ -65,8 +64,7 @@ def measure_dense_sums(
             _wait_idle(transport.device)
             found[kind].append(time.perf_counter() - begin)
     medians = {kind: statistics.median(times[_WARM_UP:]) for kind, times in found.items()}
-    everyone = transport.gather_bytes(json.dumps(medians).encode())
-    return [json.loads(rank) for rank in everyone]
+    return gather_json(transport, medians)
 
 
 def _wait_idle(device: torch.device) -> None:

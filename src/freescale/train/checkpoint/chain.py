@@ -9,7 +9,6 @@ own parent: a chain is one run's, link by link, or it is refused. All ranks veri
 from __future__ import annotations
 
 import errno
-import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from freescale.train.checkpoint.files import (
     read_state,
     sum_state,
 )
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
 
 
@@ -167,8 +166,7 @@ def last_intact(folder: Path, transport: Transport) -> Intact | None:
     """The last checkpoint; if it, or one that it depends on, is damaged, with a warning, the one
     before, and so on. A collective; the same on all ranks."""
     files = CheckpointFolder(folder)
-    listed = transport.gather_bytes(json.dumps(files.steps()).encode())  # rank 0's counts
-    steps: list[int] = json.loads(listed[0])
+    steps: list[int] = gather_json(transport, files.steps())[0]  # rank 0's counts
     known: dict[Path, Intact | Damaged] = {}
     for step in reversed(steps):
         try:

@@ -6,7 +6,6 @@ it, on another thread and over a group of its own (`Beside`).
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum,
 from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.paced_planner import PacedPlanner, Series
 from freescale.train.checkpoint.state_copies import StateCopies
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.threads import start_thread
@@ -101,8 +100,8 @@ def _write(
         mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
         return {path.name: compute_checksum(path) for path in mine}
 
-    said = [run_on_all_ranks(transport, sum_files), contents.spans]
-    gathered = [json.loads(part) for part in transport.gather_bytes(json.dumps(said).encode())]
+    written = [run_on_all_ranks(transport, sum_files), contents.spans]
+    gathered = gather_json(transport, written)
     state = contents.state
     state["files"] = {name: of for files, _ in gathered for name, of in files.items()}
     if contents.spans is not None:
@@ -152,13 +151,13 @@ def _write_as_planned(
 
     def write() -> bytes:
         writer.set_up_storage_writer(transport.rank == 0)
-        written = writer.write_data(writer.prepare_local_plan(plan), planner)
-        written.wait()
-        return pickle.dumps(written.value())
+        writing = writer.write_data(writer.prepare_local_plan(plan), planner)
+        writing.wait()
+        return pickle.dumps(writing.value())
 
     try:
-        told = transport.gather_bytes(run_on_all_ranks(transport, write))
-        results = [pickle.loads(each) for each in told] if transport.rank == 0 else []
+        written = transport.gather_bytes(run_on_all_ranks(transport, write))
+        results = [pickle.loads(each) for each in written] if transport.rank == 0 else []
         run_on_rank_0(transport, lambda: writer.finish(metadata, results))
     except ValueError as error:
         raise ValueError(f"{failure}: {error}") from error

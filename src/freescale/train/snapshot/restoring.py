@@ -3,7 +3,6 @@ ranks together."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from freescale.train.snapshot.held import open_link
 from freescale.train.snapshot.keeper_link import KeeperLink
 from freescale.train.snapshot.loading import load_state, refuse_other
 from freescale.train.snapshot.segment import Segment
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
 
 
@@ -38,8 +37,7 @@ class Restoring:
 
     def __post_init__(self) -> None:
         names = self.link.list() if self.link is not None else []
-        said = self.transport.gather_bytes(json.dumps(names).encode())
-        self.held: list[list[str]] = [json.loads(part) for part in said]
+        self.held: list[list[str]] = gather_json(self.transport, names)
 
     def choose(self) -> Choice | None:
         """The newest step that is complete for all ranks and not refused. The same on all."""

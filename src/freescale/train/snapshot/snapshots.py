@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import warnings
@@ -26,7 +25,7 @@ from freescale.train.snapshot.pace import Every, Pace, StepCosts
 from freescale.train.snapshot.restoring import Restoring, clear_snapshots
 from freescale.train.snapshot.segment import Segment, write_segment
 from freescale.train.snapshot.state_file import StateFile
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks
 from freescale.transport.machine import identify_machine
 from freescale.transport.threads import start_thread
@@ -179,8 +178,7 @@ class Snapshots:
         costs = 0.0, 0.0
         if timed is not None:  # what its threads have computed is the least that it costs
             costs = timed.seconds, max(timed.processor, self._costs.estimate())
-        mine = json.dumps(self.pace.look(step, busy, *costs)).encode()
-        looks = [json.loads(part) for part in self.transport.gather_bytes(mine)]
+        looks = gather_json(self.transport, self.pace.look(step, busy, *costs))
         if any(look["busy"] for look in looks):
             return False, None
         self._finish()
