@@ -117,7 +117,7 @@ class Dynamic:
             probability that follows (log-q). None: nothing is counted for it.
         map: where it is kept which ids have a row, of tables whose rows are in the memory of a GPU:
             "device", which decides without moving ids to the host and back, "host", or "auto": on
-            the device, if it can do what is asked for. The decisions are the same. All other tables
+            the device, if it supports these rules. The decisions are the same. All other tables
             have it in host memory, and ids that are counted before they are admitted are always
             there.
 

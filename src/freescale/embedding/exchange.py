@@ -11,7 +11,7 @@ the owners.
 
 Bulk traffic is cut into pieces: `pull_rows` and `push_gradients` send one while they work on the
 one before it. `fetch` and `apply` are the blocking forms, over all rows: the serial schedule needs
-no others. A replicated group has these two only; its traffic is one AllReduce in `apply`.
+no others, and a replicated group (replicated.py) has no others.
 Everything runs on the caller's thread and stream, over the transport that it passes.
 """
 
@@ -37,7 +37,7 @@ from freescale.embedding.dynamic.storage import DynamicStorage
 from freescale.embedding.host_tables.plan import CacheTooSmall
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.host_tables.tiers import Tier
-from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
+from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.embedding.open_storage import open_storage
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import (
@@ -51,12 +51,11 @@ from freescale.embedding.request import (
     mark_counted,
     mark_draws,
 )
-from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
+from freescale.embedding.storage import UpdateOptions
 from freescale.kernels.dispatch import (
     deduplicate,
     group_duplicates,
     put_rows,
-    select_marked_rows,
 )
 from freescale.kernels.reference.unique import Unique
 from freescale.transport.api import Handle, Transport
@@ -135,10 +134,10 @@ class Sharded:
             counted = drawn = None
         else:  # one message for all
             both = torch.stack([local, about[: sum(send)]], 1)
-            owned, told = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
+            owned, about = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
             owned = owned.contiguous()
-            counted = (told & _MARK).to(torch.uint8) if self._has_marks else None
-            drawn = told >> _MARK_BITS if self._counts_draws else None
+            counted = (about & _MARK).to(torch.uint8) if self._has_marks else None
+            drawn = about >> _MARK_BITS if self._counts_draws else None
         size = sum(totals) * self.layout.specs[0].bytes_per_row // transport.world
         return Request(
             Index(unique, given, found.inverse),
@@ -233,15 +232,15 @@ class Sharded:
         """Tells requesters which of their ids have no row, and has the default row read for them.
         missing [sum(receive)] uint8. A collective."""
         part = request.whole
-        told = transport.all_to_all(missing, part.receive, part.send, "ids").wait().bool()
-        if told.numel():
-            request.index.redirect(told)
+        absent = transport.all_to_all(missing, part.receive, part.send, "ids").wait().bool()
+        if absent.numel():
+            request.index.redirect(absent)
 
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`
         gradients if it is large enough. Fresh memory would cost another batch, and the time to map
         it. From then on any lane may pull them."""
-        self.rows.settle()
+        self.rows.wait_for_rows()
         count, width = request.index.keys.numel(), self.rows.weight.shape[1]
         if spent is not None and spent.numel() >= count * width:
             request.rows = spent.detach().view(-1)[: count * width].view(count, width)
@@ -382,75 +381,12 @@ def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list
     """
     ones, send = [1] * transport.world, own.tolist()
     # From host to host, of a GPU too: a few numbers, which nobody wants on a device.
-    told = torch.tensor([[count, sum(send)] for count in send])
+    counts = torch.tensor([[count, sum(send)] for count in send])
     kind = "ids" if own.is_cpu else "counts"
-    receive, totals = transport.all_to_all(told, ones, ones, kind).wait().T.tolist()
+    receive, totals = transport.all_to_all(counts, ones, ones, kind).wait().T.tolist()
     return send, receive, totals
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:
     """Out of one number for each row that is requested from this rank: those of the part."""
     return numbers if part.served is None else numbers.index_select(0, part.served)
-
-
-class Replicated:
-    """A group of tables that every rank holds whole. Lazy like the sharded ones: only rows that
-    some rank read change."""
-
-    def __init__(
-        self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport
-    ) -> None:
-        self.layout = ShardLayout(tuple(specs), 1)
-        ranges = [
-            TableRange(spec, self.layout.base(table), 0, spec.rows)
-            for table, spec in enumerate(specs)
-        ]
-        self.rows: RowStorage = DeviceStorage(ranges, self.layout.size, optimizer, transport.device)
-
-    def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
-        """Marks the rows that this rank reads. `owned` holds the marks [size]."""
-        with transport.ledger.span("deduplicate"):
-            marks = self.rows.weight.new_zeros(self.layout.size)
-            given = collect_ids(batches, self.layout.specs)
-            parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
-            places = (
-                torch.cat(parts)
-                if parts
-                else torch.zeros(0, dtype=torch.int64, device=marks.device)
-            )
-            marks[places] = 1
-        return Request(Index(places[:0], given, places), RequestPart(None, None, [], []), marks)
-
-    def _locate(self, table: int, ids: Tensor) -> Tensor:
-        return spread_ids(ids, self.layout.specs[table].rows) + self.layout.base(table)
-
-    def fetch(self, request: Request, transport: Transport, train: bool) -> None:
-        request.open(self.rows.weight, train)
-
-    def apply(
-        self, request: Request, transport: Transport, **options: Unpack[UpdateOptions]
-    ) -> None:
-        """Sends the gradient of the request's rows and updates the tables. A collective."""
-        gradient = request.take_gradient()
-        # One message: gradients, and behind them the marks of the rows that were read.
-        joined = torch.cat([gradient.view(-1), request.owned])
-        summed = transport.all_reduce(joined, "gradients").wait()
-        with transport.ledger.span("update rows"):
-            rows, gradients = select_marked_rows(
-                summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient)
-            )
-            self.rows.update(rows, gradients, **options)
-
-    def count_collisions(self, request: Request) -> tuple[int, int]:
-        """Replicated rows are never requested."""
-        return 0, 0
-
-    def locate(
-        self, request: Request, table: int, ids: Tensor
-    ) -> tuple[int | None, Tensor, Tensor | None]:
-        """As `Sharded.locate`."""
-        known = request.index.find_known(table, ids)
-        if known is not None:
-            return *known, None
-        index = self._locate(table, ids)
-        return None, index, request.owned[index] > 0

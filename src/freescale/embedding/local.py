@@ -146,7 +146,7 @@ class LocalGroup:
                 slots = torch.where(missing, slots[-1], slots)
             request = LocalRequest(given, rows, weight, None if slots is rows else slots)
             request.log_q = self._count_draws(batches, rows)
-            self.rows.settle()  # the model reads them, on its own stream
+            self.rows.wait_for_rows()  # the model reads them, on its own stream
             return request
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
@@ -159,7 +159,7 @@ class LocalGroup:
         if (missing := self._find_missing(copied.slots)) is not None:
             copied.index.redirect(missing)
         copied.log_q = self._count_draws(batches, unique, inverse)
-        self.rows.settle()
+        self.rows.wait_for_rows()
         return copied
 
     def _find_missing(self, slots: Tensor) -> Tensor | None:

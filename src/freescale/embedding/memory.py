@@ -66,14 +66,14 @@ def check_memory(
         if need[place] > free[place]:
             largest = max(specs, key=lambda spec: spec.rows * spec.bytes_per_row)
             what = "a machine" if place[1] == "cpu" else "a GPU"
-            mend = "a disk (--placement TABLE=disk:FOLDER:CACHE)"
+            fix = "a disk (--placement TABLE=disk:FOLDER:CACHE)"
             if what == "a GPU":
-                mend = "host memory (--placement TABLE=host:CACHE)"
+                fix = "host memory (--placement TABLE=host:CACHE)"
             raise ValueError(
                 f"the tables need {need[place] / 2**30:.1f} GiB on {what} with "
                 f"{free[place] / 2**30:.1f} GiB free (the largest is "
                 f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a "
-                f"smaller width, RowWiseAdagrad, or {mend}"
+                f"smaller width, RowWiseAdagrad, or {fix}"
             )
 
 

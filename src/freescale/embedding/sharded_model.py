@@ -97,7 +97,7 @@ class ShardedModel:
     @contextmanager
     def rows_fetched(self, batch: SequenceBatch) -> Iterator[None]:
         """The rows of a checked batch are here. A collective."""
-        self.tables.settle()
+        self.tables.lease.flush()
         if not self.tables.placed:
             self.tables.place(batch)
         self.tables.fetch(self.tables.request([batch]), train=False)

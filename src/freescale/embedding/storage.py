@@ -3,7 +3,7 @@ each row.
 
 A row has two numbers. Its *local row* is its place in the rank's part of the tables, for ever. Its
 *slot* is where it lies on the device that computes, from `make_resident` on, for as long as the
-steps that asked for it read and update it. In `DeviceStorage` the two are the same; in
+steps that requested it read and update it. In `DeviceStorage` the two are the same; in
 host_tables/storage.py the slots are those of a cache. In dynamic/storage.py rows come and go, and
 what stands for a local row is the key of its id.
 """
@@ -112,7 +112,7 @@ class RowStorage(ABC):
         batches are made resident, in the order of training. `counted` [n] uint8, of tables whose
         rows come and go: 0 for negatives. On the caller's thread and stream."""
 
-    def settle(self) -> None:  # noqa: B027 - where rows do not come and go, nothing is to do
+    def wait_for_rows(self) -> None:  # noqa: B027 - where rows do not come and go, nothing is to do
         """The rows that were made resident last are there, and what was decided about them is
         known: before others than `gather` read them, or on other streams."""
 

@@ -31,7 +31,7 @@ class Choices:
         dense_sums: str,
     ) -> None:
         """`parameters` are the dense ones, `reducer` sums their gradients. A collective, where
-        partitioned sums are asked for."""
+        partitioned sums are requested."""
         self._transport, self._reducer = transport, reducer
         device = transport.device
         float32 = all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -90,9 +90,9 @@ class Choices:
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Repeats those of an earlier run, where this one has `auto`. A collective."""
         if self._automatic_precision and "precision" in state:
-            asked = state["precision"]
+            requested = state["precision"]
             device = self._transport.device
-            self.precision, _ = choose_precision(asked, device.type, supports_bf16(device))
+            self.precision, _ = choose_precision(requested, device.type, supports_bf16(device))
             self._reason = _REPEATED
         # one rank sums nothing, and passes on what several may need again
         exact = self._transport.world == 1 or isinstance(self._reducer, GradientBuckets)

@@ -41,8 +41,8 @@ class RowsAhead:
     def __init__(self, tables: Tables, transport: Transport) -> None:
         self._tables, self._lane = tables, Lane("ahead", transport)
         self._jobs: list[Job] = []  # not waited for
-        # The step before the last one was issued by then; None: whoever settled may have written
-        # to the tables since.
+        # The step before the last one was issued by then. None: whoever waited for all jobs may
+        # have written to the tables since.
         self._before: Moment | None = None
 
     def begin(
@@ -88,7 +88,7 @@ class RowsAhead:
             for tensor in batch.tensors():
                 self._lane.lend(tensor)
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """The caller's thread and stream go on after all that was begun: it may read the tables.
         What went wrong is raised by the step that needs the rows."""
         self._before = None
@@ -98,7 +98,7 @@ class RowsAhead:
 
     def rest(self) -> None:
         """However a run ended: nothing is under way any more."""
-        self.settle()
+        self.wait_for_all()
         self._jobs.clear()
         self._lane.rest()
 

@@ -137,9 +137,9 @@ class Schedule(ABC):
             raise RuntimeError("the pipeline is closed: make another")
         self.choices.tune()
         self._stopped, self._failure, self._loss_watch = False, None, LossWatch()
-        source = self._source = self._open_source(iter(data), self.tables.take_over(self))
+        source = self._source = self._open_source(iter(data), self.tables.lease.take_over(self))
         self.flush()
-        self.tables.drop_ahead()  # of the run before: its batches are the first of this one
+        self.tables.lease.drop_ahead()  # of the run before: its batches are the first of this one
         try:
             with freeze_objects(), self.buckets.watch_backward():
                 yield from self._run(source)
@@ -186,7 +186,7 @@ class Schedule(ABC):
         them again. A collective."""
         if self._closed:
             return
-        self.tables.hand_back(self)
+        self.tables.lease.hand_back(self)
         self._closed = True
         self.choices.close()
 

@@ -85,7 +85,7 @@ class Single(Schedule):
             self.ledger.end_step()
             yield result
             self.ledger.begin_step(self.steps)
-            self.tables.restore_ahead()  # somebody may have read the tables
+            self.tables.lease.restore_ahead()  # somebody may have read the tables
             current = following if ahead else self._take(source)
         self.ledger.cancel_step()
         if self._failure is not None:
@@ -186,7 +186,7 @@ class Single(Schedule):
     def flush(self) -> None:
         """Nothing is deferred; but rows may be on their way into a cache, which others read."""
         if self._rows_ahead is not None:
-            self._rows_ahead.settle()
+            self._rows_ahead.wait_for_all()
 
     def discard(self) -> None:
         self.flush()

@@ -31,7 +31,7 @@ class BatchSource:
 
     def take(self) -> SequenceBatch | None:
         """None once the data has ended or `close` was called. After an error too: an iterator that
-        failed is not asked again."""
+        failed is not read again."""
         if not self._open:
             return None
         if self._returned:

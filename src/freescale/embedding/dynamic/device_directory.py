@@ -79,8 +79,8 @@ class DeviceDirectory:
         self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
         self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
         # Written by kernels: a copy would be between two of them, and as long as one.
-        told = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._told, self._told_swept, self._numbers = told[:_SUMS], told[_SUMS:], told.numpy()
+        pinned = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._sums, self._swept, self._numbers = pinned[:_SUMS], pinned[_SUMS:], pinned.numpy()
         self.used = 0  # entries that hold an id
         self._in_turn = InTurn(device)  # on the map
 
@@ -127,7 +127,7 @@ class DeviceDirectory:
                 missing,
                 batch=batch,
                 by_count=evict == "lfu",
-                told=self._told,
+                told=self._sums,
                 **bounds,
             )
             kernels.swap_contents(self.map, placed, sums, came)
@@ -178,7 +178,7 @@ class DeviceDirectory:
             torch.where(goes, entries, -1), nothing + EMPTY, nothing, torch.zeros_like(entries)
         )
         self._kernels.swap_contents(self.map, swept)
-        self._told_swept.copy_(goes.sum().view(1), non_blocking=True)
+        self._swept.copy_(goes.sum().view(1), non_blocking=True)
         return swept
 
     def find(self, keys: Tensor, absent: int = -1) -> Tensor:

@@ -188,12 +188,12 @@ class Directory:
             raise MemoryError(f"the decisions about {n:,} ids need more memory than there is")
         self.batches += 1
         *counts, changes = figures.tolist()
-        told = BatchFigures(*counts)
+        figures = BatchFigures(*counts)
         return BatchChanges(
             found,
-            inserted[: told.inserted].copy(),
-            removed[: told.swept].copy(),
-            told,
+            inserted[: figures.inserted].copy(),
+            removed[: figures.swept].copy(),
+            figures,
             log[:changes].copy(),
         )
 

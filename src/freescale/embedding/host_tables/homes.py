@@ -133,12 +133,12 @@ def _map_file(folder: Path, shapes: Shapes, dtype: torch.dtype, about: str) -> H
             os.posix_fallocate(file.fileno(), 0, total)
             mapped = mmap.mmap(file.fileno(), total)  # keeps the file after it is closed
     except OSError as error:
-        mend = "check the folder"
+        fix = "check the folder"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            mend = "make room there, or name a folder on a larger disk"
+            fix = "make room there, or name a folder on a larger disk"
         raise ValueError(
             f"{about}: {format_bytes(total)} cannot be had in {folder} "
-            f"({error.strerror or error}): {mend}"
+            f"({error.strerror or error}): {fix}"
         ) from None
     tensors, offset = {}, 0
     for name, shape in shapes.items():

@@ -46,7 +46,7 @@ _CHUNK_BYTES = 64 << 20  # of rows that are made together
 
 @dataclass(frozen=True)
 class CacheTraffic:
-    """Of one batch: what its owner was asked for, and what moved for it."""
+    """What a batch requested of its owner, and what moved for it."""
 
     wanted: int  # different rows
     missed: int  # rows that were not in the cache
@@ -197,7 +197,7 @@ class CachedStorage(RowStorage):
                 self._move(Moved(rows, slots), move_nothing(rows.device))
                 # Those of the last batches are on their way through steps, and change again.
                 self._newer &= self.contents.last_use >= self._batches - PINNED
-        self._copies.settle()
+        self._copies.wait()
 
     def reload(self) -> None:
         """The home was written to: the cache takes its rows."""
@@ -206,4 +206,4 @@ class CachedStorage(RowStorage):
         with self._in_turn():
             slots = torch.arange(filled, device=self._rows.device)
             self._move(move_nothing(slots.device), Moved(self.contents.row_of[:filled], slots))
-        self._copies.settle()
+        self._copies.wait()

@@ -224,7 +224,7 @@ class Checkpoints:
     def _save_now(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
         transport = self.transport
         self._run_on_rank_0(lambda: self._refuse_ahead(saving.step))
-        saving.parent.tables.settle()
+        saving.parent.tables.lease.flush()
         contents = run_on_all_ranks(transport, collect)
         self._begin(saving)
         contents.add_sharded()
@@ -256,7 +256,7 @@ class Checkpoints:
             return functools.partial(_raise, error)
         capture, copies = Capture(contents.add_sharded), contents.copies
         assert copies is not None
-        tables.capture(capture)
+        tables.lease.capture(capture)
 
         def await_copies() -> Contents:
             await_rows(capture, copies)
@@ -265,7 +265,7 @@ class Checkpoints:
         return await_copies
 
     def _begin(self, saving: _Saving) -> None:
-        """Until it is in its place, nothing can be said to have changed since it."""
+        """Until it is in its place, nothing counts as changed since it."""
         self._parent, self._saving = None, saving
 
     def wait(self) -> Path | None:
@@ -284,7 +284,7 @@ class Checkpoints:
 
     def _complete(self) -> None:
         if self._beside is not None and self._saving is not None:
-            self._saving.parent.tables.finish_captures()
+            self._saving.parent.tables.lease.finish_captures()
             self._finish(self._beside.wait)
 
     def _complete_or_warn(self) -> None:
@@ -355,15 +355,15 @@ class Checkpoints:
         parent = self._parent
         return {"step": parent.step, "deltas": parent.deltas, "checksum": parent.checksum}
 
-    def adopt_parent(self, said: Mapping[str, Any] | None, tables: Tables, step: int) -> None:
+    def adopt_parent(self, described: Mapping[str, Any] | None, tables: Tables, step: int) -> None:
         """After a snapshot of `step` was restored: the next checkpoint may be a delta to the one
         that `describe_parent` named, if that is in its place then."""
         self._parent = None
-        if said is not None and self.full_every > 1 and is_followed(tables, self._consumer):
+        if described is not None and self.full_every > 1 and is_followed(tables, self._consumer):
             # rank 0's counts, which named it or has it here
-            named = said.get("checksum") if self.transport.rank == 0 else 0
-            checksum = self.files.sum_state(said["step"]) if named is None else named
-            self._parent = Parent(said["step"], checksum, said["deltas"], tables)
+            named = described.get("checksum") if self.transport.rank == 0 else 0
+            checksum = self.files.sum_state(described["step"]) if named is None else named
+            self._parent = Parent(described["step"], checksum, described["deltas"], tables)
         self._note_restored(step)
 
     # ---- load

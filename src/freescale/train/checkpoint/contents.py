@@ -76,7 +76,7 @@ class Contents:
         if copies is not None:
             tensors = copies.take_all(tensors)
         tensors |= collect_random(transport)  # copies
-        source = _Source(model, consumer, delta, model.tables.mark_state())
+        source = _Source(model, consumer, delta, model.tables.lease.mark_state())
         spans: dict[str, Span] | None = {} if delta else None
         contents = Contents(tensors, state, find_untrained(listed), spans, copies, source)
         contents._add("replicated")
@@ -85,7 +85,7 @@ class Contents:
     def add_sharded(self) -> None:
         """The rows of sharded tables, as they are now. On the caller's thread and stream."""
         assert self._source is not None
-        with self._source.model.tables.looking_back(self._source.mark):
+        with self._source.model.tables.lease.looking_back(self._source.mark):
             self._add("sharded")
         self._source = None
 

@@ -62,7 +62,7 @@ def load_checkpoint(
         state.get("carried", ()), transport.rank, transport.world, state["ranks"]
     )
     own = collect_dense(list_state(model.module)) | unpacker.tensors | random | errors
-    model.tables.discard()
+    model.tables.lease.discard()
     tables = collect_tables(model.tables, transport, model.tables.specs)
     own |= collect_shards(model.tables, transport, model.tables.specs)
     mark_all_changed(model.tables)

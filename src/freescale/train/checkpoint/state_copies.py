@@ -36,7 +36,7 @@ class StateCopies:
         """`room`: bytes of the device that copies may take; if None, what they once had and what
         `find_room` finds."""
         self._device = device
-        # What copies once took is there for them: the driver is asked about more, which takes long.
+        # Memory of earlier copies is reused: to ask the driver for more takes long.
         self._room = _taken_before.get(device, 0) if room is None else room
         self._may_ask = room is None and device.type == "cuda"
         self._used = 0  # of the room

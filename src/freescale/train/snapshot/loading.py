@@ -79,7 +79,7 @@ def load_state(
     carried = CompressionState(reducer, names)
     rank, world = transport.rank, transport.world
     errors = carried.allocate(state.get("carried", ()), rank, world, world)
-    tables.discard()
+    tables.lease.discard()
     with torch.no_grad():
         for name, room in (
             collect_dense(list_state(model.module)) | unpacker.tensors | random | errors

@@ -1,4 +1,4 @@
-"""A memory file: named tensors and plain JSON, with checksums, in memory that a keeper can hold.
+"""A memory file: named tensors and plain JSON, with checksums, in memory that a holder can keep.
 
     preamble     magic, where the JSON is, how long, its checksum: written last
     tensors      each from a multiple of 64 bytes on
@@ -101,7 +101,7 @@ class Segment:
             to.copy_(self.read()[name])
 
     def close(self) -> None:
-        """The memory stays as long as a keeper has it, or a tensor."""
+        """The memory stays as long as a holder has it, or a tensor."""
         os.close(self.file)
 
 

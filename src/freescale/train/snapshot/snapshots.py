@@ -20,7 +20,7 @@ from freescale.train.snapshot.choice import Link, choose_buddies
 from freescale.train.snapshot.contents import CONSUMER, SnapshotContents
 from freescale.train.snapshot.exchange import exchange_files
 from freescale.train.snapshot.held import HeldChains
-from freescale.train.snapshot.keeper_link import KeeperLink, is_supported, name_keeper
+from freescale.train.snapshot.holder_link import HolderLink, is_supported, name_holder
 from freescale.train.snapshot.pace import Every, Pace, StepCosts
 from freescale.train.snapshot.restoring import Restoring, clear_snapshots
 from freescale.train.snapshot.segment import Segment, write_segment
@@ -74,8 +74,8 @@ class Snapshots:
             raise ValueError("--snapshot-every needs memory files, which only Linux has: leave it")
         self.transport, self.pace, self._costs = transport, Pace(every), StepCosts()
         self.machines = transport.gather_bytes(identify_machine())
-        self._link: KeeperLink | None = None
-        self._run = ""  # whose keeper that is
+        self._link: HolderLink | None = None
+        self._run = ""  # whose holder that is
         self._held: HeldChains | None = None
         self._channel: Transport | None = None
         self.taking: Taking | None = None  # the one under way, or the last
@@ -91,15 +91,15 @@ class Snapshots:
     # ---- restoring
 
     def find(self, run: str | None) -> Restoring | None:
-        """What keepers have of a run; None of one that has no name yet."""
+        """What holders have of a run; None of one that has no name yet."""
         if run is None:
             return None
         if self._link is None:
-            self._link, self._run = KeeperLink.connect(self._name(run)), run
+            self._link, self._run = HolderLink.connect(self._name(run)), run
         return Restoring(run, self.transport, self._link, self.machines)
 
     def clear(self) -> None:
-        """Forgets all that keepers have: the run does not go on from it."""
+        """Forgets all that holders have: the run does not go on from it."""
         if self._link is not None and self._is_first:
             clear_snapshots(self._link)
         self.transport.gather_bytes(b"")  # before anybody adds to it
@@ -120,21 +120,21 @@ class Snapshots:
     # ---- taking
 
     def open(self, run: str, step: int) -> None:
-        """Starts the keepers that are missing, before the first step after `step`."""
+        """Starts the holders that are missing, before the first step after `step`."""
         if self._run != run:  # a run that has begun anew, or gone back
             self.abandon(end=True)
         self._run = run
 
         def start() -> None:
             if self._is_first and self._link is None:
-                self._link = KeeperLink.start(self._name(run))
+                self._link = HolderLink.start(self._name(run))
 
         run_on_all_ranks(self.transport, start)
 
-        def connect() -> KeeperLink:
-            link = self._link or KeeperLink.connect(self._name(run))
+        def connect() -> HolderLink:
+            link = self._link or HolderLink.connect(self._name(run))
             if link is None:
-                raise OSError(f"rank {self.transport.rank} finds no keeper of snapshots")
+                raise OSError(f"rank {self.transport.rank} finds no snapshot holder")
             self._files = [StateFile(f"{CONSUMER}/{number}") for number in range(2)]
             return link
 
@@ -207,7 +207,7 @@ class Snapshots:
         )
         contents.state["checkpoint"] = state.checkpoints.describe_parent()
         capture = Capture(lambda: taking.run(contents.add_sharded))
-        model.tables.capture(capture)
+        model.tables.lease.capture(capture)
         sent = Link(self.transport.world, rank, step, parent)
 
         def run() -> None:
@@ -277,7 +277,7 @@ class Snapshots:
                 contents.spare.copy_tables(contents.file)
 
     def _keep_own(self, contents: SnapshotContents, own: Link, sent: Link) -> Tensor | None:
-        """Puts this rank's file into the keeper. Returns the bytes for its buddy."""
+        """Puts this rank's file into the holder. Returns the bytes for its buddy."""
         header = describe_segment(self._run, own, contents.state)
         segment = contents.file.seal(header, contents.tensors)
         try:
@@ -309,16 +309,16 @@ class Snapshots:
         try:
             self._held.keep(link, segment)
         except OSError as error:
-            with_it = KeeperLink.start(self._name(self._run))  # for the next one, which is whole
+            with_it = HolderLink.start(self._name(self._run))  # for the next one, which is whole
             self._link = self._held.link = with_it
             raise ValueError(f"{describe_error(error)}; another was started") from error
 
     # ---- the end
 
     def close(self, state: RunState) -> None:
-        """Of a run that is over: the keepers end, and the memory is free."""
+        """Of a run that is over: the holders end, and the memory is free."""
         if self.taking is not None:
-            state.model.tables.finish_captures()
+            state.model.tables.lease.finish_captures()
             self._await_last()
         self.transport.gather_bytes(b"")  # nobody needs them any more
         self.abandon(end=True)
@@ -333,7 +333,7 @@ class Snapshots:
             self.taking = None
 
     def abandon(self, end: bool) -> None:
-        """Of a run that has failed: with `end` its keeper ends at once, otherwise once nobody has
+        """Of a run that has failed: with `end` its holder ends at once, otherwise once nobody has
         come back for a while."""
         if self._link is not None:
             if end and self._is_first:
@@ -349,4 +349,4 @@ class Snapshots:
         return self.machines.index(self.machines[rank]) == rank
 
     def _name(self, run: str) -> str:
-        return name_keeper(run, self.machines[self.transport.rank])
+        return name_holder(run, self.machines[self.transport.rank])

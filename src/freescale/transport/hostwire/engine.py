@@ -265,8 +265,8 @@ class EngineChannel:
         self._hang_up()  # whoever waits for this rank hears of it
 
     def close(self) -> bool:
-        """Whether no thread uses its wires and memory any more: one that waits for a transfer is
-        told to leave."""
+        """Whether no thread uses its wires and memory any more. A thread that waits for a transfer
+        gets the signal to leave."""
         if self._handle is None:
             return True
         self._library.channel_stop(self._handle)

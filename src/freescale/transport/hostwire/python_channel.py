@@ -171,7 +171,7 @@ class PythonChannel:
         while (transfer := waiting.get()) is not None:
             self._run(transfer, self._steps.receive)
             if waiting.empty():
-                _exhaust(self._steps.settle())
+                _exhaust(self._steps.finish_copies())
             transfer = None
 
     def _try_send(self, transfer: Transfer) -> bool:

@@ -226,10 +226,11 @@ class TransferSteps:
             round_.landed.set()
         # This rank may turn to something else now, while a peer that still sends to others waits
         # for a slot that it has not freed.
-        yield from self.settle()
+        yield from self.finish_copies()
 
-    def settle(self, leave: int = 0) -> Iterator[Ready]:
-        """Until all but `leave` copies to the device have ended; where they came from is free."""
+    def finish_copies(self, leave: int = 0) -> Iterator[Ready]:
+        """Waits until at most `leave` copies to the device are under way, and frees the memory that
+        the others came from."""
         while len(self._landing) > leave:
             yield from _wait_for_copy(self._landing[0][0])
             self._landing.popleft()[1].free()
@@ -240,7 +241,7 @@ class TransferSteps:
             into = piece
             if transfer.cuda:
                 assert self._into is not None
-                for _ in self.settle(SLOTS - AHEAD - 1):  # its slots are used in turn
+                for _ in self.finish_copies(SLOTS - AHEAD - 1):  # its slots are used in turn
                     pass
                 begin = self._taken % SLOTS * self._largest
                 self._taken += 1
@@ -252,9 +253,9 @@ class TransferSteps:
     ) -> Iterator[Ready]:
         """Waits for a piece and copies it to its place."""
         if not arriving.ready():
-            # Nobody may have to wait for a slot of which this rank, itself waiting, has not said
-            # that it read it.
-            yield from self.settle()
+            # This rank may wait long: first it frees the slots that it has read, for which others
+            # may wait.
+            yield from self.finish_copies()
             yield arriving.ready
         came = self._guard(partial(arriving.wait, self._get_patience()), transfer, peer, left)
         # its slot is free at once: nothing waits for a copy of a few bytes
@@ -262,7 +263,7 @@ class TransferSteps:
             pinned = torch.empty(came.shape, dtype=came.dtype, pin_memory=True).copy_(came)
             with _use_stream(self._receive_stream):
                 piece.copy_(pinned, non_blocking=True)
-            yield from self.settle()
+            yield from self.finish_copies()
             arriving.free()
         else:
             if came.data_ptr() != piece.data_ptr():
@@ -270,7 +271,7 @@ class TransferSteps:
                     piece.copy_(came, non_blocking=True)
             copied = record_event_on(transfer.device, self._receive_stream)
             self._landing.append((copied, arriving))
-            yield from self.settle(2 if transfer.cuda else 0)
+            yield from self.finish_copies(2 if transfer.cuda else 0)
         if transfer.urgent:
             self._gate.note_movement()
 

@@ -20,7 +20,7 @@ _MAX_SILENT = 128  # that may be silent at a time, beside the ranks that are wai
 
 @dataclass
 class Caller:
-    """What it said, with the files that it sent along. Whoever gets it from `accept_callers` closes
+    """Its message, with the files that came along. Whoever gets it from `accept_callers` closes
     what it does not keep."""
 
     connection: socket.socket
@@ -102,7 +102,7 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 
 def _read_greeting(caller: Caller, size: int) -> bool:
-    """Reads what the caller has said. Whether it is still there."""
+    """Reads the caller's message. Returns whether the caller is still there."""
     try:
         part, files, _, _ = socket.recv_fds(caller.connection, size - len(caller.hello), 1)
     except BlockingIOError:

@@ -229,7 +229,7 @@ class UcxWire:
                 piece.finish(self._gone[piece.peer])
                 continue
             piece.finish()
-            if piece.tag == self._world + piece.peer:  # what it said
+            if piece.tag == self._world + piece.peer:  # its message
                 if piece.memory[0] == _HELLO:
                     self._listen(piece.peer)
                 else:
