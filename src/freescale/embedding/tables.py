@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.exchange import Replicated, Sharded
+from freescale.embedding.exchange import Sharded
 from freescale.embedding.host_tables.tiers import Host, Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
 from freescale.embedding.lease import TableLease
@@ -26,6 +26,7 @@ from freescale.embedding.placement import (
     move_to_host,
     parse_placement,
 )
+from freescale.embedding.replicated import Replicated
 from freescale.embedding.request import Request
 from freescale.embedding.storage import Recorder
 from freescale.transport.api import Transport, gather_json

@@ -90,10 +90,8 @@ class RowStages:
         """Stage 5, lane `urgent`: gradients of the rows that the following batch reads too."""
         pairs = zip(self._pair(current), current.gradients, strict=True)
         for (group, request), gradient in pairs:
-            urgent = [require(request.urgent)]
-            group.push_gradients(
-                request, gradient, urgent, self._urgent.transport, **current.update
-            )
+            urgent, transport = [require(request.urgent)], self._urgent.transport
+            group.push_gradients(request, gradient, urgent, transport, **current.update)
 
     def pull_late_rows(self, following: StagedBatch) -> None:
         """Stage 6, lane `urgent`: the rows that collide, after their update."""

@@ -131,8 +131,8 @@ class Schedule(ABC):
 
         Every rank leaves the loop after the same step, or none; `stop` makes it so. Batches that
         were taken by then are the first of the next run over the same iterator. What is deferred is
-        settled before a checkpoint, an evaluation or another pipeline reads the tables; who reads
-        them otherwise calls `flush` first."""
+        applied before a checkpoint, an evaluation or another pipeline reads the tables; whoever
+        reads them otherwise calls `flush` first."""
         if self._closed:
             raise RuntimeError("the pipeline is closed: make another")
         self.choices.tune()
@@ -182,7 +182,7 @@ class Schedule(ABC):
         return self._stopped
 
     def close(self) -> None:
-        """Settles, and gives back threads and channels: the next pipeline of this transport uses
+        """Applies what is deferred, and gives back threads and channels: the next pipeline of this transport uses
         them again. A collective."""
         if self._closed:
             return
