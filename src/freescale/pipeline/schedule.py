@@ -182,8 +182,8 @@ class Schedule(ABC):
         return self._stopped
 
     def close(self) -> None:
-        """Applies what is deferred, and gives back threads and channels: the next pipeline of this transport uses
-        them again. A collective."""
+        """Applies what is deferred, and gives back threads and channels: the next pipeline of this
+        transport uses them again. A collective."""
         if self._closed:
             return
         self.tables.lease.hand_back(self)

@@ -188,12 +188,12 @@ class Directory:
             raise MemoryError(f"the decisions about {n:,} ids need more memory than there is")
         self.batches += 1
         *counts, changes = figures.tolist()
-        figures = BatchFigures(*counts)
+        decided = BatchFigures(*counts)
         return BatchChanges(
             found,
-            inserted[: figures.inserted].copy(),
-            removed[: figures.swept].copy(),
-            figures,
+            inserted[: decided.inserted].copy(),
+            removed[: decided.swept].copy(),
+            decided,
             log[:changes].copy(),
         )
 
