@@ -52,11 +52,7 @@ from freescale.embedding.request import (
     mark_draws,
 )
 from freescale.embedding.storage import UpdateOptions
-from freescale.kernels.dispatch import (
-    deduplicate,
-    group_duplicates,
-    put_rows,
-)
+from freescale.kernels.dispatch import deduplicate, group_duplicates, put_rows
 from freescale.kernels.reference.unique import Unique
 from freescale.transport.api import Handle, Transport
 from freescale.transport.failures import raise_in_step

@@ -59,10 +59,7 @@ class BagReader(TableReader):
         self.include_last_offset = bag.include_last_offset
 
     def forward(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """input [n] with offsets [bags], or with `include_last_offset` [bags + 1], or input
         [bags, n] without offsets -> pooled rows [bags, width]. `per_sample_weights`, of the shape

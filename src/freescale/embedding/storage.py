@@ -22,12 +22,7 @@ from torch import Tensor
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec, find_ids
 from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
-from freescale.kernels.dispatch import (
-    choose_optimizers,
-    gather_rows,
-    keeps_gradients,
-    sum_sorted,
-)
+from freescale.kernels.dispatch import choose_optimizers, gather_rows, keeps_gradients, sum_sorted
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.random import derive, hash_name, normal
 

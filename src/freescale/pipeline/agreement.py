@@ -206,15 +206,7 @@ class PendingAgreement:
     def _refuse_step(self, **why: Any) -> Agreement:
         ranks = self._transport.world
         return Agreement(
-            False,
-            {},
-            [0] * ranks,
-            self._number,
-            "",
-            _NO_LENGTHS,
-            0,
-            np.zeros(ranks),
-            **why,
+            False, {}, [0] * ranks, self._number, "", _NO_LENGTHS, 0, np.zeros(ranks), **why
         )
 
 

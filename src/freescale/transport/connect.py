@@ -137,11 +137,7 @@ def connect(
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
         soon, longest = (timedelta(seconds=s) for s in (timeout, max(timeout, _JOIN_SECONDS)))
-        dist.init_process_group(
-            backend,
-            timeout=longest,
-            **_open_store(soon, longest),
-        )
+        dist.init_process_group(backend, timeout=longest, **_open_store(soon, longest))
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]

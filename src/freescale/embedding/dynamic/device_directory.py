@@ -123,12 +123,7 @@ class DeviceDirectory:
                 admitted = self._waiting.count(missing, room, batch)
                 missing = admitted.missing
             placed, came, sums = kernels.place(
-                self.map,
-                missing,
-                batch=batch,
-                by_count=evict == "lfu",
-                told=self._sums,
-                **bounds,
+                self.map, missing, batch=batch, by_count=evict == "lfu", told=self._sums, **bounds
             )
             kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)

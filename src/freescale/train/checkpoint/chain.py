@@ -191,10 +191,7 @@ def find_needed(parents: Mapping[int, int | None], steps: Iterable[int]) -> set[
 
 
 def find_expired(
-    parents: Mapping[int, int | None],
-    saved: int,
-    keep: int,
-    protected: Collection[int] = (),
+    parents: Mapping[int, int | None], saved: int, keep: int, protected: Collection[int] = ()
 ) -> list[int]:
     """The steps that may go once a checkpoint is saved: all but the last `keep`, the protected, and
     what these depend on.

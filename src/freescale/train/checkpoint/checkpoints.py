@@ -22,12 +22,7 @@ from freescale.train.checkpoint.delta import follow_changes, is_followed
 from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.loading import load_checkpoint
-from freescale.train.checkpoint.model import (
-    collect_dense,
-    list_state,
-    name_parameters,
-    pack_extra,
-)
+from freescale.train.checkpoint.model import collect_dense, list_state, name_parameters, pack_extra
 from freescale.train.checkpoint.optimizer import refuse_before_it_steps
 from freescale.train.checkpoint.paced_planner import PacedPlanner
 from freescale.train.checkpoint.parent import Parent

@@ -53,10 +53,7 @@ class PacedPlanner(DefaultSavePlanner):
         return self.series.plan, self.series.metadata
 
     def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: Any = None,
-        is_coordinator: bool = False,
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         self.series.plans += 1
         self._tensors = _describe(state_dict)
