@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from freescale.embedding.dynamic.device_directory import Deciding, DeviceDirecto
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
-from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
+from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions, draw_initial_rows
 from freescale.kernels.dispatch import choose_row_exchange, fits_exchange
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.triton.row_exchange import insert_drawn, insert_zeros
@@ -278,15 +279,13 @@ class DynamicStorage(RowStorage):
                 return self.directory.read(rows, self.weight, dtype, absent=self._zero)
             return self.inner.read(self.directory.find(rows, absent=self._zero), dtype)
 
-    def update(
-        self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
-    ) -> None:
-        self.inner.update(slots, gradients, step=step, factor=factor, clip=clip)
+    def update(self, slots: Tensor, gradients: Tensor, **options: Unpack[UpdateOptions]) -> None:
+        self.inner.update(slots, gradients, **options)
 
     def update_readings(
-        self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
+        self, slots: SortedRows, gradients: Tensor, **options: Unpack[UpdateOptions]
     ) -> None:
-        self.inner.update_readings(slots, gradients, step=step, factor=factor, clip=clip)
+        self.inner.update_readings(slots, gradients, **options)
 
     def find_targets(self, slots: Tensor) -> Tensor:
         """Gradients of the row that is read as zeros go to the one that is never read."""
