@@ -22,7 +22,6 @@ class RowStages:
 
     def __init__(self, tables: Tables, ahead: Lane, urgent: Lane, masks: Masks) -> None:
         self._tables, self._ahead, self._urgent, self._masks = tables, ahead, urgent, masks
-        self._on_host = ahead.device.type == "cpu"
 
     def request_ids(self, following: StagedBatch) -> None:
         """Stage 1, lane `ahead`, unless lane `input` does it: deduplicates the ids and sends them
@@ -33,13 +32,13 @@ class RowStages:
         for _, request in self._pair(following):
             self._ahead.borrow(*request.list_tensors())
 
-    def compare(self, current: StagedBatch, following: StagedBatch) -> None:
-        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share. On a
-        GPU they make the rows resident while the device is at it."""
+    def compare(self, current: StagedBatch, following: StagedBatch, brings: bool) -> None:
+        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share. With
+        `brings`, for a GPU, they make the rows resident while the device is at it."""
         transport = self._ahead.transport
         pairs = zip(self._pair(current), self._pair(following), strict=True)
         for (group, now), (_, then) in pairs:
-            bring = None if self._on_host else partial(group.make_resident, then, transport)
+            bring = partial(group.make_resident, then, transport) if brings else None
             group.compare(now, then, transport, self._masks, bring)
 
     def make_resident(self, following: StagedBatch | None) -> None:

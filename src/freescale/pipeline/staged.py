@@ -208,7 +208,7 @@ class Staged(Schedule):
         with current.compared.reached_by():
             if following is not None:
                 self._stages.request_ids(following)
-                self._stages.compare(current, following)
+                self._stages.compare(current, following, brings=not self._on_host)
 
     def _sharded(self, batch: StagedBatch) -> list[tuple[Sharded, Request]]:
         return self.tables.pair_sharded(batch.requests)

@@ -8,9 +8,10 @@ exchanges, none of which failed or is still under way.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from freescale.transport.api import Gather
 
 _T = TypeVar("_T")
 
@@ -44,14 +45,12 @@ class ChannelPool(Generic[_T]):
         self._open[self._count] = _Entry(made, urgent, exchanges)
         self._count += 1
 
-    def reuse(
-        self, urgent: bool, gather: Callable[[bytes], list[bytes]]
-    ) -> tuple[_T | None, list[_T]]:
+    def reuse(self, urgent: bool, gather: Gather) -> tuple[_T | None, list[_T]]:
         """Opens a released channel again. A collective.
 
         Args:
             urgent: of the channel.
-            gather: exchanges control messages, as `Transport.gather_bytes` does.
+            gather: exchanges control messages.
 
         Returns:
             (the first channel that can be used again or None, released channels that never can,

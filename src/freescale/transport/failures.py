@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from freescale.transport.api import Transport, gather_json
+from freescale.transport.api import Gather, Transport, gather_json
 
 T = TypeVar("T")
 
@@ -20,9 +20,9 @@ class RemoteError(RuntimeError):
     """Another rank failed or left the loop; this one stops with it."""
 
 
-def find_first_message(message: str, transport: Transport) -> tuple[int, str] | None:
+def find_first_message(message: str, gather: Gather) -> tuple[int, str] | None:
     """The first rank whose message is not empty, and its message. A collective."""
-    for rank, text in enumerate(transport.gather_bytes(message.encode())):
+    for rank, text in enumerate(gather(message.encode())):
         if text:
             return rank, text.decode()
     return None
@@ -39,9 +39,8 @@ def find_first_error(error: Exception | None, transport: Transport) -> Exception
         This rank's own error; otherwise a `RemoteError` with the message of the first rank that
         failed; None if no rank failed.
     """
-    failed = find_first_message(
-        "" if error is None else f"{type(error).__name__}: {error}", transport
-    )
+    message = "" if error is None else f"{type(error).__name__}: {error}"
+    failed = find_first_message(message, transport.gather_bytes)
     if error is None and failed is not None:
         return RemoteError("rank {} stopped: {}".format(*failed))
     return error

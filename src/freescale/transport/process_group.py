@@ -23,7 +23,7 @@ from torch import Tensor
 
 from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
 from freescale.streams import current_stream
-from freescale.transport.api import Handle, Transport, TransportError
+from freescale.transport.api import Gather, Handle, Sizes, Transport, TransportError
 from freescale.transport.channel_pool import ChannelPool, ExchangeCount
 from freescale.transport.descriptors import LINES
 from freescale.transport.pairwise import PairwiseAllToAll, StagedAllToAll
@@ -37,15 +37,13 @@ _T = TypeVar("_T")
 _PINGS = 8
 
 
-def measure_clock_offsets(
-    group: dist.ProcessGroup, gather: Callable[[bytes], list[bytes]]
-) -> tuple[list[int], list[int]]:
+def measure_clock_offsets(group: dist.ProcessGroup, gather: Gather) -> tuple[list[int], list[int]]:
     """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the
     quickest answer. A collective.
 
     Args:
         group: of gloo.
-        gather: exchanges control messages, as `Transport.gather_bytes` does.
+        gather: exchanges control messages.
 
     Returns:
         ([world] what to add to a rank's clock to get rank 0's, [world] the uncertainty of it), in
@@ -183,9 +181,7 @@ class ProcessGroupTransport:
             self.exchanges,
         )
 
-    def all_to_all(
-        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
-    ) -> Handle:
+    def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Handle:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         size = tensor.element_size() * (

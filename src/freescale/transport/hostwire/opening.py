@@ -138,7 +138,7 @@ def _needing(what: str, meeting: ProcessGroupTransport, *kinds: type[Exception])
 
 
 def _raise_if_missing(what: str, meeting: ProcessGroupTransport, error: str) -> None:
-    if (failed := find_first_message(error, meeting)) is not None:
+    if (failed := find_first_message(error, meeting.gather_bytes)) is not None:
         raise TransportError("hostwire needs {}, and rank {} has none: {}".format(what, *failed))
 
 

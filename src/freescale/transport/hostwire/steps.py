@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -48,29 +49,50 @@ Piece = tuple[int, Tensor]  # peer, bytes
 StagedSlot = tuple[torch.cuda.Event | None, int, list[Piece]]  # copied, number, pieces in it
 
 
+@dataclass(frozen=True)
+class ChannelParts:
+    """What a channel is made of, whoever drives it.
+
+    Attributes:
+        rank: of this process.
+        device: of the tensors.
+        ring: SLOTS slots, which wires send from and ranks of this machine can read.
+        piece: the largest of bulk traffic, in bytes.
+        seconds: that a peer may be silent.
+    """
+
+    rank: int
+    device: torch.device
+    ring: Pinned
+    piece: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        assert not self.slot or self.largest <= self.slot, (self.piece, self.slot)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest piece of urgent traffic."""
+        return min(LARGEST, URGENT_TIMES * self.piece)
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot; 0 without a ring."""
+        return self.ring.bytes.numel() // SLOTS
+
+
 class TransferSteps:
     """Transfers of one channel, one after another. `error` is what ended the channel; `late` is set
     by whoever runs the steps once it has waited long enough."""
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        routes: Sequence[PieceWire],
-        ring: Pinned,
-        gate: Gate,
-        piece: int,
-        seconds: float,
-    ) -> None:
-        self.rank, self.device, self.routes = rank, device, routes
+    def __init__(self, parts: ChannelParts, routes: Sequence[PieceWire], gate: Gate) -> None:
+        self.rank, self.device, self.routes = parts.rank, parts.device, routes
         self.error: BaseException | None = None
         self.late = False
-        self._gate, self._piece, self._seconds = gate, piece, seconds
-        self._largest = min(LARGEST, URGENT_TIMES * piece)
-        slot = ring.bytes.numel() // SLOTS
-        assert not slot or self._largest <= slot, (piece, slot)
+        self._gate, self._piece, self._seconds = gate, parts.piece, parts.seconds
+        self._largest, device = parts.largest, parts.device
         cuda = device.type == "cuda"
-        self._slots = torch.split(ring.bytes, slot) if slot else ()
+        self._slots = torch.split(parts.ring.bytes, parts.slot) if parts.slot else ()
         self._into = (
             Pinned(SLOTS * self._largest, device)
             if cuda and any(wire.direct for wire in routes)

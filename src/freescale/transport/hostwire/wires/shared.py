@@ -15,12 +15,13 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 
 import torch
 from torch import Tensor
 
+from freescale.transport.api import Gather
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.wires.api import Endpoint
 from freescale.transport.hostwire.wires.greeting import accept_callers
@@ -147,7 +148,7 @@ def connect(
     ring: Pinned,
     file: int,
     device: torch.device,
-    gather: Callable[[bytes], list[bytes]],
+    gather: Gather,
     seconds: float,
 ) -> SharedWire:
     """Connects the ranks of one machine. A collective of all ranks.
@@ -158,7 +159,7 @@ def connect(
         ring: this rank's.
         file: descriptor of the ring's memory.
         device: whose copy engines read the peers' rings.
-        gather: exchanges addresses among all ranks, as `Transport.gather_bytes` does.
+        gather: exchanges addresses.
         seconds: that peers may take.
 
     Raises:
