@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from freescale.config import TrainConfig
-from freescale.embedding.capture import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.chain import Intact, find_expired, last_intact, verify_checkpoint
-from freescale.train.checkpoint.contents import Contents
+from freescale.train.checkpoint.contents import Contents, refuse_unsavable
 from freescale.train.checkpoint.delta import follow_changes, is_followed
 from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.loading import load_checkpoint
-from freescale.train.checkpoint.model import collect_dense, list_state, name_parameters, pack_extra
-from freescale.train.checkpoint.optimizer import refuse_before_it_steps
 from freescale.train.checkpoint.paced_planner import PacedPlanner
 from freescale.train.checkpoint.parent import Parent
-from freescale.train.checkpoint.writing import Beside, await_rows, write_checkpoint
+from freescale.train.checkpoint.writing import Beside, begin_copies, write_checkpoint
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 
@@ -149,13 +145,7 @@ class Checkpoints:
             self.give_up_later()
             self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
-        def check_names() -> None:
-            listed = list_state(model.module)
-            collect_dense(listed)
-            pack_extra(listed, {})
-            refuse_before_it_steps(optimizer, name_parameters(model))
-
-        run_on_all_ranks(self.transport, check_names)
+        run_on_all_ranks(self.transport, lambda: refuse_unsavable(model, optimizer))
 
     def save(
         self,
@@ -231,7 +221,7 @@ class Checkpoints:
         if self._beside is None:
             self._beside = Beside(self.transport)
         control, planner = self._beside.transport, self._beside.make_planner()
-        ready = self._begin_copies(saving.parent.tables, collect)
+        ready = begin_copies(saving.parent.tables, collect)
 
         def write() -> None:
             contents = run_on_all_ranks(control, ready)
@@ -240,24 +230,6 @@ class Checkpoints:
 
         self._begin(saving)
         self._beside.start(write)
-
-    def _begin_copies(
-        self, tables: Tables, collect: Callable[[], Contents]
-    ) -> Callable[[], Contents]:
-        """Returns what waits for the copies, and raises what went wrong."""
-        try:
-            contents = collect()
-        except (OSError, ValueError) as error:
-            return functools.partial(_raise, error)
-        capture, copies = Capture(contents.add_sharded), contents.copies
-        assert copies is not None
-        tables.lease.capture(capture)
-
-        def await_copies() -> Contents:
-            await_rows(capture, copies)
-            return contents
-
-        return await_copies
 
     def _begin(self, saving: _Saving) -> None:
         """Until it is in its place, nothing counts as changed since it."""
@@ -424,7 +396,3 @@ class Checkpoints:
 
     def _name_later(self, step: int) -> str:
         return ", ".join(self.path(found).name for found in self.steps() if found > step)
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -26,7 +26,7 @@ from freescale.train.checkpoint.model import (
     name_parameters,
     pack_extra,
 )
-from freescale.train.checkpoint.optimizer import pack_optimizer
+from freescale.train.checkpoint.optimizer import pack_optimizer, refuse_before_it_steps
 from freescale.train.checkpoint.state_copies import StateCopies
 
 
@@ -111,6 +111,14 @@ class Contents:
             follow_changes(tables, consumer, names)
         if self.copies is not None:
             self.copies.seal()
+
+
+def refuse_unsavable(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError that names what a checkpoint cannot hold, before training."""
+    listed = list_state(model.module)
+    collect_dense(listed)
+    pack_extra(listed, {})
+    refuse_before_it_steps(optimizer, name_parameters(model))
 
 
 def collect_rest(

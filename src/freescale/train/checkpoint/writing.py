@@ -9,12 +9,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.embedding.capture import Capture
+from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.errors import CheckpointWriter, explain_errors
 from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
@@ -64,6 +66,28 @@ def write_checkpoint(
                 files.clear()
         raise
     return checksum
+
+
+def begin_copies(tables: Tables, collect: Callable[[], Contents]) -> Callable[[], Contents]:
+    """Begins to copy what a checkpoint holds. Returns a function that waits for the copies and
+    returns them, or raises what went wrong."""
+    try:
+        contents = collect()
+    except (OSError, ValueError) as error:
+        return partial(_raise, error)
+    capture, copies = Capture(contents.add_sharded), contents.copies
+    assert copies is not None
+    tables.lease.capture(capture)
+
+    def await_copies() -> Contents:
+        await_rows(capture, copies)
+        return contents
+
+    return await_copies
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def await_rows(capture: Capture, copies: StateCopies) -> None:
