@@ -92,10 +92,8 @@ class LocalRequest:
             return rows, torch.isin(rows, self.rows)
         if not self._local.numel():
             return torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
-        ordered, order = self._local.sort()
-        place = torch.searchsorted(ordered, rows.to(ordered.dtype))
-        place = place.clamp_(max=ordered.numel() - 1)
-        return self.rows[order[place]].to(rows.dtype), ordered[place] == rows
+        reading = _find_reading(self._local.sort(), rows)
+        return self.rows[reading].to(rows.dtype), self._local[reading] == rows
 
     def find_log_q(self, part: int | None, keys: Tensor) -> Tensor:
         """[...] of keys [...]; `part` of the ids that were given, or others."""
@@ -103,9 +101,7 @@ class LocalRequest:
         if part is not None:
             sizes = [each.numel() for each in self.index.parts]
             return torch.split(self.log_q, sizes)[part].view(keys.shape)
-        ordered, order = self._local.sort()
-        place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
-        return self.log_q[order[place]]
+        return self.log_q[_find_reading(self._local.sort(), keys)]
 
     def find_copied(self, rows: Tensor) -> Tensor:
         """Where rows [...] of the table are in the copy: through any reading of the same row,
@@ -115,9 +111,14 @@ class LocalRequest:
             return torch.zeros_like(rows)
         if self._sorted is None:
             self._sorted = self.rows.sort()
-        ordered, order = self._sorted
-        reading = torch.searchsorted(ordered, rows.to(ordered.dtype))
-        return self._places[order[reading.clamp_(max=ordered.numel() - 1)]]
+        return self._places[_find_reading(self._sorted, rows)]
+
+
+def _find_reading(ordered: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
+    """Where wanted values [...] are in a tensor, which is given sorted: (values, order)."""
+    values, order = ordered
+    place = torch.searchsorted(values, wanted.to(values.dtype))
+    return order[place.clamp_(max=values.numel() - 1)]
 
 
 class LocalGroup:

@@ -18,6 +18,9 @@ from freescale.kernels.dispatch import choose_optimizers
 from freescale.kernels.reference.row_sums import SortedRows
 from freescale.kernels.reference.row_updates import counted_adam
 
+State = dict[str, Tensor]
+Rows = Tensor | SortedRows
+
 
 class RowOptimizer(Protocol):
     @property
@@ -32,8 +35,8 @@ class RowOptimizer(Protocol):
     def update(
         self,
         weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
+        state: State,
+        rows: Rows,
         gradients: Tensor,
         *,
         step: int,
@@ -73,8 +76,8 @@ class LazyOptimizer:
     def update(
         self,
         weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
+        state: State,
+        rows: Rows,
         gradients: Tensor,
         *,
         step: int,

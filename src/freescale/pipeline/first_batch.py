@@ -162,18 +162,15 @@ def compare_halves(
             if is_random and whole != losses(batch):
                 return  # random in evaluation mode too: nothing can be compared
     for task, (loss, dtype) in whole.items():
-        _compare(module, task, loss, first[task][0], second[task][0], _tolerance(dtype), len(batch))
+        losses_of = loss, first[task][0], second[task][0]
+        _compare(module, task, losses_of, _tolerance(dtype), len(batch))
 
 
 def _compare(
-    module: nn.Module,
-    task: str,
-    whole: float,
-    first: float,
-    second: float,
-    tolerance: float,
-    samples: int,
+    module: nn.Module, task: str, losses: tuple[float, float, float], tolerance: float, samples: int
 ) -> None:
+    """losses: of the whole batch and of its halves."""
+    whole, first, second = losses
     if not np.isfinite([whole, first, second]).all():
         return  # the loss itself is the error, and is reported as such
     if _are_close(whole, first, second, tolerance):

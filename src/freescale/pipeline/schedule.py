@@ -208,9 +208,9 @@ class Schedule(ABC):
             transport,
             self.balancer,
             computed,
-            stopping=lambda: self._stop,
-            copies=self._copies,
-            ahead=ahead,
+            lambda: self._stop,
+            self._copies,
+            ahead,
         )
         self._taken.append(preparation)
         return preparation

@@ -19,11 +19,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.directory import BatchFigures, Decided, get_shard_tensors
+from freescale.embedding.dynamic.directory import (
+    BatchClock,
+    BatchFigures,
+    Decided,
+    get_shard_tensors,
+)
 from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
 from freescale.kernels.dispatch import choose_id_map
@@ -62,7 +66,7 @@ class Deciding:
     admitted: Admitted | None
 
 
-class DeviceDirectory:
+class DeviceDirectory(BatchClock):
     """The ids of one rank's shards. An entry's number is its row's, among this rank's."""
 
     def __init__(
@@ -77,21 +81,12 @@ class DeviceDirectory:
         )
         shards = first_shard, last_shard
         self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
-        self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
+        super().__init__(count)
         # Written by kernels: a copy would be between two of them, and as long as one.
         pinned = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sums, self._swept, self._numbers = pinned[:_SUMS], pinned[_SUMS:], pinned.numpy()
         self.used = 0  # entries that hold an id
         self._in_turn = InTurn(device)  # on the map
-
-    @property
-    def batches(self) -> int:
-        """That were decided on, and not undone."""
-        return int(self.clock[0])
-
-    @batches.setter
-    def batches(self, count: int) -> None:
-        self.clock[:] = count
 
     @property
     def nbytes(self) -> int:

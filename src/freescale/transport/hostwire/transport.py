@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -66,22 +67,20 @@ class Channel(Protocol):
         """Whether no thread uses its wires and memory any more. The wires stay open."""
 
 
+@dataclass(eq=False)
 class Pending:
     """A transfer under way: the transport's `Handle`."""
 
-    def __init__(
-        self,
-        transfer: ChannelTransfer,
-        sent: Tensor,
-        output: Tensor,
-        collective: Collective,
-        exchanges: ExchangeCount,
-    ) -> None:
-        self._transfer, self._sent, self._output = transfer, sent, output
-        self._collective = collective
-        self.path, self.bytes = collective.path, collective.sent
-        self._exchanges: ExchangeCount | None = exchanges
-        exchanges.begun += 1
+    _transfer: ChannelTransfer
+    _sent: Tensor
+    _output: Tensor
+    _collective: Collective
+    _exchanges: ExchangeCount | None  # None once it has ended
+
+    def __post_init__(self) -> None:
+        self.path, self.bytes = self._collective.path, self._collective.sent
+        assert self._exchanges is not None
+        self._exchanges.begun += 1
 
     def wait(self, host: bool = False) -> Tensor:
         with self._collective.wait():
