@@ -3,13 +3,44 @@ is rolled back, before others read or replace the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-from freescale.embedding.capture import Capture
 from freescale.embedding.exchange import Sharded
 from freescale.embedding.replicated import Replicated
+
+
+class Capture:
+    """A copy of the tables' rows, to be made when they are exactly those of a step, by whichever
+    thread has them in that state. Others wait for it. An error is theirs: training goes on without
+    the copy."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self._copy = copy
+        self._made = threading.Event()
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """On the caller's thread and stream."""
+        try:
+            self._copy()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+        self._made.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Unless it is made already, it will not be."""
+        if not self._made.is_set():
+            self._error = error
+            self._made.set()
+
+    def wait(self) -> None:
+        """Until it is made, on the host; on a device its stream may still be at it."""
+        self._made.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class Deferring(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.embedding.request import Request
 from freescale.embedding.storage import UpdateOptions
 from freescale.ledger.ledger import Collective, Ledger

@@ -14,7 +14,7 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement

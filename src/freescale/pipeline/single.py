@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.embedding.local import Collected
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.agreement import Agreement, agree_alone

@@ -53,9 +53,9 @@ from typing import Any
 import torch
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.capture import Capture
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Sharded
+from freescale.embedding.lease import Capture
 from freescale.embedding.request import Request
 from freescale.pipeline.host_heap import share_heap, trim_heap
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch

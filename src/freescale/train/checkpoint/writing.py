@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.errors import CheckpointWriter, explain_errors

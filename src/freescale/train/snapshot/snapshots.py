@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.ledger.ledger import ThreadLedger
 from freescale.train.checkpoint.writing import await_rows
 from freescale.train.snapshot.chain import describe_segment
