@@ -12,7 +12,7 @@ from helpers.wires import wired
 
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline import choices
-from freescale.pipeline.dense.choice import DenseSums, choose_dense_sums
+from freescale.pipeline.choices import DenseSums, choose_dense_sums
 from freescale.pipeline.precision import choose_precision, hold_matmul_precision
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport

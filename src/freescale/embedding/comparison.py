@@ -89,9 +89,9 @@ def compare_requests(
     answer = transport.all_to_all(marks, send, receive, "ids").wait().view(torch.bool)
     with transport.ledger.span("compare"):
         sizes = zip(current.whole.send, following.whole.send, strict=True)
-        marks = torch.split(answer, [size for pair in sizes for size in pair])
+        by_owner = torch.split(answer, [size for pair in sizes for size in pair])
         for place, side in enumerate(sides):
-            side.adopt_marks(marks[place::2])
+            side.adopt_marks(by_owner[place::2])
         lists = [rows for side in sides for rows in side.list_rows(find_local)]
         positions, counts = divide_rows(lists)
         read_sizes = begin_reading(counts)  # one trip to the host for all split sizes

@@ -148,6 +148,11 @@ class Transport(Protocol):
         """Closes connections, threads and channels. Peers that still wait for this rank fail."""
 
 
-def gather_json(transport: Transport, value: Any) -> list[Any]:
+class Gathers(Protocol):
+    @property
+    def gather_bytes(self) -> Gather: ...
+
+
+def gather_json(transport: Gathers, value: Any) -> list[Any]:
     """[world], every rank's value of plain JSON, in rank order. A collective."""
     return [json.loads(part) for part in transport.gather_bytes(json.dumps(value).encode())]

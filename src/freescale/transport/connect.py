@@ -111,11 +111,9 @@ def connect(
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    chosen = (
-        device
-        if isinstance(device, torch.device)
-        else choose_device(device, local_rank, local_world)
-    )
+    chosen = device
+    if not isinstance(chosen, torch.device):
+        chosen = choose_device(chosen, local_rank, local_world)
     if chosen.type == "cuda":
         if torch.cuda.device_count() < local_world:
             os.environ.update(list_settings(local_rank, local_world, shared=True))

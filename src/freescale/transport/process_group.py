@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
@@ -104,18 +105,17 @@ def call_guarded(call: Callable[[], _T], what: str) -> _T:
         raise TransportError(f"{what} failed: a rank died or fell silent ({reason})") from error
 
 
+@dataclass(eq=False)
 class _Pending:
-    def __init__(
-        self,
-        start: Callable[[], Started],
-        collective: Collective,
-        describe: str,
-        exchanges: ExchangeCount,
-    ) -> None:
-        self._collective, self._describe, self._exchanges = collective, describe, exchanges
-        exchanges.begun += 1
-        self.path, self.bytes = collective.path, collective.sent
-        self._started: Started | None = call_guarded(start, describe)
+    _start: InitVar[Callable[[], Started]]
+    _collective: Collective
+    _describe: str
+    _exchanges: ExchangeCount
+
+    def __post_init__(self, start: Callable[[], Started]) -> None:
+        self._exchanges.begun += 1
+        self.path, self.bytes = self._collective.path, self._collective.sent
+        self._started: Started | None = call_guarded(start, self._describe)
 
     def wait(self, host: bool = False) -> Tensor:
         """Once: what was sent, and the result but for the caller, are free afterwards."""

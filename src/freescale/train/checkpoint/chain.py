@@ -87,12 +87,9 @@ def _refuse_wrong_parent(child: Intact, parent: Mapping[str, Any]) -> None:
     path, step = _find_parent(child, parent), int(child.state["progress"]["step"])
     named = parse_step(child.path)
     if named is not None and named != step:
-        raise Damaged(f"{child.path} holds a checkpoint of step {step}: use an earlier checkpoint")
+        raise Damaged.advise(f"{child.path} holds a checkpoint of step {step}")
     if int(parent["step"]) >= step:
-        raise Damaged(
-            f"{child.path} names step {parent['step']} as the one before it: use an earlier "
-            "checkpoint"
-        )
+        raise Damaged.advise(f"{child.path} names step {parent['step']} as the one before it")
     try:
         found = sum_state(read_state(path))
     except Damaged:
@@ -103,9 +100,8 @@ def _refuse_wrong_parent(child: Intact, parent: Mapping[str, Any]) -> None:
             "earlier checkpoint, or put it back"
         ) from None
     if found != parent["checksum"]:
-        raise Damaged(
-            f"{child.path} holds what changed since another {path.name} than the one beside it: "
-            "use an earlier checkpoint"
+        raise Damaged.advise(
+            f"{child.path} holds what changed since another {path.name} than the one beside it"
         )
 
 
@@ -147,19 +143,11 @@ def _compare(path: Path, written: list[int]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EIO):
             raise
-        raise Damaged(
-            f"{path} cannot be read ({error.strerror}): use an earlier checkpoint"
-        ) from None
+        raise Damaged.advise(f"{path} cannot be read ({error.strerror})") from None
     if found[0] != written[0]:
-        raise Damaged(
-            f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written): use "
-            "an earlier checkpoint"
-        )
+        raise Damaged.advise(f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written)")
     if found != written:
-        raise Damaged(
-            f"{path} is damaged (its checksum is not that of what was written): use an "
-            "earlier checkpoint"
-        )
+        raise Damaged.advise(f"{path} is damaged (its checksum is not that of what was written)")
 
 
 def last_intact(folder: Path, transport: Transport) -> Intact | None:

@@ -25,6 +25,7 @@ from freescale.train.checkpoint.model import (
     list_state,
     name_parameters,
     pack_extra,
+    share,
 )
 from freescale.train.checkpoint.optimizer import pack_optimizer, refuse_before_it_steps
 from freescale.train.checkpoint.state_copies import StateCopies
@@ -93,9 +94,9 @@ class Contents:
         """Tables of a placement; from now on their changes count for the next checkpoint."""
         assert self._source is not None
         model, consumer = self._source.model, self._source.consumer
-        tables, transport = model.tables, model.transport
+        tables = model.tables
         names = [name for name in tables.specs if tables.placements[name].kind == kind]
-        take = self.copies.take if self.copies is not None else _share
+        take = self.copies.take if self.copies is not None else share
         if self._source.delta:
             assert consumer is not None and self.spans is not None
             tensors, spans = collect_changes(tables, consumer, names)
@@ -105,8 +106,8 @@ class Contents:
                     name: self.copies.take(value, is_copy=True) for name, value in tensors.items()
                 }
         else:
-            tensors = collect_tables(tables, transport, names, take)
-        self.tensors |= tensors | collect_shards(tables, transport, names, take)
+            tensors = collect_tables(tables, names, take)
+        self.tensors |= tensors | collect_shards(tables, names, take)
         if consumer is not None:
             follow_changes(tables, consumer, names)
         if self.copies is not None:
@@ -158,7 +159,3 @@ class _Source:
     consumer: str | None
     delta: bool
     mark: list[int]  # the step, for tables whose rows come and go
-
-
-def _share(value: Tensor) -> Tensor:
-    return value

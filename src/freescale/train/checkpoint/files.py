@@ -32,6 +32,11 @@ _GIVEN_UP = "given-up-"
 class Damaged(ValueError):
     """A checkpoint's files are not as they were written."""
 
+    @staticmethod
+    def advise(what: str) -> Damaged:
+        """With what the user can do."""
+        return Damaged(f"{what}: use an earlier checkpoint")
+
 
 @dataclass(frozen=True)
 class CheckpointFolder:
@@ -98,11 +103,8 @@ class CheckpointFolder:
 
     def finish(self, step: int) -> None:
         """A checkpoint that is written takes its place, also that of one of the same step."""
-        temporary, final, replaced = (
-            self.writing_path(step),
-            self._final(step),
-            self._replaced(step),
-        )
+        temporary = self.writing_path(step)
+        final, replaced = self._final(step), self._replaced(step)
         _sync(temporary)
         if os.path.lexists(final):
             final.rename(replaced)
@@ -213,16 +215,14 @@ def read_state(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is not a checkpoint: it has no {_STATE}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{path}/{_STATE} is damaged ({error}): use an earlier checkpoint") from None
+        raise Damaged.advise(f"{path}/{_STATE} is damaged ({error})") from None
     if not isinstance(state, dict):
-        raise Damaged(f"{path}/{_STATE} is damaged (not a JSON object): use an earlier checkpoint")
+        raise Damaged.advise(f"{path}/{_STATE} is damaged (not a JSON object)")
     form, checksum = state.get("format"), state.pop("checksum", None)
     # Format 1 has no checksum. All others do, also those of newer versions: that tells a newer
     # checkpoint from a damaged one.
     if checksum != (None if checksum is None and form == 1 else sum_state(state)):
-        raise Damaged(
-            f"{path}/{_STATE} is damaged (its checksum does not match): use an earlier checkpoint"
-        )
+        raise Damaged.advise(f"{path}/{_STATE} is damaged (its checksum does not match)")
     if form not in (1, FORMAT, DELTA_FORMAT):
         raise ValueError(
             f"{path} has checkpoint format {form}, this version of FreeScale reads 1 to "

@@ -63,8 +63,8 @@ def load_checkpoint(
     )
     own = collect_dense(list_state(model.module)) | unpacker.tensors | random | errors
     model.tables.lease.discard()
-    tables = collect_tables(model.tables, transport, model.tables.specs)
-    own |= collect_shards(model.tables, transport, model.tables.specs)
+    tables = collect_tables(model.tables, model.tables.specs)
+    own |= collect_shards(model.tables, model.tables.specs)
     mark_all_changed(model.tables)
     if checkpoint.ancestors:
         base = checkpoint.base.path
