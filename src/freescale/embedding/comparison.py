@@ -66,17 +66,12 @@ def compare_requests(
     masks: Masks,
     meanwhile: Callable[[], None] | None = None,
 ) -> tuple[list[RequestPart], list[RequestPart]]:
-    """Divides both requests by the rows that they share. On the caller's thread and stream.
+    """Divides the requests of two consecutive batches by the rows that they share. On the caller's
+    thread and stream.
 
-    Args:
-        current, following: requests of consecutive batches.
-        find_local: makes local rows, as their owner knows them, of keys.
-        masks: finds the shared rows, on their owner.
-        meanwhile: is called while a GPU divides them, once what travels has arrived.
-
-    Returns:
-        The parts of the current and of the following request. The first part of each has the shared
-        rows; the others are pieces of the rest.
+    `masks` finds the shared rows, on their owner. `find_local` makes local rows of keys.
+    `meanwhile` is called while a GPU divides them, once what travels has arrived. Returns the parts
+    of both requests: the first part of each has the shared rows, the others are pieces of the rest.
     """
     with transport.ledger.span("compare"):
         found = masks(current.owned, following.owned)

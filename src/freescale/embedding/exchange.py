@@ -366,15 +366,9 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list[int], list[int]]:
-    """Tells each owner how many of its rows this rank requests, and everybody how many in all.
-
-    Args:
-        own: [ranks] rows of each owner.
-
-    Returns:
-        Rows that this rank requests from each, rows that each requests from this one, rows that
-        each requests in all.
-    """
+    """Tells each owner how many of its rows this rank requests, own [ranks], and everybody how many
+    in all. Returns the rows that this rank requests from each, that each requests from this one,
+    and that each requests in all."""
     ones, send = [1] * transport.world, own.tolist()
     # From host to host, of a GPU too: a few numbers, which nobody wants on a device.
     counts = torch.tensor([[count, sum(send)] for count in send])

@@ -44,17 +44,9 @@ def check_memory(
     ranks: list[RankMemory], on_device: int, on_host: int, specs: Iterable[TableSpec]
 ) -> None:
     """Compares what the ranks of each machine need with what it has, so that all ranks refuse
-    together.
-
-    Args:
-        ranks: from `list_memory`.
-        on_device: bytes that each rank's tables take on its device.
-        on_host: bytes that they take in host memory beside that.
-        specs: all tables, for the message.
-
-    Raises:
-        ValueError: a machine has less than its ranks need.
-    """
+    together: a ValueError if a machine has less, with a message about `specs`, all tables.
+    `on_device` and `on_host` are the bytes that each rank's tables take on its device, and beside
+    that in host memory."""
     need: Counter[tuple[str, str]] = Counter()
     free: dict[tuple[str, str], int] = {}
     for rank in ranks:

@@ -26,17 +26,9 @@ _SUMMED = (
 def check_replicable(
     model: nn.Module, tables: Mapping[str, tuple[Tensor, bool]], transport: Transport
 ) -> None:
-    """Raises on all ranks alike, by name, for what cannot be replicated and for models that differ
-    between ranks. A collective.
-
-    Args:
-        model: everything in it that is not one of `tables` will be replicated.
-        tables: by name, the weights that become tables, and whether their values are kept.
-        transport: over all ranks.
-
-    Raises:
-        ValueError: a parameter or buffer cannot be replicated, or differs between ranks.
-    """
+    """Raises a ValueError on all ranks alike for a parameter or buffer that cannot be replicated,
+    or differs between ranks. A collective. `tables`: by name, the weights that become tables, and
+    whether their values are kept; everything else in the model will be replicated."""
     apart = {id(tensor) for tensor, _ in tables.values()}
     mine = [
         [name, f"{_describe_shape(weight)}, {'with' if kept else 'without'} weights", ""]

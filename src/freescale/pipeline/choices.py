@@ -123,12 +123,8 @@ class DenseSums:
 
 
 def choose_dense_sums(seconds: Sequence[Mapping[str, float]]) -> DenseSums:
-    """Chooses by time. A pure function.
-
-    Args:
-        seconds: of every rank: how long it took to sum all buffers, for `collective` and
-            `partitioned`. The slowest rank's time counts: all wait for it.
-    """
+    """Chooses by the seconds that each rank took to sum all buffers, `collective` and
+    `partitioned`. The slowest rank's time counts: all wait for it. A pure function."""
     slowest = {kind: max(rank[kind] for rank in seconds) for kind in ("collective", "partitioned")}
     faster = slowest["partitioned"] < (1 - _LEAST_GAIN) * slowest["collective"]
     figures = (

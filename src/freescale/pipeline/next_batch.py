@@ -45,13 +45,7 @@ def take_batch(
     source: BatchSource, tables: Tables, balancer: Balancer | None, keep: bool = False
 ) -> SequenceBatch | None:
     """The next batch of a rank's data, on the host and checked; None once the data has ended.
-
-    Args:
-        source: of the batches of this rank.
-        tables: check the ids of the batch.
-        balancer: checks what it needs of the batch.
-        keep: whether the data may change the batch's memory while it is still needed.
-    """
+    `keep`: whether the data may change the batch's memory while it is still needed."""
     batch = source.take()
     return None if batch is None else check_batch(batch, tables, balancer, keep)
 

@@ -51,13 +51,8 @@ class RowsAhead:
         copied: torch.cuda.Event | None,
         split: Callable[[SequenceBatch], list[SequenceBatch]],
     ) -> ResidentRows:
-        """Begins to make the rows of a batch resident.
-
-        Args:
-            batch: on the device.
-            copied: from then on it is there; None on a CPU.
-            split: cuts it into micro-batches.
-        """
+        """Begins to make the rows of a batch resident, which is on the device from `copied` on.
+        `split` cuts it into micro-batches."""
         rows = ResidentRows()
 
         def prepare() -> None:

@@ -46,16 +46,8 @@ class ChannelPool(Generic[_T]):
         self._count += 1
 
     def reuse(self, urgent: bool, gather: Gather) -> tuple[_T | None, list[_T]]:
-        """Opens a released channel again. A collective.
-
-        Args:
-            urgent: of the channel.
-            gather: exchanges control messages.
-
-        Returns:
-            (the first channel that can be used again or None, released channels that never can,
-            because a rank closed its end).
-        """
+        """Opens a released channel again. A collective. Returns the first channel that can be used
+        again or None, and released channels that never can, because a rank closed its end."""
         mine = {str(number): channel.exchanges.begun for number, channel in self._released.items()}
         found = [
             json.loads(answer) for answer in gather(json.dumps([mine, self._to_tell]).encode())

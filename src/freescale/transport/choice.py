@@ -26,20 +26,9 @@ def depends_on_engine(requested: str) -> bool:
 def choose_transport(
     requested: str, device: str, machines: int, ucx: bool, rdma: bool, engine: bool
 ) -> tuple[str, str]:
-    """Chooses what carries a run's traffic.
-
-    Args:
-        requested: one of TRANSPORTS.
-        device: cpu or cuda.
-        machines: number of machines that the ranks are on.
-        ucx, rdma, engine: whether every rank has the package ucxx, an RDMA device, the engine in C.
-
-    Returns:
-        (one of TRANSPORTS but auto, the reason).
-
-    Raises:
-        ValueError: `requested` is unknown, or not possible here.
-    """
+    """Chooses what carries a run's traffic. Returns one of TRANSPORTS but auto, and the reason.
+    `ucx`, `rdma`, `engine`: whether every rank has the package ucxx, an RDMA device, the engine in
+    C. ValueError if the request is unknown, or not possible here."""
     if requested not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {requested!r}")
     if requested == "hostwire-ucx" and not ucx:

@@ -204,20 +204,10 @@ def _join(
 
 
 def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str, bool]:
-    """Chooses the transport of ranks that have joined. A collective.
-
-    Ranks may have different packages and devices, and decide by what all of them have.
-
-    Args:
-        transport: one of choice.TRANSPORTS.
-        made: connects the ranks.
-
-    Returns:
-        (the transport's name, the reason, whether all ranks are on one machine).
-
-    Raises:
-        ValueError: on all ranks, if one may not open as many files as the transport takes.
-    """
+    """Chooses the transport of ranks that have joined, by what all of them have: they may have
+    different packages and devices. A collective. Returns the transport's name, the reason, and
+    whether all ranks are on one machine. ValueError, on all ranks, if one may not open as many
+    files as the transport takes."""
     device = made.device.type
     engine = depends_on_engine(transport) and not explain_missing_engine()
     here = [

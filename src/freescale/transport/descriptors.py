@@ -20,13 +20,8 @@ _OTHERS = 256
 
 
 def count_per_rank(transport: str, device: str, neighbour: bool = False) -> int:
-    """Descriptors that a rank needs for each other one.
-
-    Args:
-        transport: not auto.
-        device: cpu or cuda.
-        neighbour: whether the other rank is on the same machine.
-    """
+    """Descriptors that a rank needs for each other one. `neighbour`: whether that is on the same
+    machine. The transport is not auto."""
     common = _GROUPS + _STORE
     if transport == "collective":
         return common + _LANES * LINES[device]

@@ -29,16 +29,8 @@ def find_first_message(message: str, gather: Gather) -> tuple[int, str] | None:
 
 
 def find_first_error(error: Exception | None, transport: Transport) -> Exception | None:
-    """Finds what this rank has to raise. A collective.
-
-    Args:
-        error: this rank's own failure; None if it has none.
-        transport: over all ranks.
-
-    Returns:
-        This rank's own error; otherwise a `RemoteError` with the message of the first rank that
-        failed; None if no rank failed.
-    """
+    """Finds what this rank has to raise: its own error, otherwise a `RemoteError` with the message
+    of the first rank that failed; None if no rank failed. A collective."""
     message = "" if error is None else f"{type(error).__name__}: {error}"
     failed = find_first_message(message, transport.gather_bytes)
     if error is None and failed is not None:

@@ -39,17 +39,8 @@ _PINGS = 8
 
 
 def measure_clock_offsets(group: dist.ProcessGroup, gather: Gather) -> tuple[list[int], list[int]]:
-    """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the
-    quickest answer. A collective.
-
-    Args:
-        group: of gloo.
-        gather: exchanges control messages.
-
-    Returns:
-        ([world] what to add to a rank's clock to get rank 0's, [world] the uncertainty of it), in
-        nanoseconds.
-    """
+    """As `Transport.clock_offsets`. Ranks of one machine share its monotonic clock; others ping
+    rank 0 in turn and keep the quickest answer. `group` is of gloo."""
     own, world = dist.get_rank(group), dist.get_world_size(group)
     boot = Path("/proc/sys/kernel/random/boot_id")
     machines = gather(boot.read_bytes() if boot.exists() else b"?%d" % own)

@@ -44,14 +44,8 @@ class SignsOfLife:
     """Gives this rank's signs, and finds ranks that give none."""
 
     def __init__(self, store: Store, rank: int, world: int, host: int | None) -> None:
-        """Starts to give signs.
-
-        Args:
-            store: of this attempt; connections of its own are opened.
-            rank: of this process.
-            world: number of ranks.
-            host: the rank in whose process the store is; None: in none of them.
-        """
+        """Starts to give signs, over connections to the store of its own. `host`: the rank in whose
+        process the store is; None: in none of them."""
         self._rank, self._world, self._host = rank, world, host
         self._period = _choose_period(world)
         own: Any = PrefixStore("signs", store)

@@ -87,13 +87,7 @@ def find_pages(rows: Numbers, offset: int, width: int) -> list[tuple[int, int]]:
 
 def open_home(tier: Tier, shapes: Shapes, dtype: torch.dtype, about: str) -> Home:
     """Zeros of these shapes, by name, in host memory or in a file that is mapped into it.
-
-    Args:
-        about: whose rows they are, for errors.
-
-    Raises:
-        ValueError: there is no room.
-    """
+    ValueError if there is no room; `about` says whose rows they are."""
     if isinstance(tier, Disk):
         return _map_file(Path(tier.path), shapes, dtype, about)
     try:

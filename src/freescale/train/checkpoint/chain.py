@@ -181,15 +181,9 @@ def find_needed(parents: Mapping[int, int | None], steps: Iterable[int]) -> set[
 def find_expired(
     parents: Mapping[int, int | None], saved: int, keep: int, protected: Collection[int] = ()
 ) -> list[int]:
-    """The steps that may go once a checkpoint is saved: all but the last `keep`, the protected, and
-    what these depend on.
-
-    Args:
-        parents: of each step that there is, the one whose changes it holds, or None.
-        saved: the step just saved, which stays and counts as the last one.
-        keep: how many stay, `saved` included.
-        protected: steps that stay whatever their age.
-    """
+    """The steps that may go once a checkpoint is saved: all but the last `keep` (`saved`, the one
+    just saved, is the last), the protected, and what these depend on. `parents`: of each step that
+    there is, the one whose changes it holds, or None."""
     others = sorted(step for step in parents if step != saved)
     last = others[max(0, len(others) - keep + 1) :]
     needed = find_needed(parents, [saved, *last, *protected])

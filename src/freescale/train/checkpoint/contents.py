@@ -54,20 +54,14 @@ class Contents:
         delta: bool,
         copy: bool,
     ) -> Contents:
-        """Everything that a run needs to go on, but for the rows of sharded tables.
+        """Everything that a run needs to go on, but for the rows of sharded tables. Between two
+        steps. ValueError names what a checkpoint cannot hold.
 
         Args:
-            model: between two steps.
-            optimizer: of its dense parameters.
-            progress: plain JSON.
-            reducer: of the pipeline.
             consumer: changes of rows are marked for it from now on.
             delta: of the tables only the rows that are marked so far; otherwise whole tables.
             copy: the tensors are copies in host memory, and training may go on; otherwise they
                 share memory with the model's.
-
-        Raises:
-            ValueError: names what a checkpoint cannot hold.
         """
         transport = model.transport
         listed = list_state(model.module)

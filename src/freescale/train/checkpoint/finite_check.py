@@ -23,17 +23,10 @@ class NotFinite(ValueError):
 def find_not_finite(
     tensors: Mapping[str, Tensor], untrained: Collection[str] = (), *, beside: bool = False
 ) -> str | None:
-    """The name of a tensor that holds NaN or infinity in this rank's part, or None.
-
-    Tensors that are not trained may be infinite: attention masks are. Takes one pass over each
-    tensor, without a copy; the host waits once for each device.
-
-    Args:
-        tensors: by name.
-        untrained: names of those that are not trained.
-        beside: they are in host memory, and training goes on meanwhile: the work is done by one
-            core, and with few calls.
-    """
+    """The name of a tensor that holds NaN or infinity in this rank's part, or None. Tensors that
+    are not trained, `untrained`, may be infinite: attention masks are. Takes one pass over each
+    tensor, without a copy; the host waits once for each device. `beside`: the tensors are in host
+    memory, and training goes on meanwhile: the work is done by one core, and with few calls."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         values = tensor.to_local() if isinstance(tensor, DTensor) else tensor

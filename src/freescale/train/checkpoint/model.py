@@ -196,10 +196,8 @@ def refuse_other_model(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     state = list_state(model.module)
-    here, other = (
-        describe_model(model, state, optimizer),
-        f"{path} is a checkpoint of another model",
-    )
+    here = describe_model(model, state, optimizer)
+    other = f"{path} is a checkpoint of another model"
     for part in ("tables", "dense"):
         for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
             there, now = saved[part].get(name), here[part].get(name)

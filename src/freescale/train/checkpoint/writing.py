@@ -37,16 +37,9 @@ def write_checkpoint(
     transport: Transport,
     planner: PacedPlanner | None = None,
 ) -> int:
-    """Writes a checkpoint and puts it in its place. A collective.
-
-    Args:
-        files: the folder of the run's checkpoints.
-        contents: what every rank has of it.
-        transport: the ranks; of their devices nothing is used.
-        planner: in the place of torch's own: the tensors are copies on the host.
-
-    Returns:
-        The checksum of its state.json; on other ranks than 0, 0.
+    """Writes a checkpoint and puts it in its place. A collective; of the ranks' devices nothing is
+    used. With a `planner`, in the place of torch's own, the tensors are copies on the host. Returns
+    the checksum of its state.json, 0 on other ranks than 0.
 
     Raises:
         ValueError: it could not be written, on all ranks; nothing of it is left.

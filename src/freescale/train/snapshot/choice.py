@@ -63,17 +63,10 @@ class Choice:
 def choose_snapshots(
     held: Sequence[Names], machines: Sequence[bytes | str], refused: Sequence[int] = ()
 ) -> Choice | None:
-    """The newest step that is complete for all ranks, on whichever machines.
-
-    Args:
-        held: [ranks], names of the memory files on the machine of each rank.
-        machines: [ranks], of each rank.
-        refused: steps that turned out to be damaged.
-
-    Returns:
-        None if there is no such step. A rank reads its own from its own machine where that has
-        it; otherwise another rank does: the machine's first.
-    """
+    """The newest step that is complete for all ranks, on whichever machines, and not refused; None
+    if there is none. held [ranks]: names of the memory files on the machine of each rank. A rank
+    reads its own from its own machine if that has it; otherwise another rank does: the machine's
+    first."""
     world = len(held)
     first = {machine: machines.index(machine) for machine in machines}
     chains = {rank: find_chains(held[rank]) for rank in first.values()}

@@ -68,14 +68,9 @@ class Pace:
         self._fastest = 0.0  # seconds of a step, without what else may come between two looks
 
     def look(self, step: int, busy: bool, seconds: float, processor: float) -> Look:
-        """What this rank makes of the last snapshot.
-
-        Args:
-            step: that was made last.
-            busy: whether a snapshot is under way.
-            seconds: that the last one took, with its copy; 0 if that says nothing.
-            processor: that it took of a processor.
-        """
+        """What this rank makes of the last snapshot, after `step`. `busy`: one is under way.
+        `seconds`: that the last one took, with its copy, 0 if that says nothing; `processor`: that
+        it took of a processor."""
         now, per_step = time.perf_counter(), 0.0
         if self._last is not None and step > self._last[0]:
             per_step = (now - self._last[1]) / (step - self._last[0])

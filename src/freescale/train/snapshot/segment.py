@@ -110,16 +110,8 @@ def write_segment(
     tensors: Mapping[str, Tensor],
     amend: Callable[[dict[str, Tensor]], None] | None = None,
 ) -> Segment:
-    """Writes a memory file.
-
-    Args:
-        header: plain JSON.
-        tensors: on the host.
-        amend: changes the tensors of the file before they are sealed.
-
-    Raises:
-        OSError: there is not enough memory.
-    """
+    """Writes a memory file of tensors on the host; the header is plain JSON. `amend` changes the
+    tensors of the file before they are sealed. OSError if there is not enough memory."""
     entries, end = lay_out(tensors)
     file = create_file(end)
     try:

@@ -150,16 +150,9 @@ class Snapshots:
         self.due = step + self.interval
 
     def take_if_due(self, state: RunState, failed: bool = False) -> dict[str, Any] | None:
-        """After a step: begins a snapshot if it is due and the one before is complete on all
-        ranks.
-
-        Args:
-            state: of the run.
-            failed: on any rank: the run is about to end, and no rank takes one.
-
-        Returns:
-            A line for the log, if the interval grows or costs much.
-        """
+        """After a step: begins a snapshot if it is due and the one before is complete on all ranks.
+        `failed`, on any rank: the run is about to end, and no rank takes one. Returns a line for
+        the log, if the interval grows or costs much."""
         step = state.position.step
         self._costs.note_step()
         if step < self.due:

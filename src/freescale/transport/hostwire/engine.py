@@ -94,14 +94,8 @@ class EngineTransfer:
 
 
 class EngineChannel:
-    """A `Channel` that the engine drives.
-
-    Args:
-        library: the compiled engine.
-        parts: what it is made of.
-        wires: to all other ranks.
-        gate: shared by the channels of a rank.
-    """
+    """A `Channel` that the engine drives, over wires to all other ranks. The channels of a rank
+    share a gate."""
 
     def __init__(
         self,

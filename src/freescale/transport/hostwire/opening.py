@@ -74,17 +74,9 @@ def find_neighbours(meeting: ProcessGroupTransport) -> list[int]:
 def open_wires(
     meeting: ProcessGroupTransport, wire: str, neighbours: list[int], timeout: timedelta
 ) -> Wires:
-    """Connects a channel's ranks. If it fails it closes what it opened.
-
-    Args:
-        meeting: connects the ranks already.
-        wire: to ranks of other machines: gloo, tcp or ucx.
-        neighbours: ranks to share memory with.
-        timeout: of connecting.
-
-    Raises:
-        TransportError: on all ranks.
-    """
+    """Connects a channel's ranks: those of this machine, `neighbours`, by shared memory, others by
+    `wire` (gloo, tcp or ucx). If it fails it closes what it opened, and raises TransportError on
+    all ranks."""
     rank, world, device = meeting.rank, meeting.world, meeting.device
     elsewhere = [peer for peer in range(world) if peer != rank and peer not in neighbours]
     with ExitStack() as always, ExitStack() as failed:
@@ -168,18 +160,9 @@ def _open_network_wire(
 def measure_piece(
     meeting: ProcessGroupTransport, wires: Wires, piece_seconds: float, timeout: float
 ) -> tuple[int, float]:
-    """Measures the network once.
-
-    Args:
-        meeting: connects the ranks.
-        wires: of the channel.
-        piece_seconds: that a piece may take.
-        timeout: seconds.
-
-    Returns:
-        (bytes that the slowest pair of ranks moves in `piece_seconds`, seconds that it takes for a
-        byte); between ranks of one machine the largest piece, and 0.
-    """
+    """Measures the network once. Returns the bytes that the slowest pair of ranks moves in
+    `piece_seconds`, and the seconds that it takes for a byte; between ranks of one machine the
+    largest piece, and 0."""
     took = 0.0
     if wires.network is not None:
         # To the next rank and from the one before, where they are elsewhere: of each pair of ranks

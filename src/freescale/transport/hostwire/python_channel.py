@@ -30,15 +30,9 @@ _SEND, _RECEIVE = 0, 1
 
 
 class PythonChannel:
-    """A `Channel` that Python drives.
-
-    Args:
-        name: of its threads.
-        parts: what it is made of.
-        routes: [world], the wire to each rank; empty for a single rank.
-        gate: shared by the channels of a rank.
-        caller_drives: the thread that submits waits soon, and does nothing else meanwhile.
-    """
+    """A `Channel` that Python drives, on threads with this name. routes [world]: the wire to each
+    rank; empty for a single rank. The channels of a rank share a gate. `caller_drives`: the thread
+    that submits waits soon, and does nothing else meanwhile."""
 
     def __init__(
         self,

@@ -45,18 +45,9 @@ def accept_callers(
     end: float,
     welcome: Callable[[socket.socket], bool] = lambda _: True,
 ) -> Generator[Caller, None, None]:
-    """Yields callers as they complete their greeting.
-
-    Args:
-        listener: a socket that listens.
-        size: bytes of a greeting.
-        ranks: callers that are expected.
-        end: of the monotonic clock.
-        welcome: callers that it refuses are sent away before they say anything.
-
-    Raises:
-        TimeoutError: at `end`.
-    """
+    """Yields callers as they complete their greeting of `size` bytes; so many ranks are expected.
+    Callers that `welcome` refuses are sent away before they say anything. TimeoutError at `end` of
+    the monotonic clock."""
     listener.setblocking(False)
     silent: dict[int, Caller] = {}  # by descriptor, in the order in which they came
     watched = select.poll()  # not select(), which takes no descriptor above 1,023

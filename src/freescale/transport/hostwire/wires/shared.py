@@ -151,20 +151,9 @@ def connect(
     gather: Gather,
     seconds: float,
 ) -> SharedWire:
-    """Connects the ranks of one machine. A collective of all ranks.
-
-    Args:
-        rank: of this process.
-        peers: the other ranks of this machine.
-        ring: this rank's.
-        file: descriptor of the ring's memory.
-        device: whose copy engines read the peers' rings.
-        gather: exchanges addresses.
-        seconds: that peers may take.
-
-    Raises:
-        OSError: a peer did not call, or there is no socket.
-    """
+    """Connects the ranks of one machine, `peers` and this one. A collective of all ranks. `file` is
+    the descriptor of this rank's ring; the copy engines of `device` read the peers' rings. OSError
+    if a peer did not call within `seconds`, or there is no socket."""
     with ExitStack() as always, ExitStack() as failed:
         listener = always.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # abstract: leaves nothing behind

@@ -125,18 +125,8 @@ def open_listener() -> socket.socket:
 
 
 def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpWire:
-    """Connects ranks of different machines. A collective of all ranks; the lower one of a pair
-    calls.
-
-    Args:
-        rank: of this process.
-        peers: ranks to connect to.
-        gather: exchanges addresses.
-        seconds: that peers may take.
-
-    Raises:
-        OSError: a peer cannot be reached, or did not call.
-    """
+    """Connects ranks of different machines; the lower one of a pair calls. A collective of all
+    ranks. OSError if a peer cannot be reached, or did not call within `seconds`."""
     token, end = secrets.token_bytes(16), time.monotonic() + seconds
     try:
         listener = open_listener()
