@@ -180,8 +180,8 @@ class Sharded:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
-        one. Where both have few rows, nothing is deferred and no row is early: whatever the batches
-        share, that is right. A collective otherwise. Calls `meanwhile` while a GPU is at it."""
+        one. If both have few rows, nothing is deferred and no row is early, which is right whatever
+        the batches share. Otherwise a collective. Calls `meanwhile` while a GPU compares."""
         if current.few and following.few and masks is collision_masks:
             urgent, current.deferred = current.whole, []
             following.late, following.early = following.whole, []
@@ -200,8 +200,8 @@ class Sharded:
 
     def make_resident(self, request: Request, transport: Transport) -> None:
         """Makes sure that the rows which are requested from this rank can be gathered and updated,
-        and sets their slots. A collective, where that can fail; and where the table counts draws,
-        whose log-q is on its way from then on (`Request.await_log_q`)."""
+        and sets their slots. A collective if that can fail, or if the table counts draws: their
+        log-q is on its way from then on (`Request.await_log_q`)."""
         error = None
         try:
             request.slots = self.rows.make_resident(

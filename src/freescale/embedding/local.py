@@ -55,10 +55,10 @@ class LocalRequest:
         rows = rows if slots is None else slots
         self.index, self.rows, self.table = Index(rows[:0], given, rows), rows, table
         self.gradients = RowGradients(self.index.parts, table)
-        self.copied: Request | None = None  # once somebody reads rows by himself
+        self.copied: Request | None = None  # once the model reads rows without `read`
         self._places = rows[:0]  # [n]: where each of `rows` is in the copy
-        self._sorted: tuple[Tensor, Tensor] | None = None  # `rows`, once somebody searches them
-        self.log_q: Tensor | None = None  # [n] float32, where the table counts draws
+        self._sorted: tuple[Tensor, Tensor] | None = None  # `rows`, once they are searched
+        self.log_q: Tensor | None = None  # [n] float32, if the table counts draws
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
@@ -174,7 +174,7 @@ class LocalGroup:
     def _count_draws(
         self, batches: Sequence[SequenceBatch], rows: Tensor, inverse: Tensor | None = None
     ) -> Tensor | None:
-        """Log-q [n] of rows [n], where the table counts draws. `inverse`: of each reading, if there
+        """Log-q [n] of rows [n], if the table counts draws. `inverse`: of each reading, if there
         is not a row for each."""
         if not isinstance(self.rows, DynamicStorage) or self.rows.draws is None:
             return None

@@ -66,7 +66,7 @@ class LazyOptimizer:
         return {}
 
     def _list_options(self, step: int) -> dict[str, Any]:
-        """Arguments of the kernel, beside the learning rate."""
+        """Arguments of the kernel, in addition to the learning rate."""
         return {}
 
     def _find_kernel(self, weight: Tensor) -> Callable[..., None]:

@@ -45,7 +45,7 @@ Wanted = str | Host | Disk
 
 
 def count_state_bytes(optimizer: RowOptimizer, spec: TableSpec) -> int:
-    """Bytes that the optimizer keeps beside each row."""
+    """Bytes of optimizer state for each row."""
     shapes = optimizer.state_shapes(spec.width).values()
     return sum(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
 

@@ -105,7 +105,7 @@ class RowStorage(ABC):
         batches are made resident, in the order of training. `counted` [n] uint8, of tables whose
         rows come and go: 0 for negatives. On the caller's thread and stream."""
 
-    def wait_for_rows(self) -> None:  # noqa: B027 - where rows do not come and go, nothing is to do
+    def wait_for_rows(self) -> None:  # noqa: B027 - for rows that come and go
         """The rows that were made resident last are there, and what was decided about them is
         known: before others than `gather` read them, or on other streams."""
 
@@ -153,7 +153,7 @@ class RowStorage(ABC):
 
     @property
     def _has_kernel(self) -> bool:
-        """Whether the optimizer is one of ours, by a kernel that also marks rows and, where it
+        """Whether the optimizer is one of ours, with a kernel that also marks rows and, if it
         works entry by entry, takes the place of a sum."""
         return has_kernel(self.optimizer) and keeps_gradients(self.weight)
 
@@ -161,7 +161,7 @@ class RowStorage(ABC):
         """The rows in slots [n] are about to change."""
         self.changed.mark(slots)
 
-    # ---- what was decided for steps that have not begun; where rows do not come and go, nothing
+    # ---- what was decided for steps that have not begun: nothing, unless rows come and go
 
     def begin(self, ledger: Recorder | None = None) -> None:  # noqa: B027
         """The step of the next batch that was made resident begins. `ledger`: of that step."""
@@ -192,7 +192,7 @@ class RowStorage(ABC):
         writes to them calls `reload` afterwards."""
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What a table's virtual shards hold beside their rows, [shards, ...]; as `get_tensors`."""
+        """As `get_tensors`: what a table's virtual shards hold in addition to rows, [shards, ...]."""
         return {}
 
     def reload(self) -> None:  # noqa: B027 - where views are the rows themselves, nothing is to do

@@ -1,4 +1,4 @@
-"""What a run decides by itself, where its options say `auto`: the precision, from the device, and
+"""What a run decides by itself if its options say `auto`: the precision, from the device, and
 the sum of dense gradients, the process group's or the partitioned one, from a measurement before
 step 1 on the run's own buffers. Chosen once, and kept in checkpoints: a run that
 resumes repeats what was chosen."""
@@ -94,7 +94,7 @@ class Choices:
         return {"precision": self.precision, **sums}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Repeats those of an earlier run, where this one has `auto`. A collective."""
+        """Repeats the choices of an earlier run if this one has `auto`. A collective."""
         if self._automatic_precision and "precision" in state:
             requested = state["precision"]
             device = self._transport.device

@@ -82,7 +82,7 @@ def check_losses(returned: object, tasks: Sequence[str]) -> Mapping[str, Tensor]
 
 
 class FirstBatchCheck:
-    """Waits for the first batch of which some rank has two supervised samples."""
+    """Checks the first batch in which a rank has two supervised samples."""
 
     def __init__(self, module: nn.Module, transport: Transport, enabled: bool) -> None:
         self._module, self._transport, self._pending = module, transport, enabled

@@ -224,7 +224,7 @@ class BatchPreparation:
                 self._balance(batch, self.agreement)
 
     def _balance(self, batch: SequenceBatch, agreement: Agreement) -> None:
-        """Plans and, where moving samples pays, starts the exchange of sizes."""
+        """Plans and, if moving samples pays, starts the exchange of sizes."""
         balancer, transport, counts = self._balancer, self._transport, agreement.samples
         assert balancer is not None
         balancer.learn(agreement.computed_step, agreement.computed)

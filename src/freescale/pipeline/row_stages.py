@@ -34,7 +34,7 @@ class RowStages:
 
     def compare(self, current: StagedBatch, following: StagedBatch, brings: bool) -> None:
         """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share. With
-        `brings`, for a GPU, they make the rows resident while the device is at it."""
+        `brings`, for a GPU, they make the rows resident while the device compares."""
         transport = self._ahead.transport
         pairs = zip(self._pair(current), self._pair(following), strict=True)
         for (group, now), (_, then) in pairs:

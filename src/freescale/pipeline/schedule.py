@@ -101,8 +101,8 @@ class Schedule(ABC):
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
         balances = balancer is not None and self.transport.world > 1
-        # A frozen cost has an error to report, but learns nothing from each step; the clock of a
-        # thread is a call of the system, at which another may take the core.
+        # A frozen cost has an error to report, but learns nothing from each step. Reading the
+        # thread clock is a syscall and may yield the core.
         frozen = balancer is None or balancer.adaptive is None
         every = 8 if frozen and self.transport.device.type == "cpu" else 1
         self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device, balances, every)
@@ -163,17 +163,15 @@ class Schedule(ABC):
         """The steps, in the schedule's own order."""
 
     def _end_run(self) -> None:
-        """However it ended: nothing takes batches any more."""
+        """Called however the run ended: nothing takes batches any more."""
         self.choices.rest()
 
     def stop(self) -> None:
-        """Ends the run on all ranks after the same step, one of the next three; whoever calls goes
-        on with its loop. For any rank, thread or signal handler. Between runs it ends the next
-        one."""
+        """As `Pipeline.stop`."""
         self._stop = True
 
     def check_losses(self) -> None:
-        """Waits for the losses of all steps so far; LossNotFinite if one is not finite."""
+        """As `Pipeline.check_losses`."""
         self._loss_watch.finish()
 
     @property

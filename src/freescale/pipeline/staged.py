@@ -17,21 +17,21 @@ urgent for these rows and deferred for all others, until stage 3 of the next ste
 Every row is updated once per step, with the step number and learning rate of the step that made its
 gradient; once `flush` has applied the deferred gradients, the tables equal those of the serial
 schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but not i. Stages 1 and
-2 touch no row. On CPUs they go first because 5 depends on what they find, and their messages would
-wait behind the bulk of 3 on a slow link; on GPUs, where they take longer than their messages, they
-happen while the first gradients of 3 are on their way. Each lane is a thread with its own channel,
+2 touch no row. On CPUs they go first: stage 5 depends on their result, and their messages would
+queue behind the bulk of 3 on a slow link. On GPUs, where computing takes longer than messages, they
+run while the first gradients of 3 are on their way. Each lane is a thread with its own channel,
 so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the next
 forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
 On GPUs, and between CPUs of several machines, lane `input` also does stage 1, a step earlier. A
 message between machines takes as long as many rows, and the link would be idle while a step begins
-with two of them; on a GPU the host waits for the device to know how many ids go to whom, and the
-lane that the next forward waits for would stand still meanwhile. The step of i ends without waiting
-for it: stage 2 of the next one does.
+with two of them. On a GPU the host waits for the device to count the ids for each owner, which
+would stall the lane that the next forward waits for. The step of i does not wait for it; stage 2 of
+the next step does.
 
 On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
-of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send apart what is so
-little would take more of the processor than it hides.
+of i+1 wait for them, and stages 3 and 4 have nothing to do. Dividing so few rows would cost more
+processor time than it hides.
 
 Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
 resident while the first gradients of 3 are on their way. Those of i-1, whose gradients it applies,
@@ -158,7 +158,7 @@ class Staged(Schedule):
         return self._make_result(current.batch, current.agreement, losses, norm), after
 
     def _compute_and_prepare(self, current: StagedBatch, source: BatchSource) -> None:
-        """Forward and backward, with lane `input` beside them.
+        """Forward and backward, while lane `input` prepares the next batch.
 
         The lane plans and packs in Python. On a GPU it does so after the forward, whose launches
         need the interpreter more than the backward's; on a CPU it has the whole step.
@@ -177,7 +177,7 @@ class Staged(Schedule):
         current: StagedBatch,
         following: StagedBatch | None,
     ) -> None:
-        """Runs beside the forward and backward of `current`."""
+        """Runs during the forward and backward of `current`."""
         try:
             if self._on_host:
                 self._find_shared(current, following)
@@ -216,7 +216,7 @@ class Staged(Schedule):
     # ---- lane `urgent`: stages 5 and 6, on its thread and stream, over its channel
 
     def _run_urgent(self, current: StagedBatch, following: StagedBatch | None) -> None:
-        """Runs after the backward of `current`, beside the dense sums and the dense optimizer."""
+        """Runs after the backward of `current`, during the dense sums and the dense optimizer."""
         current.compared.wait(host=True)
         if following is None:
             return

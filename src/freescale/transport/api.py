@@ -62,7 +62,7 @@ class Transport(Protocol):
         world: number of ranks.
         device: of the tensors.
         ledger: records every collective.
-        lines: messages that it can carry beside each other.
+        lines: messages that it can carry at the same time.
         sums_apart: whether a channel's exchanges are a way around the process group, which sums.
         nearby: whether all ranks are on one machine.
         about: its name, and why it was chosen.
@@ -114,7 +114,7 @@ class Transport(Protocol):
 
         Args:
             ledger: records the channel's collectives.
-            urgent: its traffic overtakes that of channels which are not, where the transport can.
+            urgent: its traffic overtakes that of other channels, if the transport can.
 
         Returns:
             The channel.

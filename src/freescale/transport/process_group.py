@@ -157,8 +157,8 @@ class ProcessGroupTransport:
         self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
     def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
-        """What is planned on the host travels beside the rows, not behind them, and never waits for
-        a GPU."""
+        """What is planned on the host has a group of its own: it does not queue behind rows, and
+        never waits for a GPU."""
         return self.control if kind in _PLANNING and tensor.device.type == "cpu" else self.group
 
     def _begin(

@@ -42,8 +42,8 @@ from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
-_SPARE = 4  # by a fourth more rows than with either of the last two batches may come unawaited
-_ALIGNED = 32  # what is left begins at an address for which kernels are compiled
+_SPARE = 4  # headroom: 25 % above the larger of the last two batches
+_ALIGNED = 32  # rows: the rest begins at an address for which kernels are compiled
 
 
 class DynamicStorage(RowStorage):
@@ -176,9 +176,9 @@ class DynamicStorage(RowStorage):
         self._decisions.add(decision)
 
     def _begin_insert(self, slots: Tensor, ids: Tensor, total: Tensor) -> None:
-        """Inserts rows before it is known how many there are, `total` [1]: as many as came with one
-        of the two batches before, and some more. The device has work while the host waits for the
-        number."""
+        """Inserts rows before the host knows how many there are, `total` [1]: as many as came with
+        the larger of the last two batches, and some headroom. The device has work while the host
+        waits for the number."""
         most = max(self._inserted)
         room = min(slots.numel(), most + most // _SPARE)
         room -= room % _ALIGNED

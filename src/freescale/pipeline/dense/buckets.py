@@ -18,7 +18,7 @@ from freescale.transport.api import Handle, Transport, gather_json
 _MOST_BYTES = 25 << 20
 # below, a message is mostly latency: NCCL's kernels wait for each other, gloo's threads wake up
 _LEAST_BYTES = {"cpu": 256 << 10, "cuda": 2 << 20}
-# at least, where they are large enough: a backward has something to hide the first ones behind
+# at least, if they are large enough: the backward can hide the first ones
 _BUCKETS = 4
 # Marks in front of the last bucket come in so many numbers, so that its gradients are aligned.
 _ALIGNED = 64
@@ -123,7 +123,7 @@ class GradientBuckets(Reducer):
         ]
         marks = -(-len(order) // _ALIGNED) * _ALIGNED
         for bucket in buckets:
-            # at the end, where what a batch does not reach can be left out
+            # at the end: what a batch does not reach can be left out
             bucket.sort(key=lambda number: has_positions(self.parameters[number]))
             self._last.append(bucket[-1])
             sizes = [self.parameters[number].numel() for number in bucket]

@@ -229,8 +229,8 @@ class Snapshots:
         with suppress(OSError):  # the next one is written over it
             self._held.link.drop([name])
         if self.transport.rank == 0:
-            words = f"the snapshot after step {taking.step} is left out: {taking.error}"
-            warnings.warn(words, stacklevel=2)
+            message = f"the snapshot after step {taking.step} is left out: {taking.error}"
+            warnings.warn(message, stacklevel=2)
 
     # ---- the snapshot's thread, over its channel
 
