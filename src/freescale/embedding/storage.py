@@ -192,7 +192,7 @@ class RowStorage(ABC):
         writes to them calls `reload` afterwards."""
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """As `get_tensors`: what a table's virtual shards hold in addition to rows, [shards, ...]."""
+        """As `get_tensors`: what a table's virtual shards hold besides rows, [shards, ...]."""
         return {}
 
     def reload(self) -> None:  # noqa: B027 - where views are the rows themselves, nothing is to do
