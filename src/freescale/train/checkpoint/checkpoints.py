@@ -21,7 +21,7 @@ from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.loading import load_checkpoint
 from freescale.train.checkpoint.paced_planner import PacedPlanner
-from freescale.train.checkpoint.writing import Beside, begin_copies, write_checkpoint
+from freescale.train.checkpoint.writing import Background, begin_copies, write_checkpoint
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 
@@ -46,12 +46,11 @@ class Checkpoints:
     Args:
         folder: where the checkpoints are, one folder `step-00000100` each.
         transport: what `connect` returned; `sharded.transport`.
-        keep: how many checkpoints stay, beside those that they depend on; a save removes older
-            ones.
-        full_every: every how many-th checkpoint is a full one. Those between are deltas: of the
-            tables they hold the rows that row optimizers have changed since the one before.
+        keep: how many checkpoints stay, and what they depend on; a save removes older ones.
+        full_every: write a full checkpoint every so many; the others are deltas, which hold of the
+            tables only the rows that changed since the one before.
         asynchronous: `save` copies what it writes into host memory and returns; writing happens
-            beside training. The next save, or `wait`, raises what went wrong.
+            during training. The next save, or `wait`, raises what went wrong.
 
     Raises:
         ValueError: `keep` or `full_every` is less than 1.
@@ -79,7 +78,7 @@ class Checkpoints:
         self._parent: Parent | None = None
         self._saving: _Saving | None = None
         self._finished: Path | None = None  # since `wait` was last called
-        self._beside: Beside | None = None
+        self._background: Background | None = None
 
     def __repr__(self) -> str:
         steps = self.steps()
@@ -163,7 +162,7 @@ class Checkpoints:
                 instance `pipeline.state_dict()` and the position of the data.
             reducer: `pipeline.reducer`: carries the order of sums, and errors where it compresses,
                 from step to step.
-            protected: steps whose checkpoints stay beside the last `keep`.
+            protected: steps whose checkpoints stay in addition to the last `keep`.
 
         Returns:
             The checkpoint's folder; an asynchronous one is there after `wait`.
@@ -200,7 +199,7 @@ class Checkpoints:
             return contents
 
         if self.asynchronous:
-            self._save_beside(saving, collect)
+            self._save_in_background(saving, collect)
         else:
             self._save_now(saving, collect)
         return self.path(step)
@@ -214,12 +213,12 @@ class Checkpoints:
         contents.add_sharded()
         self._finish(lambda: self._write(contents, transport))
 
-    def _save_beside(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
+    def _save_in_background(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
         """No rank waits for another here: the thread that writes tells them what went wrong, once
         it has the rows. Until then it leaves the interpreter to the step."""
-        if self._beside is None:
-            self._beside = Beside(self.transport)
-        control, planner = self._beside.transport, self._beside.make_planner()
+        if self._background is None:
+            self._background = Background(self.transport)
+        control, planner = self._background.transport, self._background.make_planner()
         ready = begin_copies(saving.parent.tables, collect)
 
         def write() -> None:
@@ -228,7 +227,7 @@ class Checkpoints:
             self._write(contents, control, planner)
 
         self._begin(saving)
-        self._beside.start(write)
+        self._background.start(write)
 
     def _begin(self, saving: _Saving) -> None:
         """Until it is in its place, nothing counts as changed since it."""
@@ -249,9 +248,9 @@ class Checkpoints:
         return finished
 
     def _complete(self) -> None:
-        if self._beside is not None and self._saving is not None:
+        if self._background is not None and self._saving is not None:
             self._saving.parent.tables.lease.finish_captures()
-            self._finish(self._beside.wait)
+            self._finish(self._background.wait)
 
     def _complete_or_warn(self) -> None:
         """Before a checkpoint is looked for: one that cannot be written leaves those before it."""
@@ -264,7 +263,7 @@ class Checkpoints:
     def _write(
         self, contents: Contents, transport: Transport, planner: PacedPlanner | None = None
     ) -> None:
-        """On the main thread, or beside it: then nobody else uses what it does."""
+        """On the main thread, or in the background: then nothing else uses what it does."""
         saving = self._saving
         assert saving is not None
         saving.parent.checksum = write_checkpoint(self.files, contents, transport, planner)
@@ -309,7 +308,7 @@ class Checkpoints:
         files.remove(find_expired(files.parents(), saving.step, self.keep, saving.protected))
         files.remove_given_up()
 
-    # ---- beside snapshots, which hold the marks of changed rows
+    # ---- for snapshots, which hold the marks of changed rows
 
     def describe_parent(self) -> dict[str, Any] | None:
         """The checkpoint since which changes of rows are marked, for a snapshot of this step. One

@@ -179,7 +179,7 @@ def _sync(folder: Path) -> None:
 def compute_checksum(path: Path) -> list[int]:
     """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk
     reads it; SHA-256 would take several times as long, and keep out only who may not write the
-    other files either. Reads into memory of its own, so that a thread which trains beside it seldom
+    other files either. Reads into memory of its own, so that a thread which trains meanwhile seldom
     waits for the interpreter."""
     size = total = 0
     room = memoryview(bytearray(_CHUNK))
@@ -200,7 +200,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> int:
     plain = json.loads(json.dumps(state))  # as it will be read: keys are text
     checksum = sum_state(plain)
     # A line for each entry, and not indented: that is written in Python, for tens of milliseconds
-    # which a step beside it has to wait.
+    # which a step meanwhile has to wait.
     lines = (f"{json.dumps(key)}: {json.dumps(of)}" for key, of in plain.items())
     with open(folder / _STATE, "w", encoding="utf-8") as file:
         file.write(",\n".join([f'{{"checksum": {checksum}', *lines]) + "}")

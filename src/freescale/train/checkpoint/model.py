@@ -1,5 +1,5 @@
-"""A model in a checkpoint: its dense part and tables as named tensors, what its modules keep beside
-them, and what it is."""
+"""A model in a checkpoint: its dense part and tables as named tensors, what else its modules
+keep, and what it is."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _get_mesh(transport: ProcessGroupTransport, device: str) -> DeviceMesh:
     return known[device]
 
 
-# ---- what modules keep beside their tensors
+# ---- what modules keep in addition to tensors
 
 
 def _is_extra(name: str) -> bool:

@@ -1,5 +1,5 @@
-"""How torch's writer goes through the tensors of a checkpoint that is written beside training: with
-as little of the interpreter as may be, which the step needs."""
+"""How torch's writer goes through the tensors of a checkpoint that is written during training: with
+little use of the interpreter, which the step needs."""
 
 from __future__ import annotations
 

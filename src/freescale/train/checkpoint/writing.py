@@ -1,7 +1,7 @@
 """Writes the contents of a checkpoint, by all ranks together: under a temporary name, then renamed.
 
-It needs the transport's control messages and nothing else of training, so that it can run beside
-it, on another thread and over a group of its own (`Beside`).
+It needs the transport's control messages and nothing else of training. So it can run at the same
+time, on another thread and over a group of its own (`Background`).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def await_rows(capture: Capture, copies: StateCopies) -> None:
 
 
 def _refuse_diverged(step: int, contents: Contents) -> None:
-    beside = contents.copies is not None
-    if name := find_not_finite(contents.tensors, contents.untrained, beside=beside):
+    background = contents.copies is not None
+    if name := find_not_finite(contents.tensors, contents.untrained, background=background):
         raise NotFinite(
             f"{name} is not finite at step {step}, which is therefore not saved: "
             "the checkpoints before it stay"
@@ -162,8 +162,7 @@ def _write_as_planned(
 ) -> None:
     """As torch's `save` from its plan on. That asks each tensor for its state_dict, with two lines
     of a log, brings the plans together, and at the end sends what it has written about all tensors
-    to all ranks: with hundreds of them, tens of milliseconds in which a step beside it stands
-    still."""
+    to all ranks: with hundreds of them, that holds up a step by tens of milliseconds."""
     plan, metadata = planner.take_plan(tensors)
 
     def write() -> bytes:
@@ -187,8 +186,8 @@ def coordinate(transport: Transport) -> dict[str, Any]:
     return {"no_dist": True}
 
 
-class Beside:
-    """Work beside training: one job at a time, on a thread of its own."""
+class Background:
+    """Work during training: one job at a time, on a thread of its own."""
 
     def __init__(self, transport: Transport) -> None:
         """A collective: opens a group for the thread's control messages."""

@@ -12,7 +12,7 @@ from freescale.train.snapshot.segment import Segment
 
 
 class HeldChains:
-    """Chains by owner. Beside each, what was there before it stays until the next snapshot is
+    """Chains by owner. Next to each, what was there before it stays until the next snapshot is
     complete: two states can be restored at any time."""
 
     def __init__(self, run: str, link: HolderLink) -> None:

@@ -1,4 +1,4 @@
-"""The snapshots of a run, for the training loop: taken beside training, restored at its start."""
+"""The snapshots of a run, for the training loop: taken during training, restored at its start."""
 
 from __future__ import annotations
 
