@@ -19,7 +19,7 @@ from helpers.training import snapshot
 
 from freescale.embedding.lease import Capture
 from freescale.train.checkpoint import Checkpoints, Damaged, errors
-from freescale.train.checkpoint import checkpoints as module
+from freescale.train.checkpoint import writing as module
 from freescale.train.export import export_checkpoint
 from freescale.transport.local import LocalTransport
 
