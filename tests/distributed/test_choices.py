@@ -12,7 +12,7 @@ from helpers.wires import wired
 
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline import choices
-from freescale.pipeline.dense.choice import DenseSums, choose_dense_sums
+from freescale.pipeline.choices import DenseSums, choose_dense_sums
 from freescale.pipeline.precision import choose_precision, hold_matmul_precision
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
@@ -28,7 +28,7 @@ def test_the_slowest_rank_decides_how_dense_gradients_are_summed():
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "bf16", "float32", "kind"),
+    ("requested", "device", "bf16", "float32", "kind"),
     [
         ("auto", "cpu", False, True, "fp32"),
         ("auto", "cuda", True, True, "bf16"),
@@ -39,8 +39,8 @@ def test_the_slowest_rank_decides_how_dense_gradients_are_summed():
         ("bf16", "cpu", False, True, "bf16"),
     ],
 )
-def test_precision(asked, device, bf16, float32, kind):
-    assert choose_precision(asked, device, bf16, float32)[0] == kind
+def test_precision(requested, device, bf16, float32, kind):
+    assert choose_precision(requested, device, bf16, float32)[0] == kind
 
 
 def test_precisions_that_are_refused():
@@ -105,11 +105,11 @@ def _choose(transport):
             again.describe_choices(),
         )
         again.close()
-    _, asked = build(over, "serial", dense_sums="collective", precision="fp32")
-    asked.load_state_dict(
+    _, requested = build(over, "serial", dense_sums="collective", precision="fp32")
+    requested.load_state_dict(
         {**first.state_dict(), "choices": {"precision": "bf16", "dense_sums": "partitioned"}}
     )
-    found = measured, zeros, repeated, asked.state_dict()["choices"]
+    found = measured, zeros, repeated, requested.state_dict()["choices"]
     first.close()
     over.close()
     return found
@@ -118,7 +118,7 @@ def _choose(transport):
 def test_dense_sums_are_measured_once_and_repeated_on_resume():
     found = run_ranks(2, _choose)
     assert found[0] == found[1]  # to the figures of the reason: they are the slowest rank's
-    measured, zeros, repeated, asked = found[0]
+    measured, zeros, repeated, requested = found[0]
     assert measured.kind in ("collective", "partitioned") and measured.reason.startswith("measured")
     assert zeros
     for chosen, (kind, summing, state, lines) in repeated.items():
@@ -128,7 +128,7 @@ def test_dense_sums_are_measured_once_and_repeated_on_resume():
             "precision bf16 (as in the checkpoint)",
             f"dense sums {chosen} (as in the checkpoint)",
         ]
-    assert asked == {"precision": "fp32", "dense_sums": "collective"}
+    assert requested == {"precision": "fp32", "dense_sums": "collective"}
 
 
 def _train_with(transport, kind):

@@ -17,9 +17,9 @@ from helpers.checkpoints import batches, build
 from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.train.checkpoint import Checkpoints, Damaged, errors
-from freescale.train.checkpoint import checkpoints as module
+from freescale.train.checkpoint import writing as module
 from freescale.train.export import export_checkpoint
 from freescale.transport.local import LocalTransport
 

@@ -16,7 +16,7 @@ from freescale.transport.hostwire.engine import EngineChannel, EngineGate
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.python_channel import PythonChannel
-from freescale.transport.hostwire.steps import LARGEST, SLOTS
+from freescale.transport.hostwire.steps import LARGEST, SLOTS, ChannelParts
 from freescale.transport.hostwire.transfer import Block, Round, Transfer
 from freescale.transport.hostwire.wires.shared import SharedWire
 
@@ -38,19 +38,16 @@ def _met(transport, carrier, message, answers=b""):
     told.sendall(answers)
     wire = SharedWire(ring, {1: out}, {1: into}, {1: theirs})
     sent, came = torch.zeros(2 * RING, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.uint8)
+    parts = ChannelParts(0, CPU, ring, LARGEST // 2, 60.0)
     channel: EngineChannel | PythonChannel
     if carrier == "engine":
         found = load_engine()
         assert found is not None
-        channel = EngineChannel(
-            found, 0, CPU, [wire], ring, EngineGate(found, 0.001), LARGEST // 2, 60.0
-        )
+        channel = EngineChannel(found, parts, [wire], EngineGate(found, 0.001))
         laid = [([0, tensor.data_ptr()], [0, tensor.numel()]) for tensor in (sent, came)]
         wait = lambda: channel.submit("rows", False, (sent, came), *laid[0], *laid[1]).wait()  # noqa: E731
     else:
-        channel = PythonChannel(
-            "test", 0, CPU, [wire, wire], ring, Gate(0.001), LARGEST // 2, 60.0, caller_drives=True
-        )
+        channel = PythonChannel("test", parts, [wire, wire], Gate(0.001), caller_drives=True)
         transfer = Transfer(
             "rows", [Round([Block(1, sent)])], [Round([Block(1, came)])], False, CPU
         )

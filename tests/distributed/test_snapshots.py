@@ -20,7 +20,7 @@ from freescale.train.callbacks import Callback
 from freescale.train.checkpoint.files import read_state
 from freescale.train.snapshot import snapshots as module
 from freescale.train.snapshot.choice import Link
-from freescale.train.snapshot.keeper_link import KeeperLink, name_keeper, read_run_id
+from freescale.train.snapshot.holder_link import HolderLink, name_holder, read_run_id
 from freescale.train.snapshot.segment import Segment, write_segment
 from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
@@ -75,9 +75,9 @@ def attempt(transport, data, folder, machines, resume, kill, settings):
     return gather_tables(trainer.model) | dense, moments, notes
 
 
-def find_keepers(folder, *machines):
-    names = [name_keeper(read_run_id(folder), machine) for machine in machines]
-    links = [KeeperLink.connect(name) for name in names]
+def find_holders(folder, *machines):
+    names = [name_holder(read_run_id(folder), machine) for machine in machines]
+    links = [HolderLink.connect(name) for name in names]
     found = [link.process if link is not None else None for link in links]
     for link in links:
         if link is not None:
@@ -105,31 +105,31 @@ def test_checkpoint_snapshot_kill_restore_delta_kill_restore(data, tmp_path):
         return gather_ranks(2, attempt, *arguments, lost=[0, 1] if kill else [])
 
     run(False, 17)  # a checkpoint after 10, snapshots up to 15
-    keepers = find_keepers(folder, *machines)
-    assert None not in keepers
-    os.kill(keepers[1], signal.SIGKILL)  # the second machine is lost
+    holders = find_holders(folder, *machines)
+    assert None not in holders
+    os.kill(holders[1], signal.SIGKILL)  # the second machine is lost
     machines[1] = b"its replacement"
     run("auto", 24)  # another checkpoint after 20
     state = read_state(folder / "checkpoints" / "step-00000020")
     assert state["parent"]["step"] == 10
     (restart,) = read_restarts(folder)
     assert restart["step"] == 15
-    for keeper in find_keepers(folder, *machines):
-        os.kill(keeper, signal.SIGKILL)
+    for holder in find_holders(folder, *machines):
+        os.kill(holder, signal.SIGKILL)
     results = run("auto", 0)
     for (error, found), expected in zip(results, plain, strict=True):
         assert error is None, error
         assert_equal(found, expected)
         assert any("step-00000020" in note for note in found[2])
         assert any("not from memory: no snapshot is in memory" in note for note in found[2])
-    assert find_keepers(folder, *machines, b"second") == [None, None, None]
+    assert find_holders(folder, *machines, b"second") == [None, None, None]
 
 
 # ---- one process
 
 
 def leave(trainer, step):
-    """Trains to a step and leaves as a process does that is killed: the keeper stays."""
+    """Trains to a step and leaves as a process does that is killed: the holder stays."""
     trainer.callbacks._callbacks.append(Kill(0))
     steps = trainer.iterate()
     for _ in steps:
@@ -143,10 +143,10 @@ def leave(trainer, step):
 
 @pytest.fixture
 def killed(data, tmp_path):
-    """A run with a checkpoint after 10 and snapshots after 12 and 15; its keeper."""
+    """A run with a checkpoint after 10 and snapshots after 12 and 15; its holder."""
     folder = tmp_path / "run"
     leave(build(data, folder), 17)
-    link = KeeperLink.connect(name_keeper(read_run_id(folder), identify_machine()))
+    link = HolderLink.connect(name_holder(read_run_id(folder), identify_machine()))
     yield folder, link
     link.end()
 
@@ -252,7 +252,7 @@ def test_snapshots_that_were_given_up_do_not_come_back(killed, data, every):
     trainer = build(data, folder, "auto")
     assert trainer.step == 13 and "from memory" in trainer.notes[-1]
     trainer.train()
-    assert find_keepers(folder, identify_machine()) == [None]
+    assert find_holders(folder, identify_machine()) == [None]
 
 
 def test_other_ranks_and_a_newer_checkpoint_go_on_from_disk(killed, data):
@@ -280,10 +280,10 @@ def test_a_run_that_has_no_checkpoint_goes_on_from_memory(data, tmp_path, host, 
     expected.train()
     for name, value in gather_tables(expected.model).items():
         assert torch.equal(value, gather_tables(trainer.model)[name])
-    assert find_keepers(folder, identify_machine()) == [None]
+    assert find_holders(folder, identify_machine()) == [None]
 
 
-def test_a_run_that_fails_leaves_no_keeper(data, tmp_path):
+def test_a_run_that_fails_leaves_no_holder(data, tmp_path):
     class Fail(Callback):
         def on_step(self, trainer, step):
             if trainer.step == 5:
@@ -293,7 +293,7 @@ def test_a_run_that_fails_leaves_no_keeper(data, tmp_path):
     trainer.callbacks._callbacks.append(Fail())
     with pytest.raises(RuntimeError, match="no more"):
         trainer.train()
-    assert find_keepers(tmp_path / "run", identify_machine()) == [None]
+    assert find_holders(tmp_path / "run", identify_machine()) == [None]
 
 
 def test_on_slow_links_the_interval_grows(data, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ class Moment:
 
 
 _STAGED, _SCHEDULE = "pipeline.staged:Staged", "pipeline.schedule:Schedule"
+_STAGES = "pipeline.row_stages:RowStages"
 _NEXT = "pipeline.next_batch:BatchPreparation"
 _CHECKPOINT = "train.checkpoint"
 _SNAPSHOT = "train.snapshot"
@@ -37,14 +38,14 @@ MOMENTS = (
     Moment(STEP, "agree", f"{_NEXT}._agree"),
     Moment(STEP, "send samples", f"{_NEXT}._send_samples"),
     Moment(STEP, "begin input", f"{_STAGED}._begin_input"),
-    Moment(STEP, "request ids", f"{_STAGED}._request_ids"),
-    Moment(STEP, "compare ids", f"{_STAGED}._compare"),
-    Moment(STEP, "push deferred gradients", f"{_STAGED}._push_deferred_gradients"),
-    Moment(STEP, "allocate rows", f"{_STAGED}._allocate_rows"),
-    Moment(STEP, "pull early rows", f"{_STAGED}._pull_early_rows"),
-    Moment(STEP, "push urgent gradients", f"{_STAGED}._push_urgent_gradients"),
-    Moment(STEP, "pull late rows", f"{_STAGED}._pull_late_rows"),
-    Moment(STEP, "late rows are there", f"{_STAGED}._pull_late_rows", after=True),
+    Moment(STEP, "request ids", f"{_STAGES}.request_ids"),
+    Moment(STEP, "compare ids", f"{_STAGES}.compare"),
+    Moment(STEP, "push deferred gradients", f"{_STAGES}.push_deferred_gradients"),
+    Moment(STEP, "allocate rows", f"{_STAGES}.allocate_rows"),
+    Moment(STEP, "pull early rows", f"{_STAGES}.pull_early_rows"),
+    Moment(STEP, "push urgent gradients", f"{_STAGES}.push_urgent_gradients"),
+    Moment(STEP, "pull late rows", f"{_STAGES}.pull_late_rows"),
+    Moment(STEP, "late rows are there", f"{_STAGES}.pull_late_rows", after=True),
     Moment(STEP, "wait for rows", f"{_STAGED}._await_rows"),
     Moment(STEP, "forward", f"{_SCHEDULE}._forward"),
     Moment(STEP, "backward is over", f"{_SCHEDULE}._compute", after=True),

@@ -14,7 +14,7 @@ from faults.hosts_testbed import HostsTestbed
 from faults.plan import KINDS, Fault
 from faults.testbed import fill_disk, kill
 from freescale.launch.attempts import forget_attempt
-from freescale.train.snapshot.keeper_link import read_run_id
+from freescale.train.snapshot.holder_link import read_run_id
 
 if TYPE_CHECKING:
     from faults.events import Process
@@ -72,8 +72,8 @@ class Strikes:
         if fault.kind.startswith("kill in") or fault.kind == "kill rank":
             kill(process)
         elif fault.kind == "kill keeper":
-            for keeper in self._find_keepers(storm, host):
-                kill(keeper)
+            for holder in self._find_holders(storm, host):
+                kill(holder)
             kill(process)
         elif fault.kind == "kill launcher":
             kill(launcher)
@@ -129,10 +129,10 @@ class Strikes:
         for process in storm.processes.values():
             if host in (None, process.host) and process.pid:
                 kill(process.pid)
-        for keeper in self._find_keepers(storm, host):
-            kill(keeper)
+        for holder in self._find_holders(storm, host):
+            kill(holder)
 
-    def _find_keepers(self, storm: Storm, host: int | None) -> list[int]:
+    def _find_holders(self, storm: Storm, host: int | None) -> list[int]:
         """Processes that hold snapshots of the run, on a host or on all of them."""
         run, found = read_run_id(self._run), []
         if run is None:

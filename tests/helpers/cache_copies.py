@@ -26,7 +26,7 @@ def check_copies(copies: Copies, shape: tuple[int, ...], device: str) -> None:
             home[leave.rows.cpu()] = cache[leave.slots.cpu()]
             cache[bring.slots.cpu()] = home[bring.rows.cpu()]
         copies.move(list(zip(homes, caches, strict=True)), leave, bring)
-        copies.settle()
+        copies.wait()
         found = [*homes, *(cache.cpu() for cache in caches)]
         for own, other in zip(found, [*expected, *wanted], strict=True):
             assert torch.equal(own.view(torch.int32), other.view(torch.int32))  # NaNs, too

@@ -1,4 +1,4 @@
-"""Snapshots of a model in this process, without keeper and threads."""
+"""Snapshots of a model in this process, without a holder and threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TakenSnapshots:
         contents = SnapshotContents.collect(
             parallel, optimizer, {"step": step}, None, self._file, None, sends
         )
-        parallel.tables.settle()
+        parallel.tables.lease.flush()
         contents.add_sharded()
         contents.write()
         self._file.seal({}, contents.tensors).close()

@@ -22,17 +22,17 @@ NAN, INFINITE = float("nan"), float("inf")
     ],
 )
 @pytest.mark.parametrize("bad", [NAN, INFINITE, -INFINITE])
-@pytest.mark.parametrize("beside", [False, True])
-def test_one_number_anywhere_is_found(monkeypatch, dtype, bad, beside):
+@pytest.mark.parametrize("background", [False, True])
+def test_one_number_anywhere_is_found(monkeypatch, dtype, bad, background):
     """Beside training, in pieces where a tensor is large."""
     monkeypatch.setattr(finite_check, "_ALONE", 10)
     monkeypatch.setattr(finite_check, "_PIECE", 60)
     for size in (1, 7, 64, 1000):
         for place in (0, size // 2, size - 1):
             values = torch.ones(size, dtype=torch.float32).to(dtype)
-            assert find_not_finite({"a": values}, beside=beside) is None
+            assert find_not_finite({"a": values}, background=background) is None
             values[place] = bad
-            assert find_not_finite({"a": torch.ones(30), "b": values}, beside=beside) == "b"
+            assert find_not_finite({"a": torch.ones(30), "b": values}, background=background) == "b"
 
 
 def test_what_was_copied_together_is_named_one_by_one(monkeypatch):
@@ -43,10 +43,10 @@ def test_what_was_copied_together_is_named_one_by_one(monkeypatch):
         finite_check, "_is_finite", lambda value: looked_at.append(value) or is_finite(value)
     )
     parts = dict(zip("abc", torch.zeros(60).split(20), strict=True))
-    assert find_not_finite(parts, beside=True) is None and len(looked_at) == 1
+    assert find_not_finite(parts, background=True) is None and len(looked_at) == 1
     parts["b"][3] = INFINITE
-    assert find_not_finite(parts, beside=True) == "b"
-    assert find_not_finite(parts, {"b"}, beside=True) is None
+    assert find_not_finite(parts, background=True) == "b"
+    assert find_not_finite(parts, {"b"}, background=True) is None
 
 
 def test_the_largest_numbers_are_finite():

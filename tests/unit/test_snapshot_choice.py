@@ -94,13 +94,13 @@ def test_the_newest_step_that_is_complete_for_all_ranks(of_machines, refused):
     if choice is None:
         assert explain_none(held)
         return
-    for owner, (holder, chain) in enumerate(zip(choice.holders, choice.chains, strict=True)):
-        assert {link.name for link in chain} <= set(held[holder])
+    for owner, (reader, chain) in enumerate(zip(choice.readers, choice.chains, strict=True)):
+        assert {link.name for link in chain} <= set(held[reader])
         assert chain[0].parent is None and chain[-1].step == choice.step
         assert [link.parent for link in chain[1:]] == [link.step for link in chain[:-1]]
         # its own machine's before another's, and then by its own hands
         own = is_there(machines.index(machines[owner]), owner, choice.step)
-        assert (holder == owner) == own
+        assert (reader == owner) == own
 
 
 def test_why_there_is_none():

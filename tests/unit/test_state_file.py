@@ -10,7 +10,7 @@ import torch
 
 from freescale.train.checkpoint.files import Damaged
 from freescale.train.snapshot import state_file
-from freescale.train.snapshot.keeper_link import is_supported
+from freescale.train.snapshot.holder_link import is_supported
 from freescale.train.snapshot.segment import Segment
 from freescale.train.snapshot.state_file import StateFile
 
@@ -90,7 +90,7 @@ def test_a_copy_lacks_only_what_changes_afterwards(file):
 
 def test_a_file_that_is_being_written_is_no_state(file):
     tables = draw_tables()
-    held = write_whole(file, tables, {})  # as the keeper has it
+    held = write_whole(file, tables, {})  # as the holder has it
     Segment.open(os.dup(held.file), "it").close()
     change(tables, file, 1)
     with pytest.raises(Damaged, match="half written"):

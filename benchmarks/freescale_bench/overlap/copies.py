@@ -14,7 +14,7 @@ import torch
 from freescale.transport.hostwire.bindings import EngineLibrary
 from freescale.transport.hostwire.engine import EngineChannel, EngineGate, EngineTransfer
 from freescale.transport.hostwire.pinned import Pinned, create_shared_file
-from freescale.transport.hostwire.steps import SLOTS
+from freescale.transport.hostwire.steps import SLOTS, ChannelParts
 from freescale.transport.hostwire.transfer import cut
 from freescale.transport.hostwire.wires.shared import PIECE, READ, SharedWire
 from freescale_bench.overlap.arms import SECONDS, Bed
@@ -34,9 +34,8 @@ class Copies:
         ours = [{peer: pairs[way][0] for peer, pairs in self._pairs.items()} for way in range(2)]
         self._wire = SharedWire(self._out, ours[0], ours[1], dict.fromkeys(self._peers, self._into))
         gate = EngineGate(library, 0.001)
-        self._channel = EngineChannel(
-            library, bed.rank, bed.device, [self._wire], self._out, gate, self._piece, SECONDS
-        )
+        parts = ChannelParts(bed.rank, bed.device, self._out, self._piece, SECONDS)
+        self._channel = EngineChannel(library, parts, [self._wire], gate)
         self._tensors: dict[int, torch.Tensor] = {}
         self._under_way: deque[EngineTransfer] = deque()
         self._slot = 0

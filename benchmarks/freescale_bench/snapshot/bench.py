@@ -187,7 +187,7 @@ class Measured:
         """Waits for the snapshot under way; its seconds."""
         taking = self.snapshots.taking
         assert taking is not None
-        self.model.tables.finish_captures()  # as the rows are after the last step
+        self.model.tables.lease.finish_captures()  # as the rows are after the last step
         taking.done.wait()
         if taking.error is not None:
             raise taking.error

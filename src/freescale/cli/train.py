@@ -220,7 +220,7 @@ def _launch_with_restarts(
     """Also of a run with snapshots that is not to be started again: they go with it."""
     from freescale.launch.restarts import launch_with_restarts
     from freescale.train.run_folder import new_folder
-    from freescale.train.snapshot.keeper_link import end_keeper
+    from freescale.train.snapshot.holder_link import end_holder
     from freescale.transport.machine import identify_machine
 
     if restarts and resume not in (None, "last", "auto"):
@@ -239,7 +239,7 @@ def _launch_with_restarts(
     arguments = ["train", *format_arguments(given), "--folder", str(folder)]
     status = launch_with_restarts(
         *(arguments, nproc, port, restarts, folder, resume),
-        end_snapshots=lambda: end_keeper(folder, identify_machine()),
+        end_snapshots=lambda: end_holder(folder, identify_machine()),
     )
     if run_folder is None:
         with suppress(OSError):  # a run that never began leaves no folder

@@ -26,7 +26,7 @@ Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 __all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows", "is_few"]
 
-# Bulk traffic travels in pieces, so that the buffers of both ends stay small beside the batch.
+# Bulk traffic travels in pieces, so that the buffers of both ends stay small compared to the batch.
 # Smallest size of a piece: an AllToAll of less is all latency. On a GPU that is mostly the host's:
 # a piece takes a millisecond or two of a lane, which shares the interpreter with the compute.
 _LEAST_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
@@ -76,8 +76,8 @@ def _divide_by_one_sort(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tens
 
 
 def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """`divide_rows` list by list, in C or by numpy: few calls where there are few rows, little
-    memory beside the rows where there are many."""
+    """`divide_rows` list by list, in C or by numpy: few calls if there are few rows, and little
+    extra memory if there are many."""
     positions, counts = [], []
     for one in lists:
         if fits_division(one.rows):

@@ -32,9 +32,9 @@ class ComparedRequest:
         """The marks for each requester."""
         return torch.split(self._served_marks, self.request.whole.receive)
 
-    def adopt_marks(self, told: tuple[Tensor, ...]) -> None:
-        """told: what each owner says of the rows that this rank requests."""
-        self._requested_marks = torch.cat(told)
+    def adopt_marks(self, marks: tuple[Tensor, ...]) -> None:
+        """marks: from each owner, of the rows that this rank requests."""
+        self._requested_marks = torch.cat(marks)
 
     def list_rows(self, find_local: FindLocal) -> list[MarkedRows]:
         """What is to be divided: the rows that this rank requests, and those that it serves."""
@@ -66,17 +66,12 @@ def compare_requests(
     masks: Masks,
     meanwhile: Callable[[], None] | None = None,
 ) -> tuple[list[RequestPart], list[RequestPart]]:
-    """Divides both requests by the rows that they share. On the caller's thread and stream.
+    """Divides the requests of two consecutive batches by the rows that they share. On the caller's
+    thread and stream.
 
-    Args:
-        current, following: requests of consecutive batches.
-        find_local: makes local rows, as their owner knows them, of keys.
-        masks: finds the shared rows, on their owner.
-        meanwhile: is called while a GPU divides them, once what travels has arrived.
-
-    Returns:
-        The parts of the current and of the following request. The first part of each has the shared
-        rows; the others are pieces of the rest.
+    `masks` finds the shared rows, on their owner. `find_local` makes local rows of keys.
+    `meanwhile` is called while a GPU divides them, once what travels has arrived. Returns the parts
+    of both requests: the first part of each has the shared rows, the others are pieces of the rest.
     """
     with transport.ledger.span("compare"):
         found = masks(current.owned, following.owned)
@@ -89,16 +84,16 @@ def compare_requests(
     answer = transport.all_to_all(marks, send, receive, "ids").wait().view(torch.bool)
     with transport.ledger.span("compare"):
         sizes = zip(current.whole.send, following.whole.send, strict=True)
-        told = torch.split(answer, [size for pair in sizes for size in pair])
+        by_owner = torch.split(answer, [size for pair in sizes for size in pair])
         for place, side in enumerate(sides):
-            side.adopt_marks(told[place::2])
+            side.adopt_marks(by_owner[place::2])
         lists = [rows for side in sides for rows in side.list_rows(find_local)]
         positions, counts = divide_rows(lists)
-        sizes_told = begin_reading(counts)  # one trip to the host for all split sizes
+        read_sizes = begin_reading(counts)  # one trip to the host for all split sizes
     if meanwhile is not None:
         meanwhile()
     with transport.ledger.span("compare"):
-        by_list, numbers = iter(positions), iter(sizes_told())
+        by_list, numbers = iter(positions), iter(read_sizes())
         first, second = (side.split(by_list, numbers, transport.world) for side in sides)
         return first, second
 

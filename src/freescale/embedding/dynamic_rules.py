@@ -12,7 +12,7 @@ from dataclasses import dataclass
 SHARDS = 4096
 SHARD_ROWS = 128
 ENTRY_BYTES = 24  # of memory for an id that has a row, or is counted; at most
-# Of the row that ids without one read, where it is learned; no other id should be this number.
+# Id of the learned default row; no other id should be this number.
 DEFAULT_ID = -5322254210574113211
 PINNED = 3  # consecutive batches, from its last use on, for which a row stays
 
@@ -117,7 +117,7 @@ class Dynamic:
             probability that follows (log-q). None: nothing is counted for it.
         map: where it is kept which ids have a row, of tables whose rows are in the memory of a GPU:
             "device", which decides without moving ids to the host and back, "host", or "auto": on
-            the device, if it can do what is asked for. The decisions are the same. All other tables
+            the device, if it supports these rules. The decisions are the same. All other tables
             have it in host memory, and ids that are counted before they are admitted are always
             there.
 
@@ -196,7 +196,7 @@ class Dynamic:
 
     @property
     def map_bytes(self) -> int:
-        """Of memory beside the rows, over all ranks: which ids have one."""
+        """Bytes of the map from ids to rows, over all ranks."""
         return self.rows * ENTRY_BYTES
 
     @property

@@ -11,7 +11,7 @@ the owners.
 
 Bulk traffic is cut into pieces: `pull_rows` and `push_gradients` send one while they work on the
 one before it. `fetch` and `apply` are the blocking forms, over all rows: the serial schedule needs
-no others. A replicated group has these two only; its traffic is one AllReduce in `apply`.
+no others, and a replicated group (replicated.py) has no others.
 Everything runs on the caller's thread and stream, over the transport that it passes.
 """
 
@@ -34,9 +34,10 @@ from freescale.embedding.comparison import compare_requests
 from freescale.embedding.dynamic.directory import mark_any
 from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic.storage import DynamicStorage
-from freescale.embedding.host_tables.storage import CachedStorage, raise_on_all_ranks
+from freescale.embedding.host_tables.plan import CacheTooSmall
+from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.host_tables.tiers import Tier
-from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
+from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.embedding.open_storage import open_storage
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import (
@@ -50,11 +51,12 @@ from freescale.embedding.request import (
     mark_counted,
     mark_draws,
 )
-from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
+from freescale.embedding.storage import UpdateOptions
 from freescale.kernels.requests.dispatch import deduplicate, put_rows
 from freescale.kernels.requests.reference import Unique
-from freescale.kernels.rows.dispatch import group_duplicates, select_marked_rows
+from freescale.kernels.rows.dispatch import group_duplicates
 from freescale.transport.api import Handle, Transport
+from freescale.transport.failures import raise_in_step
 
 Piece = TypeVar("Piece")
 _MARK_BITS = 2  # `mark_counted` marks by 0, 1 and 2
@@ -129,10 +131,10 @@ class Sharded:
             counted = drawn = None
         else:  # one message for all
             both = torch.stack([local, about[: sum(send)]], 1)
-            owned, told = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
+            owned, about = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
             owned = owned.contiguous()
-            counted = (told & _MARK).to(torch.uint8) if self._has_marks else None
-            drawn = told >> _MARK_BITS if self._counts_draws else None
+            counted = (about & _MARK).to(torch.uint8) if self._has_marks else None
+            drawn = about >> _MARK_BITS if self._counts_draws else None
         size = sum(totals) * self.layout.specs[0].bytes_per_row // transport.world
         return Request(
             Index(unique, given, found.inverse),
@@ -179,8 +181,8 @@ class Sharded:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Sets `urgent` and `deferred` of the current request, `late` and `early` of the following
-        one. Where both have few rows, nothing is deferred and no row is early: whatever the batches
-        share, that is right. A collective otherwise. Calls `meanwhile` while a GPU is at it."""
+        one. If both have few rows, nothing is deferred and no row is early, which is right whatever
+        the batches share. Otherwise a collective. Calls `meanwhile` while a GPU compares."""
         if current.few and following.few and masks is collision_masks:
             urgent, current.deferred = current.whole, []
             following.late, following.early = following.whole, []
@@ -199,8 +201,8 @@ class Sharded:
 
     def make_resident(self, request: Request, transport: Transport) -> None:
         """Makes sure that the rows which are requested from this rank can be gathered and updated,
-        and sets their slots. A collective, where that can fail; and where the table counts draws,
-        whose log-q is on its way from then on (`Request.await_log_q`)."""
+        and sets their slots. A collective if that can fail, or if the table counts draws: their
+        log-q is on its way from then on (`Request.await_log_q`)."""
         error = None
         try:
             request.slots = self.rows.make_resident(
@@ -209,7 +211,8 @@ class Sharded:
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = caught
         if isinstance(self.rows, CachedStorage):
-            raise_on_all_ranks(error, transport)
+            need = error.need if isinstance(error, CacheTooSmall) else 0
+            raise_in_step(error, transport, need)
         elif error is not None:
             raise error
         if request.slots is not None:  # once, not for each piece of the gradient
@@ -226,15 +229,15 @@ class Sharded:
         """Tells requesters which of their ids have no row, and has the default row read for them.
         missing [sum(receive)] uint8. A collective."""
         part = request.whole
-        told = transport.all_to_all(missing, part.receive, part.send, "ids").wait().bool()
-        if told.numel():
-            request.index.redirect(told)
+        absent = transport.all_to_all(missing, part.receive, part.send, "ids").wait().bool()
+        if absent.numel():
+            request.index.redirect(absent)
 
     def allocate_rows(self, request: Request, spent: Tensor | None) -> None:
         """Gives the rows of the request memory, to be filled as they arrive: that of the `spent`
         gradients if it is large enough. Fresh memory would cost another batch, and the time to map
         it. From then on any lane may pull them."""
-        self.rows.settle()
+        self.rows.wait_for_rows()
         count, width = request.index.keys.numel(), self.rows.weight.shape[1]
         if spent is not None and spent.numel() >= count * width:
             request.rows = spent.detach().view(-1)[: count * width].view(count, width)
@@ -364,86 +367,17 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list[int], list[int]]:
-    """Tells each owner how many of its rows this rank requests, and everybody how many in all.
-
-    Args:
-        own: [ranks] rows of each owner.
-
-    Returns:
-        Rows that this rank requests from each, rows that each requests from this one, rows that
-        each requests in all.
-    """
+    """Tells each owner how many of its rows this rank requests, own [ranks], and everybody how many
+    in all. Returns the rows that this rank requests from each, that each requests from this one,
+    and that each requests in all."""
     ones, send = [1] * transport.world, own.tolist()
     # From host to host, of a GPU too: a few numbers, which nobody wants on a device.
-    told = torch.tensor([[count, sum(send)] for count in send])
+    counts = torch.tensor([[count, sum(send)] for count in send])
     kind = "ids" if own.is_cpu else "counts"
-    receive, totals = transport.all_to_all(told, ones, ones, kind).wait().T.tolist()
+    receive, totals = transport.all_to_all(counts, ones, ones, kind).wait().T.tolist()
     return send, receive, totals
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:
     """Out of one number for each row that is requested from this rank: those of the part."""
     return numbers if part.served is None else numbers.index_select(0, part.served)
-
-
-class Replicated:
-    """A group of tables that every rank holds whole. Lazy like the sharded ones: only rows that
-    some rank read change."""
-
-    def __init__(
-        self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport
-    ) -> None:
-        self.layout = ShardLayout(tuple(specs), 1)
-        ranges = [
-            TableRange(spec, self.layout.base(table), 0, spec.rows)
-            for table, spec in enumerate(specs)
-        ]
-        self.rows: RowStorage = DeviceStorage(ranges, self.layout.size, optimizer, transport.device)
-
-    def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Request:
-        """Marks the rows that this rank reads. `owned` holds the marks [size]."""
-        with transport.ledger.span("deduplicate"):
-            marks = self.rows.weight.new_zeros(self.layout.size)
-            given = collect_ids(batches, self.layout.specs)
-            parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
-            places = (
-                torch.cat(parts)
-                if parts
-                else torch.zeros(0, dtype=torch.int64, device=marks.device)
-            )
-            marks[places] = 1
-        return Request(Index(places[:0], given, places), RequestPart(None, None, [], []), marks)
-
-    def _locate(self, table: int, ids: Tensor) -> Tensor:
-        return spread_ids(ids, self.layout.specs[table].rows) + self.layout.base(table)
-
-    def fetch(self, request: Request, transport: Transport, train: bool) -> None:
-        request.open(self.rows.weight, train)
-
-    def apply(
-        self, request: Request, transport: Transport, **options: Unpack[UpdateOptions]
-    ) -> None:
-        """Sends the gradient of the request's rows and updates the tables. A collective."""
-        gradient = request.take_gradient()
-        # One message: gradients, and behind them the marks of the rows that were read.
-        joined = torch.cat([gradient.view(-1), request.owned])
-        summed = transport.all_reduce(joined, "gradients").wait()
-        with transport.ledger.span("update rows"):
-            rows, gradients = select_marked_rows(
-                summed[gradient.numel() :], summed[: gradient.numel()].view_as(gradient)
-            )
-            self.rows.update(rows, gradients, **options)
-
-    def count_collisions(self, request: Request) -> tuple[int, int]:
-        """Replicated rows are never requested."""
-        return 0, 0
-
-    def locate(
-        self, request: Request, table: int, ids: Tensor
-    ) -> tuple[int | None, Tensor, Tensor | None]:
-        """As `Sharded.locate`."""
-        known = request.index.find_known(table, ids)
-        if known is not None:
-            return *known, None
-        index = self._locate(table, ids)
-        return None, index, request.owned[index] > 0

@@ -56,10 +56,10 @@ class LocalRequest:
         rows = rows if slots is None else slots
         self.index, self.rows, self.table = Index(rows[:0], given, rows), rows, table
         self.gradients = RowGradients(self.index.parts, table)
-        self.copied: Request | None = None  # once somebody reads rows by himself
+        self.copied: Request | None = None  # once the model reads rows without `read`
         self._places = rows[:0]  # [n]: where each of `rows` is in the copy
-        self._sorted: tuple[Tensor, Tensor] | None = None  # `rows`, once somebody searches them
-        self.log_q: Tensor | None = None  # [n] float32, where the table counts draws
+        self._sorted: tuple[Tensor, Tensor] | None = None  # `rows`, once they are searched
+        self.log_q: Tensor | None = None  # [n] float32, if the table counts draws
 
     def read(self, part: int | None, index: Tensor) -> Tensor:
         """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
@@ -93,10 +93,8 @@ class LocalRequest:
             return rows, torch.isin(rows, self.rows)
         if not self._local.numel():
             return torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool)
-        ordered, order = self._local.sort()
-        place = torch.searchsorted(ordered, rows.to(ordered.dtype))
-        place = place.clamp_(max=ordered.numel() - 1)
-        return self.rows[order[place]].to(rows.dtype), ordered[place] == rows
+        reading = _find_reading(self._local.sort(), rows)
+        return self.rows[reading].to(rows.dtype), self._local[reading] == rows
 
     def find_log_q(self, part: int | None, keys: Tensor) -> Tensor:
         """[...] of keys [...]; `part` of the ids that were given, or others."""
@@ -104,9 +102,7 @@ class LocalRequest:
         if part is not None:
             sizes = [each.numel() for each in self.index.parts]
             return torch.split(self.log_q, sizes)[part].view(keys.shape)
-        ordered, order = self._local.sort()
-        place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
-        return self.log_q[order[place]]
+        return self.log_q[_find_reading(self._local.sort(), keys)]
 
     def find_copied(self, rows: Tensor) -> Tensor:
         """Where rows [...] of the table are in the copy: through any reading of the same row,
@@ -116,9 +112,14 @@ class LocalRequest:
             return torch.zeros_like(rows)
         if self._sorted is None:
             self._sorted = self.rows.sort()
-        ordered, order = self._sorted
-        reading = torch.searchsorted(ordered, rows.to(ordered.dtype))
-        return self._places[order[reading.clamp_(max=ordered.numel() - 1)]]
+        return self._places[_find_reading(self._sorted, rows)]
+
+
+def _find_reading(ordered: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
+    """Where wanted values [...] are in a tensor, which is given sorted: (values, order)."""
+    values, order = ordered
+    place = torch.searchsorted(values, wanted.to(values.dtype))
+    return order[place.clamp_(max=values.numel() - 1)]
 
 
 class LocalGroup:
@@ -147,7 +148,7 @@ class LocalGroup:
                 slots = torch.where(missing, slots[-1], slots)
             request = LocalRequest(given, rows, weight, None if slots is rows else slots)
             request.log_q = self._count_draws(batches, rows)
-            self.rows.settle()  # the model reads them, on its own stream
+            self.rows.wait_for_rows()  # the model reads them, on its own stream
             return request
         parts = [self._locate(table, ids.reshape(-1)) for table, ids in given]
         none = torch.zeros(0, dtype=torch.int64, device=weight.device)
@@ -160,7 +161,7 @@ class LocalGroup:
         if (missing := self._find_missing(copied.slots)) is not None:
             copied.index.redirect(missing)
         copied.log_q = self._count_draws(batches, unique, inverse)
-        self.rows.settle()
+        self.rows.wait_for_rows()
         return copied
 
     def _find_missing(self, slots: Tensor) -> Tensor | None:
@@ -174,7 +175,7 @@ class LocalGroup:
     def _count_draws(
         self, batches: Sequence[SequenceBatch], rows: Tensor, inverse: Tensor | None = None
     ) -> Tensor | None:
-        """Log-q [n] of rows [n], where the table counts draws. `inverse`: of each reading, if there
+        """Log-q [n] of rows [n], if the table counts draws. `inverse`: of each reading, if there
         is not a row for each."""
         if not isinstance(self.rows, DynamicStorage) or self.rows.draws is None:
             return None

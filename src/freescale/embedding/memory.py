@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from freescale.embedding.layout import TableSpec
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ def list_memory(transport: Transport) -> list[RankMemory]:
     devices = {str(device): device for device in (transport.device, torch.device("cpu"))}
     free = {name: get_available_memory(device) for name, device in devices.items()}
     mine = RankMemory(f"{host}/{platform.node()}", str(transport.device), free)
-    parts = transport.gather_bytes(json.dumps(vars(mine)).encode())
-    return [RankMemory(**json.loads(part)) for part in parts]
+    return [RankMemory(**each) for each in gather_json(transport, vars(mine))]
 
 
 def find_room(ranks: list[RankMemory]) -> int:
@@ -46,17 +44,9 @@ def check_memory(
     ranks: list[RankMemory], on_device: int, on_host: int, specs: Iterable[TableSpec]
 ) -> None:
     """Compares what the ranks of each machine need with what it has, so that all ranks refuse
-    together.
-
-    Args:
-        ranks: from `list_memory`.
-        on_device: bytes that each rank's tables take on its device.
-        on_host: bytes that they take in host memory beside that.
-        specs: all tables, for the message.
-
-    Raises:
-        ValueError: a machine has less than its ranks need.
-    """
+    together: a ValueError if a machine has less, with a message about `specs`, all tables.
+    `on_device` and `on_host` are the bytes that each rank's tables take on its device, and beside
+    that in host memory."""
     need: Counter[tuple[str, str]] = Counter()
     free: dict[tuple[str, str], int] = {}
     for rank in ranks:
@@ -68,14 +58,14 @@ def check_memory(
         if need[place] > free[place]:
             largest = max(specs, key=lambda spec: spec.rows * spec.bytes_per_row)
             what = "a machine" if place[1] == "cpu" else "a GPU"
-            mend = "a disk (--placement TABLE=disk:FOLDER:CACHE)"
+            fix = "a disk (--placement TABLE=disk:FOLDER:CACHE)"
             if what == "a GPU":
-                mend = "host memory (--placement TABLE=host:CACHE)"
+                fix = "host memory (--placement TABLE=host:CACHE)"
             raise ValueError(
                 f"the tables need {need[place] / 2**30:.1f} GiB on {what} with "
                 f"{free[place] / 2**30:.1f} GiB free (the largest is "
                 f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a "
-                f"smaller width, RowWiseAdagrad, or {mend}"
+                f"smaller width, RowWiseAdagrad, or {fix}"
             )
 
 

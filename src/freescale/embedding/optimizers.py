@@ -2,13 +2,14 @@
 
 Each is a small value object: what state a row needs, and how a set of unique rows is updated.
 `step` is the global step that made the gradients, counted from 1; `factor` scales the learning rate
-(its schedule). `marks` are those of changed rows, for tables whose kernels set them on the way.
+(its schedule). `marks` are those of changed rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from freescale.config import TrainConfig
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.kernels.row_updates.reference import counted_adam
 from freescale.kernels.rows.dispatch import choose_optimizers
+
+State = dict[str, Tensor]
+Rows = Tensor | SortedRows
 
 
 class RowOptimizer(Protocol):
@@ -31,8 +35,8 @@ class RowOptimizer(Protocol):
     def update(
         self,
         weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
+        state: State,
+        rows: Rows,
         gradients: Tensor,
         *,
         step: int,
@@ -43,7 +47,10 @@ class RowOptimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class _Named:
+class LazyOptimizer:
+    """What ours have in common: `kernel` of the device that has the table updates its rows."""
+
+    kernel: ClassVar[str]
     lr: float = TrainConfig.row_lr
 
     def __post_init__(self) -> None:
@@ -54,119 +61,88 @@ class _Named:
     def name(self) -> str:
         return type(self).__name__
 
-
-def _pass_on(marks: Tensor | None) -> dict[str, Tensor]:
-    """As an argument of kernels that know it."""
-    return {} if marks is None else {"marks": marks}
-
-
-@dataclass(frozen=True)
-class SGD(_Named):
-    """Lazy SGD of table rows: row -= lr * gradient. `lr`: learning rate."""
-
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """As `RowOptimizer.state_shapes`, in the order in which the kernel takes them."""
         return {}
+
+    def _list_options(self, step: int) -> dict[str, Any]:
+        """Arguments of the kernel, in addition to the learning rate."""
+        return {}
+
+    def _find_kernel(self, weight: Tensor) -> Callable[..., None]:
+        found: Callable[..., None] = getattr(choose_optimizers(weight), self.kernel)
+        return found
 
     def update(
         self,
         weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
+        state: State,
+        rows: Rows,
         gradients: Tensor,
         *,
         step: int,
         factor: float,
         marks: Tensor | None = None,
     ) -> None:
-        choose_optimizers(weight).sgd(
-            weight, rows, gradients, lr=self.lr * factor, **_pass_on(marks)
-        )
+        """As `RowOptimizer.update`. `marks`: for kernels that set them on the way."""
+        options = {"lr": self.lr * factor, **self._list_options(step)}
+        if marks is not None:
+            options["marks"] = marks
+        parts = [state[name] for name in self.state_shapes(0)]
+        self._find_kernel(weight)(weight, *parts, rows, gradients, **options)
 
 
 @dataclass(frozen=True)
-class Adagrad(_Named):
+class SGD(LazyOptimizer):
+    """Lazy SGD of table rows: row -= lr * gradient. `lr`: learning rate."""
+
+    kernel = "sgd"
+
+
+@dataclass(frozen=True)
+class Adagrad(LazyOptimizer):
     """Lazy Adagrad of table rows, with a sum of squares for each entry. `lr`: learning rate; `eps`
     is added to the root."""
 
+    kernel = "adagrad"
     eps: float = 1e-10
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return {"sum": (width,)}
 
-    def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
-        gradients: Tensor,
-        *,
-        step: int,
-        factor: float,
-        marks: Tensor | None = None,
-    ) -> None:
-        options = {"lr": self.lr * factor, "eps": self.eps, **_pass_on(marks)}
-        choose_optimizers(weight).adagrad(weight, state["sum"], rows, gradients, **options)
+    def _list_options(self, step: int) -> dict[str, Any]:
+        return {"eps": self.eps}
 
 
 @dataclass(frozen=True)
-class RowWiseAdagrad(_Named):
+class RowWiseAdagrad(LazyOptimizer):
     """Lazy Adagrad of table rows with one sum of squares per row, which saves memory. `lr`:
     learning rate; `eps` is added to the root."""
 
+    kernel = "rowwise_adagrad"
     eps: float = 1e-10
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return {"sum": ()}
 
-    def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
-        gradients: Tensor,
-        *,
-        step: int,
-        factor: float,
-        marks: Tensor | None = None,
-    ) -> None:
-        options = {"lr": self.lr * factor, "eps": self.eps, **_pass_on(marks)}
-        choose_optimizers(weight).rowwise_adagrad(weight, state["sum"], rows, gradients, **options)
+    def _list_options(self, step: int) -> dict[str, Any]:
+        return {"eps": self.eps}
 
 
 @dataclass(frozen=True)
-class Adam(_Named):
+class Adam(LazyOptimizer):
     """Lazy Adam of table rows: only rows that a step read change, bias correction goes by the step.
     `lr`: learning rate; `betas`: decay of the two moments; `eps` is added to the root."""
 
+    kernel = "adam"
     betas: tuple[float, float] = (0.9, TrainConfig.beta2)
     eps: float = 1e-8
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return {"first": (width,), "second": (width,)}
 
-    def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
-        gradients: Tensor,
-        *,
-        step: int,
-        factor: float,
-        marks: Tensor | None = None,
-    ) -> None:
-        choose_optimizers(weight).adam(
-            weight,
-            state["first"],
-            state["second"],
-            rows,
-            gradients,
-            lr=self.lr * factor,
-            betas=self.betas,
-            eps=self.eps,
-            step=step,
-            **_pass_on(marks),
-        )
+    def _list_options(self, step: int) -> dict[str, Any]:
+        return {"betas": self.betas, "eps": self.eps, "step": step}
 
 
 @dataclass(frozen=True)
@@ -179,29 +155,17 @@ class CountedAdam(Adam):
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return super().state_shapes(width) | {"correction": (2,)}
 
-    def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor | SortedRows,
-        gradients: Tensor,
-        *,
-        step: int,
-        factor: float,
-        marks: Tensor | None = None,
-    ) -> None:
-        assert isinstance(rows, Tensor) and marks is None
-        counted_adam(
-            weight,
-            state["first"],
-            state["second"],
-            state["correction"],
-            rows,
-            gradients,
-            lr=self.lr * factor,
-            betas=self.betas,
-            eps=self.eps,
-        )
+    def _list_options(self, step: int) -> dict[str, Any]:
+        return {"betas": self.betas, "eps": self.eps}
+
+    def _find_kernel(self, weight: Tensor) -> Callable[..., None]:
+        return counted_adam
+
+
+def has_kernel(optimizer: RowOptimizer) -> bool:
+    """Whether the optimizer is one of ours that has a kernel, not plain torch alone."""
+    is_ours = getattr(type(optimizer), "update", None) is LazyOptimizer.update
+    return is_ours and not isinstance(optimizer, CountedAdam)
 
 
 ROW_OPTIMIZERS = {

@@ -14,8 +14,7 @@ from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, RowOptimizer
 from freescale.embedding.placement import Wanted
-from freescale.embedding.pooling import POOLINGS
-from freescale.embedding.readers import BagReader, TableReader
+from freescale.embedding.readers import POOLINGS, BagReader, TableReader
 from freescale.embedding.replicas import (
     check_replicable,
     copy_dense_from_rank_zero,

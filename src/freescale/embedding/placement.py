@@ -45,7 +45,7 @@ Wanted = str | Host | Disk
 
 
 def count_state_bytes(optimizer: RowOptimizer, spec: TableSpec) -> int:
-    """Bytes that the optimizer keeps beside each row."""
+    """Bytes of optimizer state for each row."""
     shapes = optimizer.state_shapes(spec.width).values()
     return sum(torch.Size(shape).numel() for shape in shapes) * spec.dtype.itemsize
 
@@ -53,13 +53,8 @@ def count_state_bytes(optimizer: RowOptimizer, spec: TableSpec) -> int:
 def choose_placement(
     spec: TableSpec, state_bytes_per_row: int, rows_read: float | None
 ) -> Placement:
-    """Where a table lives, and why.
-
-    Args:
-        spec: the table.
-        state_bytes_per_row: of its row optimizer.
-        rows_read: distinct rows that a rank reads in a step, mean over ranks; None if unknown.
-    """
+    """Where a table lives, and why. `rows_read`: distinct rows that a rank reads in a step, mean
+    over ranks; None if unknown."""
     total = spec.rows * (spec.bytes_per_row + state_bytes_per_row)
     size = f"{total / 2**20:.1f} MiB with its optimizer state"
     if total <= TINY:
@@ -76,15 +71,9 @@ def choose_placement(
 def parse_placement(
     wanted: Wanted | Mapping[str, Wanted], names: list[str]
 ) -> dict[str, Placement]:
-    """The user's choice for each table that has one.
-
-    Args:
-        wanted: `auto`, one of CHOICES or a tier for all tables, or a mapping from table to choice.
-        names: of all tables.
-
-    Raises:
-        ValueError: no such table or choice.
-    """
+    """The user's choice for each table that has one. `wanted`: `auto`, one of CHOICES or a tier for
+    all tables, or a mapping from table to choice. ValueError if there is no such table or
+    choice."""
     mapping = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(names, wanted)
     placements = {}
     for name, choice in mapping.items():
@@ -113,14 +102,9 @@ def move_to_host(
     fixed: Collection[str] = (),
 ) -> dict[str, Placement]:
     """Placements that fit onto a GPU: if those given do not, the largest sharded tables have their
-    rows in host memory, and caches take half of what is left of the GPU for them.
-
-    Args:
-        placements: by table.
-        sizes: bytes that each takes on a rank's GPU, rows and state.
-        room: bytes of a rank's GPU that are free.
-        fixed: tables that the user has placed; they stay.
-    """
+    rows in host memory, and caches take half of what is left of the GPU for them. `sizes`: bytes
+    that each table takes on a rank's GPU, rows and state. `room`: bytes that are free there. Tables
+    that the user has placed are `fixed`."""
     need = sum(sizes.values())
     if need <= room:
         return dict(placements)

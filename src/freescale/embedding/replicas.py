@@ -3,14 +3,13 @@ buffers, and the weights that tables start from."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from freescale.packed import view_bytes
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 
 _CHUNK_BYTES = 1 << 26  # of a table's weight, in one message
 # by gloo and NCCL
@@ -27,17 +26,9 @@ _SUMMED = (
 def check_replicable(
     model: nn.Module, tables: Mapping[str, tuple[Tensor, bool]], transport: Transport
 ) -> None:
-    """Raises on all ranks alike, by name, for what cannot be replicated and for models that differ
-    between ranks. A collective.
-
-    Args:
-        model: everything in it that is not one of `tables` will be replicated.
-        tables: by name, the weights that become tables, and whether their values are kept.
-        transport: over all ranks.
-
-    Raises:
-        ValueError: a parameter or buffer cannot be replicated, or differs between ranks.
-    """
+    """Raises a ValueError on all ranks alike for a parameter or buffer that cannot be replicated,
+    or differs between ranks. A collective. `tables`: by name, the weights that become tables, and
+    whether their values are kept; everything else in the model will be replicated."""
     apart = {id(tensor) for tensor, _ in tables.values()}
     mine = [
         [name, f"{_describe_shape(weight)}, {'with' if kept else 'without'} weights", ""]
@@ -46,16 +37,14 @@ def check_replicable(
     mine += [
         _describe(name, tensor) for name, tensor in _name_tensors(model) if id(tensor) not in apart
     ]
-    everybody: list[list[list[str]]] = [
-        json.loads(told) for told in transport.gather_bytes(json.dumps(mine).encode())
-    ]
-    for told in everybody:
-        for name, _, refused in told:
+    everybody: list[list[list[str]]] = gather_json(transport, mine)
+    for tensors in everybody:
+        for name, _, refused in tensors:
             if refused:
                 raise ValueError(f"{name} {refused}")
     first = {name: what for name, what, _ in everybody[0]}
-    for rank, told in enumerate(everybody):
-        there = {name: what for name, what, _ in told}
+    for rank, tensors in enumerate(everybody):
+        there = {name: what for name, what, _ in tensors}
         for name in {**first, **there}:
             if first.get(name) != there.get(name):
                 ours, theirs = first.get(name, "missing"), there.get(name, "missing")

@@ -191,12 +191,12 @@ class Request:
     few: bool = False  # all its rows may wait for the update of the batch before
     counted: Tensor | None = None  # [sum(receive)] uint8: 0 for `owned` that are negatives there
     drawn: Tensor | None = None  # [sum(receive)] int64: what `owned` are worth as draws
-    log_q: Tensor | None = None  # [u] float32, of the index's keys, where the table counts draws
+    log_q: Tensor | None = None  # [u] float32, of the index's keys, if the table counts draws
     log_q_handle: Handle | None = None  # the same on its way
     slots: Tensor | None = None  # [sum(receive)] where `owned` are, once they are resident
     targets: Tensor | None = None  # [sum(receive)] where their gradients go
     rows: Tensor | None = None  # [u, width]: a leaf of autograd, unless there are `gradients`
-    gradients: RowGradients | None = None  # of what reads the rows, where the kernels keep them
+    gradients: RowGradients | None = None  # of what reads the rows, if the kernels keep them
     # rows that the previous batch does not read: pulled while it computes
     early: list[RequestPart] = field(default_factory=list)
     late: RequestPart | None = None  # rows that it reads: they collide, and wait for its update
@@ -224,7 +224,7 @@ class Request:
         return self.rows.numel() * self.rows.element_size() if self.rows is not None else 0
 
     def list_tensors(self) -> list[Tensor]:
-        """What a request was made of: whoever reads on another stream says so."""
+        """The tensors of a request, for streams other than the one that made it."""
         more = (self.slots, self.targets, self.log_q, self.counted, self.drawn)
         found = [self.owned, self.index.keys, *self.index.parts]
         return found + [each for each in more if each is not None]
@@ -240,7 +240,7 @@ class Request:
         return read_rows(rows, index, self.gradients, part)
 
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
-        """All rows [u, width], and the index [...] of some: for who reads them by himself."""
+        """All rows [u, width], and the index [...] of some: for readers without `read`."""
         assert self.rows is not None
         return self.rows, index
 

@@ -12,7 +12,7 @@ from torch import nn
 from freescale.batch import SequenceBatch, check_is_batch
 from freescale.embedding.tables import Tables
 from freescale.transport.api import Transport
-from freescale.transport.failures import raise_together
+from freescale.transport.failures import failing_together
 
 
 class ShardedModel:
@@ -84,13 +84,8 @@ class ShardedModel:
             TypeError, ValueError: the batch cannot be read, on this rank.
             RemoteError: another rank's batch cannot be read.
         """
-        error = None
-        try:
+        with failing_together(self.transport):
             batch = self.check_batch(SequenceBatch() if batch is None else batch)
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks
-            error = caught
-        raise_together(error, self.transport)
-        assert batch is not None
         with torch.no_grad(), self.rows_fetched(batch):
             yield batch
 
@@ -102,7 +97,7 @@ class ShardedModel:
     @contextmanager
     def rows_fetched(self, batch: SequenceBatch) -> Iterator[None]:
         """The rows of a checked batch are here. A collective."""
-        self.tables.settle()
+        self.tables.lease.flush()
         if not self.tables.placed:
             self.tables.place(batch)
         self.tables.fetch(self.tables.request([batch]), train=False)

@@ -3,7 +3,7 @@ each row.
 
 A row has two numbers. Its *local row* is its place in the rank's part of the tables, for ever. Its
 *slot* is where it lies on the device that computes, from `make_resident` on, for as long as the
-steps that asked for it read and update it. In `DeviceStorage` the two are the same; in
+steps that requested it read and update it. In `DeviceStorage` the two are the same; in
 host_tables/storage.py the slots are those of a cache. In dynamic/storage.py rows come and go, and
 what stands for a local row is the key of its id.
 """
@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec, find_ids
-from freescale.embedding.optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
+from freescale.embedding.optimizers import RowOptimizer, RowWiseAdagrad, has_kernel
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.kernels.rows.dispatch import (
     choose_optimizers,
@@ -30,8 +30,6 @@ from freescale.kernels.rows.dispatch import (
     sum_sorted,
 )
 from freescale.random import derive, hash_name, normal
-
-_OURS = (SGD.update, Adagrad.update, RowWiseAdagrad.update, Adam.update)
 
 
 class Recorder(Protocol):
@@ -112,7 +110,7 @@ class RowStorage(ABC):
         batches are made resident, in the order of training. `counted` [n] uint8, of tables whose
         rows come and go: 0 for negatives. On the caller's thread and stream."""
 
-    def settle(self) -> None:  # noqa: B027 - where rows do not come and go, nothing is to do
+    def wait_for_rows(self) -> None:  # noqa: B027 - for rows that come and go
         """The rows that were made resident last are there, and what was decided about them is
         known: before others than `gather` read them, or on other streams."""
 
@@ -129,48 +127,46 @@ class RowStorage(ABC):
         """The slots [n] that the gradients of what is read from slots [n] update."""
         return slots
 
-    def update(
-        self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
-    ) -> None:
+    def update(self, slots: Tensor, gradients: Tensor, **options: Unpack[UpdateOptions]) -> None:
         """Unique slots [u], of `find_targets`, and the summed gradients [u, width] of their rows;
         on a GPU a slot of -1 is none."""
-        if clip is not None:
-            gradients = choose_optimizers(self.weight).clip_rows(gradients, clip)
-        self._update(slots, gradients, step=step, factor=factor)
+        if options["clip"] is not None:
+            gradients = choose_optimizers(self.weight).clip_rows(gradients, options["clip"])
+        self._update(slots, gradients, options)
 
     def update_readings(
-        self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
+        self, slots: SortedRows, gradients: Tensor, **options: Unpack[UpdateOptions]
     ) -> None:
         """Slots, of `find_targets`, sorted, and the gradients [n, width] of all that read them:
         `update` by the sum of each row's. In one go where that gives the same bits."""
-        if clip is None and self._has_kernel and not isinstance(self.optimizer, RowWiseAdagrad):
-            self._update(slots, gradients, step=step, factor=factor)
-            return
-        numbers, sums = sum_sorted(slots, gradients)
-        self.update(numbers, sums, step=step, factor=factor, clip=clip)
+        is_row_wise = isinstance(self.optimizer, RowWiseAdagrad)
+        if options["clip"] is None and self._has_kernel and not is_row_wise:
+            self._update(slots, gradients, options)
+        else:
+            self.update(*sum_sorted(slots, gradients), **options)
 
     def _update(
-        self, slots: Tensor | SortedRows, gradients: Tensor, *, step: int, factor: float
+        self, slots: Tensor | SortedRows, gradients: Tensor, options: UpdateOptions
     ) -> None:
-        """The rows are marked on the way where a kernel updates them."""
-        options: dict[str, Any] = {"step": step, "factor": factor}
+        """The rows are marked on the way if a kernel updates them."""
+        given: dict[str, Any] = {"step": options["step"], "factor": options["factor"]}
         if self._has_kernel and self.slots_are_rows:
-            options["marks"] = self.changed.marks
+            given["marks"] = self.changed.marks
         else:
             self._mark(slots.rows if isinstance(slots, SortedRows) else slots)
-        self.optimizer.update(self.weight, self.state, slots, gradients, **options)
+        self.optimizer.update(self.weight, self.state, slots, gradients, **given)
 
     @property
     def _has_kernel(self) -> bool:
-        """Whether the optimizer is one of ours, by a kernel that also marks rows and, where it
+        """Whether the optimizer is one of ours, with a kernel that also marks rows and, if it
         works entry by entry, takes the place of a sum."""
-        return type(self.optimizer).update in _OURS and keeps_gradients(self.weight)
+        return has_kernel(self.optimizer) and keeps_gradients(self.weight)
 
     def _mark(self, slots: Tensor) -> None:
         """The rows in slots [n] are about to change."""
         self.changed.mark(slots)
 
-    # ---- what was decided for steps that have not begun; where rows do not come and go, nothing
+    # ---- what was decided for steps that have not begun: nothing, unless rows come and go
 
     def begin(self, ledger: Recorder | None = None) -> None:  # noqa: B027
         """The step of the next batch that was made resident begins. `ledger`: of that step."""
@@ -201,7 +197,7 @@ class RowStorage(ABC):
         writes to them calls `reload` afterwards."""
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What a table's virtual shards hold beside their rows, [shards, ...]; as `get_tensors`."""
+        """As `get_tensors`: what a table's virtual shards hold besides rows, [shards, ...]."""
         return {}
 
     def reload(self) -> None:  # noqa: B027 - where views are the rows themselves, nothing is to do

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.capture import Capture
-from freescale.embedding.exchange import Replicated, Sharded
+from freescale.embedding.exchange import Sharded
 from freescale.embedding.host_tables.tiers import Host, Tier
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
+from freescale.embedding.lease import TableLease
 from freescale.embedding.local import Collected, LocalGroup, LocalRequest
 from freescale.embedding.memory import check_memory, find_room, list_memory
 from freescale.embedding.optimizers import RowOptimizer
@@ -28,19 +26,11 @@ from freescale.embedding.placement import (
     move_to_host,
     parse_placement,
 )
+from freescale.embedding.replicated import Replicated
 from freescale.embedding.request import Request
 from freescale.embedding.storage import Recorder
-from freescale.transport.api import Transport
-from freescale.transport.failures import raise_together
-
-
-class Deferring(Protocol):
-    """A schedule, as the tables see it."""
-
-    def flush(self) -> None: ...
-    def discard(self) -> None: ...
-    def capture(self, rows: Capture) -> None: ...
-    def finish_captures(self) -> None: ...
+from freescale.transport.api import Transport, gather_json
+from freescale.transport.failures import failing_together
 
 
 class Tables:
@@ -77,7 +67,7 @@ class Tables:
         self._where: dict[str, tuple[int, int]] = {}  # table -> (group, table within the group)
         # groups and their requests, while the model can read them
         self._open: list[tuple[Any, Any]] | None = None
-        self._schedule: Deferring | None = None  # the last that trained
+        self.lease = TableLease(self.groups)
 
     @property
     def placed(self) -> bool:
@@ -89,80 +79,6 @@ class Tables:
         or coming and going."""
         tiers = any(placed.tier is not None for placed in self.placements.values())
         return tiers or any(spec.dynamic is not None for spec in self.specs.values())
-
-    # ---- what a schedule has deferred
-
-    def take_over(self, schedule: Deferring) -> Deferring | None:
-        """Makes `schedule` the one that trains; what another has deferred is settled. Returns the
-        schedule that trained before. A collective."""
-        before = self._schedule
-        if before is not schedule:
-            self.settle()
-            self._schedule = schedule
-        return before
-
-    def drop_ahead(self) -> None:
-        """Batches that were requested ahead, and whose step has not begun, are forgotten: they will
-        be requested again. Nothing of them may be under way."""
-        for group in self.groups:
-            group.rows.drop_ahead()
-
-    def restore_ahead(self) -> None:
-        """What `settle` took back of the steps to come is there again."""
-        for group in self.groups:
-            group.rows.restore_ahead()
-
-    def hand_back(self, schedule: Deferring) -> None:
-        """Settles what `schedule` has deferred: it trains no more. A collective."""
-        if self._schedule is schedule:
-            self.settle()
-            self._schedule = None
-
-    def settle(self) -> None:
-        """Applies deferred gradients, and takes back what is provisional, before the tables are
-        read: they are those after the last step. A collective."""
-        if self._schedule is not None:
-            self._schedule.flush()
-        self.roll_back()
-
-    def roll_back(self) -> None:
-        """Takes back what was decided for steps that have not begun."""
-        for group in self.groups:
-            group.rows.roll_back()
-
-    def mark_state(self) -> list[int]:
-        """For `looking_back`: the last step."""
-        return [group.rows.begun for group in self.groups]
-
-    @contextmanager
-    def looking_back(self, mark: Sequence[int]) -> Iterator[None]:
-        """Which rows there are is as it was at the mark, one or two steps ago. For copies: nobody
-        updates rows meanwhile."""
-        with ExitStack() as stack:
-            for group, begun in zip(self.groups, mark, strict=True):
-                stack.enter_context(group.rows.looking_back(begun))
-            yield
-
-    def discard(self) -> None:
-        """Forgets deferred gradients and rows that were fetched ahead, before the tables are
-        replaced. A collective."""
-        if self._schedule is not None:
-            self._schedule.discard()
-
-    def capture(self, rows: Capture) -> None:
-        """Makes a copy of the rows of sharded tables when they are exactly those of the last step:
-        now, or where gradients are deferred, once they are applied and before the next step
-        changes a row."""
-        if self._schedule is None:
-            rows.make()
-        else:
-            self._schedule.capture(rows)
-
-    def finish_captures(self) -> None:
-        """Settles, if a copy of the rows still has to be made for which no step has come. A
-        collective."""
-        if self._schedule is not None:
-            self._schedule.finish_captures()
 
     # ---- before step 1
 
@@ -192,12 +108,8 @@ class Tables:
                     spec, count_state_bytes(self.optimizers[spec.name], spec), rows_read.get(name)
                 )
         self._fit_memory()
-        error = None
-        try:
+        with failing_together(self.transport):
             self._make_groups()
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks
-            error = caught
-        raise_together(error, self.transport)
         self._weights.clear()
 
     def _make_groups(self) -> None:
@@ -233,8 +145,7 @@ class Tables:
             for name, spec in self.specs.items():
                 parts = [ids.reshape(-1) for _, ids in find_feature_ids(batch, spec)]
                 mine[name] = torch.unique(torch.cat(parts)).numel()
-        seen = [json.loads(part) for part in self.transport.gather_bytes(json.dumps(mine).encode())]
-        seen = [counts for counts in seen if counts]
+        seen = [counts for counts in gather_json(self.transport, mine) if counts]
         return (
             {name: sum(counts[name] for counts in seen) / len(seen) for name in self.specs}
             if seen

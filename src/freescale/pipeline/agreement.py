@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from freescale.balance.shuffle import COLUMNS, measure_samples
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch, describe_schema
 from freescale.transport.api import Handle, Transport
 from freescale.transport.failures import RemoteError, find_first_error
+
+Numbers = NDArray[Any]
 
 MAX_TASKS = 16
 _EXHAUSTED, _READY, _FAILED, _STOPPING, _LEFT = range(5)
@@ -38,13 +41,9 @@ class Agreement:
     samples: list[int]  # of each rank
     number: int  # of the global batch
     schema: str  # of its features, for ranks that never saw one; empty if there is no such rank
-    lengths: np.ndarray[
-        Any, Any
-    ]  # [n, COLUMNS] of the global batch, in rank order; empty if not asked for
+    lengths: Numbers  # [n, COLUMNS] of the global batch, in rank order; empty if not needed
     computed_step: int  # a past step
-    computed: np.ndarray[
-        Any, Any
-    ]  # [ranks] seconds that each computed in it; 0 where it is not known
+    computed: Numbers  # [ranks] seconds that each computed in it; 0 where it is not known
     longest: int | None = None  # events of the longest sequence; None: not known
     stopping: bool = False  # a rank wants to: there is no such step
     error: Exception | None = None  # of the data: there is no such step, and all ranks raise it
@@ -146,9 +145,8 @@ class PendingAgreement:
             message[_LONGEST] = _measure_longest(batch)
             if proposal.room is not None:
                 self._rows = measure_samples(batch, proposal.feature)
-                message[_ROWS:].reshape(self._room, COLUMNS)[: len(self._rows)] = self._rows[
-                    : self._room
-                ]
+                sent = self._rows[: self._room]
+                message[_ROWS : _ROWS + sent.size] = sent.reshape(-1)
         self._pending = _gather(message, transport)
 
     def wait(self) -> Agreement:
@@ -188,7 +186,7 @@ class PendingAgreement:
             longest=int(gathered[:, _LONGEST].max()),
         )
 
-    def _refuse(self, gathered: np.ndarray[Any, Any]) -> Agreement:
+    def _refuse(self, gathered: Numbers) -> Agreement:
         """There is no such step: a rank has left, failed or wants to stop."""
         states = gathered[:, _STATE]
         if (states == _LEFT).any():
@@ -206,28 +204,16 @@ class PendingAgreement:
     def _refuse_step(self, **why: Any) -> Agreement:
         ranks = self._transport.world
         return Agreement(
-            False,
-            {},
-            [0] * ranks,
-            self._number,
-            "",
-            _NO_LENGTHS,
-            0,
-            np.zeros(ranks),
-            **why,
+            False, {}, [0] * ranks, self._number, "", _NO_LENGTHS, 0, np.zeros(ranks), **why
         )
 
 
-def _gather(message: np.ndarray[Any, Any], transport: Transport) -> Handle:
+def _gather(message: Numbers, transport: Transport) -> Handle:
     return transport.all_gather(torch.from_numpy(message), "counts")
 
 
 def _agree_on_features(
-    digests: np.ndarray[Any, Any],
-    ready: np.ndarray[Any, Any],
-    names: list[str],
-    schema: str,
-    transport: Transport,
+    digests: Numbers, ready: Numbers, names: list[str], schema: str, transport: Transport
 ) -> tuple[list[str], str]:
     """Checks that all ranks have the same features. Tasks, and the schema if a rank has to learn
     it."""

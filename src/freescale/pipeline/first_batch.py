@@ -21,7 +21,7 @@ from freescale.batch import SequenceBatch
 from freescale.compress.activations import ThresholdedExchange
 from freescale.embedding.sharded_model import evaluation_mode
 from freescale.transport.api import Transport
-from freescale.transport.failures import raise_together
+from freescale.transport.failures import failing_together
 
 # relative to the losses: what sums in another order may differ by, attention in tf32 included
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -82,7 +82,7 @@ def check_losses(returned: object, tasks: Sequence[str]) -> Mapping[str, Tensor]
 
 
 class FirstBatchCheck:
-    """Waits for the first batch of which some rank has two supervised samples."""
+    """Checks the first batch in which a rank has two supervised samples."""
 
     def __init__(self, module: nn.Module, transport: Transport, enabled: bool) -> None:
         self._module, self._transport, self._pending = module, transport, enabled
@@ -110,15 +110,11 @@ class FirstBatchCheck:
             return
         if any(isinstance(part, ThresholdedExchange) for part in self._module.modules()):
             return self.skip()  # its forward is a collective
-        error: Exception | None = None
         batch = max(batches, key=len, default=SequenceBatch())
         halves = split_supervised(batch)
-        try:
+        with failing_together(self._transport):
             if halves is not None:
                 compare_halves(self._module, batch, halves, autocast)
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks
-            error = caught
-        raise_together(error, self._transport)
         checked = self._transport.gather_bytes(b"checked" if halves is not None else b"")
         self._pending = not any(checked)
 
@@ -166,18 +162,15 @@ def compare_halves(
             if is_random and whole != losses(batch):
                 return  # random in evaluation mode too: nothing can be compared
     for task, (loss, dtype) in whole.items():
-        _compare(module, task, loss, first[task][0], second[task][0], _tolerance(dtype), len(batch))
+        losses_of = loss, first[task][0], second[task][0]
+        _compare(module, task, losses_of, _tolerance(dtype), len(batch))
 
 
 def _compare(
-    module: nn.Module,
-    task: str,
-    whole: float,
-    first: float,
-    second: float,
-    tolerance: float,
-    samples: int,
+    module: nn.Module, task: str, losses: tuple[float, float, float], tolerance: float, samples: int
 ) -> None:
+    """losses: of the whole batch and of its halves."""
+    whole, first, second = losses
     if not np.isfinite([whole, first, second]).all():
         return  # the loss itself is the error, and is reported as such
     if _are_close(whole, first, second, tolerance):

@@ -1,8 +1,8 @@
 """Keeps memory that threads have freed from piling up in the process.
 
 glibc gives every thread a heap of its own, whose freed memory no other thread uses, and learns from
-each large block that is freed to keep larger ones: beside a batch that travels in one thread and
-computes in another, this adds up to batches.
+each large block that is freed to keep larger ones: if a batch travels in one thread and computes
+in another, this adds up to whole batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE = 4 << 20  # bytes of a block that goes back to the system as soon as it is freed
 _KEPT = 8 << 20  # bytes that stay at the end of the heap, for small blocks
-_WORTH = 16 << 20  # bytes of rows in a batch beside which holes in the heap are returned
+_WORTH = 16 << 20  # bytes of rows in a batch from which on trimming pays
 _settings = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: _KEPT}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.embedding.request import Request
 from freescale.embedding.storage import UpdateOptions
 from freescale.ledger.ledger import Collective, Ledger
@@ -30,7 +30,7 @@ class StagedBatch:
     preparation: BatchPreparation
     allocated: Moment  # its rows have memory: both lanes may fill it
     compared: Moment  # the rows that it shares with the following batch are known
-    requested: Moment  # lane `input` has asked for its rows, unless another lane is to do that
+    requested: Moment  # lane `input` has requested its rows, unless another lane does
     requesting: list[Collective] = field(default_factory=list)  # collectives of lane `input` for it
     requests: list[Request] = field(default_factory=list)  # one per group of tables
     # [u, width] of each sharded group, until the last of them is sent
@@ -54,7 +54,7 @@ class IncomingBatch:
         that, asks the owners for their rows."""
         self._proceeds = threading.Event()
         self.agreed = Moment(torch.device("cpu"))  # the ranks have agreed: none has left
-        self._completed = Moment(lane.device)  # the batch is here; its rows are not asked for yet
+        self._completed = Moment(lane.device)  # the batch is here; its rows are not requested yet
         self._preparation, self._lane, self._split = preparation, lane, split
         self._request = request
         self._agreeing: list[Collective] = []  # collectives of the agreement, ...
@@ -120,15 +120,15 @@ class InFlight:
     """What the schedule has begun and not finished."""
 
     jobs: list[Job] = field(default_factory=list)  # of the lanes `ahead` and `urgent`
-    unsettled: StagedBatch | None = None  # the last step's, while some gradients are deferred
+    deferred: StagedBatch | None = None  # the last step's, while some gradients are deferred
     incoming: IncomingBatch | None = None  # what the lane `input` prepares, or has prepared last
     newest: BatchPreparation | None = None  # of the last batch that was begun
     replaced: bool = False  # the tables were replaced after rows were pulled ahead
     captures: list[Capture] = field(default_factory=list)  # of the rows after the last step
 
-    def take_unsettled(self) -> StagedBatch | None:
-        """The batch with deferred gradients, which the caller settles or forgets."""
-        taken, self.unsettled = self.unsettled, None
+    def pop_deferred(self) -> StagedBatch | None:
+        """The batch with deferred gradients, which the caller applies or forgets."""
+        taken, self.deferred = self.deferred, None
         return taken
 
     def take_captures(self) -> list[Capture]:
@@ -147,9 +147,9 @@ class InFlight:
         for job in jobs:
             job.wait()
 
-    def settle(self) -> None:
-        """As `wait_for_jobs`, and what lane `input` has asked of the tables is over: the caller
-        changes them. Between steps."""
+    def wait_for_all(self) -> None:
+        """Waits for the jobs of all three lanes, between steps. Afterwards the caller may change
+        the tables."""
         self.wait_for_jobs()
         if self.incoming is not None:
             self.incoming.job.wait()
@@ -165,8 +165,8 @@ class InFlight:
     def announce_leaving(self, preparation: BatchPreparation, step: int, lane: Lane) -> None:
         """Tells the other ranks, in the place of their next agreement, that this rank has left the
         loop after `step`; then waits for all jobs."""
-        told = lane.submit(lambda: preparation.meet(left=step))
+        announcement = lane.submit(lambda: preparation.meet(left=step))
         with suppress(Exception):  # the others may have ended already
-            for job in (told, *self.jobs):
+            for job in (announcement, *self.jobs):
                 job.wait(host=True)
         lane.side.take()

@@ -38,7 +38,7 @@ def check_samples_independent(
 
     Args:
         model: returns a summed loss per task. What `parallelize` returned makes this a collective.
-        batch: at least two samples; long ones beside short ones show the most.
+        batch: at least two samples; long ones next to short ones show the most.
         samples: how many of them are looked at: the longest, the shortest and some between.
 
     Raises:
@@ -60,7 +60,7 @@ def _check(module: nn.Module, batch: SequenceBatch, samples: int) -> None:
         pair = batch.select(chosen[:2])
         is_random = _compute(module, pair) != _compute(module, pair)
         with evaluation_mode(module) if is_random else nullcontext():
-            # the longest beside the shortest, and so on inwards
+            # the longest with the shortest, and so on inwards
             for i, j in zip(chosen.tolist()[0::2], chosen.tolist()[1::2]):
                 _compare(module, batch, i, j)
 

@@ -109,7 +109,7 @@ class Lane:
         begin: Moment | None = None,
     ) -> Job:
         """Queues a job. `tensors`: those of another stream that the function uses; `begin`: an
-        earlier moment than this one, where what was issued since does not concern the job."""
+        moment before this call, if the job does not depend on what was issued since."""
         self.borrow(*tensors)
         job = Job(self.device, function, begin)
         if self._thread is None:

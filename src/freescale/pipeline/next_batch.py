@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -45,13 +45,7 @@ def take_batch(
     source: BatchSource, tables: Tables, balancer: Balancer | None, keep: bool = False
 ) -> SequenceBatch | None:
     """The next batch of a rank's data, on the host and checked; None once the data has ended.
-
-    Args:
-        source: of the batches of this rank.
-        tables: check the ids of the batch.
-        balancer: checks what it needs of the batch.
-        keep: whether the data may change the batch's memory while it is still needed.
-    """
+    `keep`: whether the data may change the batch's memory while it is still needed."""
     batch = source.take()
     return None if batch is None else check_batch(batch, tables, balancer, keep)
 
@@ -92,57 +86,37 @@ def copy_to_device(
         return batch.pin_memory().to(device, non_blocking=True)
 
 
+@dataclass(eq=False)
 class BatchPreparation:
     """Every rank calls the same methods in the same order."""
 
-    def __init__(
-        self,
-        step: int,
-        source: BatchSource,
-        before: BatchPreparation | None,
-        tables: Tables,
-        transport: Transport,
-        balancer: Balancer | None,
-        computed: Callable[[], tuple[int, int]],
-        stopping: Callable[[], bool],
-        copies: torch.cuda.Stream | None = None,
-        ahead: bool = False,
-    ) -> None:
-        """
-        Args:
-            step: that will compute the batch.
-            source: of the batches of this rank.
-            before: the batch of the step before. Without data this rank takes part with an empty
-                batch of the same features.
-            tables: check the ids of the batch.
-            transport: over which the ranks agree and samples move.
-            balancer: moves the samples; None leaves them where they are.
-            computed: returns the last step that was measured, the same on every rank, and its
-                nanoseconds of compute.
-            stopping: returns whether this rank wants the run to end.
-            copies: the stream on which the batch is copied to a GPU.
-            ahead: more batches are taken before this one is computed.
-        """
-        self.step, self._source, self._tables, self._transport = step, source, tables, transport
-        self._balancer, self._computed, self._copies = balancer, computed, copies
-        self._stopping, self._ahead = stopping, ahead
-        self._feature = balancer.feature if balancer is not None else "history"
+    step: int  # that will compute the batch
+    _source: BatchSource  # of the batches of this rank
+    # The batch of the step before. Without data this rank takes part with an empty batch like it.
+    before: InitVar[BatchPreparation | None]
+    _tables: Tables  # check the ids of the batch
+    _transport: Transport  # over which the ranks agree and samples move
+    _balancer: Balancer | None  # moves the samples; None leaves them where they are
+    # the last step that was measured, the same on every rank, and its nanoseconds of compute
+    _computed: Callable[[], tuple[int, int]]
+    _stopping: Callable[[], bool]  # whether this rank wants the run to end
+    _copies: torch.cuda.Stream | None = None  # on which the batch is copied to a GPU
+    _ahead: bool = False  # more batches are taken before this one is computed
+    like: SequenceBatch = field(init=False)  # this batch, once it is taken; on the host
+    agreement: Agreement | None = field(default=None, init=False)
+    taken: SequenceBatch | None = field(default=None, init=False)  # as it came from the data
+
+    def __post_init__(self, before: BatchPreparation | None) -> None:
+        self._feature = self._balancer.feature if self._balancer is not None else "history"
+        self._balanced = self._balancer is not None and self._transport.world > 1
         self._stages_run = 0
         self._shuffle: Shuffle | None = None
         self._kept: Assignment | None = None  # where balancing would not pay
         self._counters: dict[str, float] = {}
-        self._room = (
-            max(before.agreement.samples)
-            if before is not None and before.agreement is not None
-            else 0
-        )
-        self.like: SequenceBatch = (
-            before.like if before is not None else SequenceBatch(number=-1)
-        )  # this batch, once it is taken; on the host
-        self.agreement: Agreement | None = None
-        self._balanced = balancer is not None and transport.world > 1
         self._pending: PendingAgreement | None = None
-        self.taken: SequenceBatch | None = None  # as it came from the data
+        self.like = before.like if before is not None else SequenceBatch(number=-1)
+        agreed = before.agreement if before is not None else None
+        self._room = max(agreed.samples) if agreed is not None else 0
 
     @property
     def begun(self) -> bool:
@@ -250,7 +224,7 @@ class BatchPreparation:
                 self._balance(batch, self.agreement)
 
     def _balance(self, batch: SequenceBatch, agreement: Agreement) -> None:
-        """Plans and, where moving samples pays, starts the exchange of sizes."""
+        """Plans and, if moving samples pays, starts the exchange of sizes."""
         balancer, transport, counts = self._balancer, self._transport, agreement.samples
         assert balancer is not None
         balancer.learn(agreement.computed_step, agreement.computed)

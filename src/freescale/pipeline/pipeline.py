@@ -162,7 +162,7 @@ class Pipeline:
         """Applies deferred row gradients, after which the tables are those of the serial schedule.
         Checkpoints, evaluations and other pipelines do it themselves. A collective."""
         self.schedule.flush()
-        self.model.tables.roll_back()
+        self.model.tables.lease.roll_back()
 
     def close(self) -> None:
         """Applies deferred gradients and gives threads and channels back to the transport. A

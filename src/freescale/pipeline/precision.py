@@ -11,30 +11,22 @@ import torch
 PRECISIONS = ("auto", "fp32", "tf32", "bf16")
 
 
-def choose_precision(asked: str, device: str, bf16: bool, float32: bool = True) -> tuple[str, str]:
-    """Chooses the precision of a run. A pure function: the same on every rank with such a device.
-
-    Args:
-        asked: one of PRECISIONS.
-        device: cpu or cuda.
-        bf16: whether the device multiplies bfloat16 in hardware.
-        float32: whether all dense parameters are float32; others keep their dtype.
-
-    Returns:
-        (fp32, tf32 or bf16, the reason).
-
-    Raises:
-        ValueError: `asked` is unknown, or not possible on this device.
-    """
-    if asked not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {asked!r}")
-    if asked == "tf32" and device != "cuda":
+def choose_precision(
+    requested: str, device: str, bf16: bool, float32: bool = True
+) -> tuple[str, str]:
+    """Chooses the precision of a run, and says why. A pure function: the same on every rank with
+    such a device. `bf16`: whether the device multiplies bfloat16 in hardware. `float32`: whether
+    all dense parameters are float32; others keep their dtype. ValueError if the request is unknown,
+    or not possible on this device."""
+    if requested not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {requested!r}")
+    if requested == "tf32" and device != "cuda":
         raise ValueError(
             f"precision tf32 is a format of NVIDIA GPUs and this rank computes on {device}: "
             "use fp32, bf16 or auto"
         )
-    if asked != "auto":
-        return asked, "as requested"
+    if requested != "auto":
+        return requested, "as requested"
     if device != "cuda":
         return "fp32", "on CPUs"
     if not float32:

@@ -41,8 +41,8 @@ class RowsAhead:
     def __init__(self, tables: Tables, transport: Transport) -> None:
         self._tables, self._lane = tables, Lane("ahead", transport)
         self._jobs: list[Job] = []  # not waited for
-        # The step before the last one was issued by then; None: whoever settled may have written
-        # to the tables since.
+        # The step before the last one was issued by then. None: whoever waited for all jobs may
+        # have written to the tables since.
         self._before: Moment | None = None
 
     def begin(
@@ -51,13 +51,8 @@ class RowsAhead:
         copied: torch.cuda.Event | None,
         split: Callable[[SequenceBatch], list[SequenceBatch]],
     ) -> ResidentRows:
-        """Begins to make the rows of a batch resident.
-
-        Args:
-            batch: on the device.
-            copied: from then on it is there; None on a CPU.
-            split: cuts it into micro-batches.
-        """
+        """Begins to make the rows of a batch resident, which is on the device from `copied` on.
+        `split` cuts it into micro-batches."""
         rows = ResidentRows()
 
         def prepare() -> None:
@@ -88,7 +83,7 @@ class RowsAhead:
             for tensor in batch.tensors():
                 self._lane.lend(tensor)
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """The caller's thread and stream go on after all that was begun: it may read the tables.
         What went wrong is raised by the step that needs the rows."""
         self._before = None
@@ -98,7 +93,7 @@ class RowsAhead:
 
     def rest(self) -> None:
         """However a run ended: nothing is under way any more."""
-        self.settle()
+        self.wait_for_all()
         self._jobs.clear()
         self._lane.rest()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from freescale.balance.balancer import Balancer
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import MAX_TASKS, Agreement
@@ -101,8 +101,8 @@ class Schedule(ABC):
         self.task_weights = dict(task_weights or {})
         self.balancer = balancer
         balances = balancer is not None and self.transport.world > 1
-        # A frozen cost has an error to report, but learns nothing from each step; the clock of a
-        # thread is a call of the system, at which another may take the core.
+        # A frozen cost has an error to report, but learns nothing from each step. Reading the
+        # thread clock is a syscall and may yield the core.
         frozen = balancer is None or balancer.adaptive is None
         every = 8 if frozen and self.transport.device.type == "cpu" else 1
         self.stopwatch = Stopwatch(self.ledger.clock, self.transport.device, balances, every)
@@ -131,15 +131,15 @@ class Schedule(ABC):
 
         Every rank leaves the loop after the same step, or none; `stop` makes it so. Batches that
         were taken by then are the first of the next run over the same iterator. What is deferred is
-        settled before a checkpoint, an evaluation or another pipeline reads the tables; who reads
-        them otherwise calls `flush` first."""
+        applied before a checkpoint, an evaluation or another pipeline reads the tables; whoever
+        reads them otherwise calls `flush` first."""
         if self._closed:
             raise RuntimeError("the pipeline is closed: make another")
         self.choices.tune()
         self._stopped, self._failure, self._loss_watch = False, None, LossWatch()
-        source = self._source = self._open_source(iter(data), self.tables.take_over(self))
+        source = self._source = self._open_source(iter(data), self.tables.lease.take_over(self))
         self.flush()
-        self.tables.drop_ahead()  # of the run before: its batches are the first of this one
+        self.tables.lease.drop_ahead()  # of the run before: its batches are the first of this one
         try:
             with freeze_objects(), self.buckets.watch_backward():
                 yield from self._run(source)
@@ -163,17 +163,15 @@ class Schedule(ABC):
         """The steps, in the schedule's own order."""
 
     def _end_run(self) -> None:
-        """However it ended: nothing takes batches any more."""
+        """Called however the run ended: nothing takes batches any more."""
         self.choices.rest()
 
     def stop(self) -> None:
-        """Ends the run on all ranks after the same step, one of the next three; whoever calls goes
-        on with its loop. For any rank, thread or signal handler. Between runs it ends the next
-        one."""
+        """As `Pipeline.stop`."""
         self._stop = True
 
     def check_losses(self) -> None:
-        """Waits for the losses of all steps so far; LossNotFinite if one is not finite."""
+        """As `Pipeline.check_losses`."""
         self._loss_watch.finish()
 
     @property
@@ -182,11 +180,11 @@ class Schedule(ABC):
         return self._stopped
 
     def close(self) -> None:
-        """Settles, and gives back threads and channels: the next pipeline of this transport uses
-        them again. A collective."""
+        """Applies what is deferred, and gives back threads and channels: the next pipeline of this
+        transport uses them again. A collective."""
         if self._closed:
             return
-        self.tables.hand_back(self)
+        self.tables.lease.hand_back(self)
         self._closed = True
         self.choices.close()
 
@@ -208,9 +206,9 @@ class Schedule(ABC):
             transport,
             self.balancer,
             computed,
-            stopping=lambda: self._stop,
-            copies=self._copies,
-            ahead=ahead,
+            lambda: self._stop,
+            self._copies,
+            ahead,
         )
         self._taken.append(preparation)
         return preparation

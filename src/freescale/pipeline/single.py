@@ -8,9 +8,9 @@ On a GPU all of it is issued on one stream, and the host reads nothing of the de
 of the device by up to two steps (the watch over the losses holds it there). While the device
 computes, the host takes the following batch and starts its copy, on a stream of its own. Where
 tables are at home in host memory, the following batch is taken before the step, and its rows become
-resident while the step computes (rows_ahead.py). Bit for
-bit what the serial schedule trains. Batches that CUDA graphs compute are padded, and products of
-other sizes add up in another order: there the serial schedule is `SerialSingle`, which pads alike.
+resident while the step computes (rows_ahead.py). It trains the same bits as the serial schedule.
+Batches that CUDA graphs compute are padded, and products of other sizes add up in another order:
+the serial schedule for them is `SerialSingle`, which pads alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.embedding.local import Collected
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.agreement import Agreement, agree_alone
@@ -55,7 +55,7 @@ class Single(Schedule):
     replays = True  # CUDA graphs, once a size of batches has one
 
     def __init__(self, *arguments: Any, graphs: bool = True, **options: Any) -> None:
-        """As `Schedule`. `graphs`: small batches are computed by CUDA graphs, where the model and
+        """As `Schedule`. `graphs`: small batches are computed by CUDA graphs, if the model and
         the device allow it."""
         super().__init__(*arguments, **options)
         self._graphs = None
@@ -65,7 +65,7 @@ class Single(Schedule):
 
     @property
     def _ahead(self) -> bool:
-        """Whether the following batch is taken beside the step: on a CPU nothing happens beside
+        """Whether the following batch is taken during the step: on a CPU nothing overlaps with
         the host."""
         return self.transport.device.type != "cpu"
 
@@ -85,7 +85,7 @@ class Single(Schedule):
             self.ledger.end_step()
             yield result
             self.ledger.begin_step(self.steps)
-            self.tables.restore_ahead()  # somebody may have read the tables
+            self.tables.lease.restore_ahead()  # which may have been read
             current = following if ahead else self._take(source)
         self.ledger.cancel_step()
         if self._failure is not None:
@@ -186,7 +186,7 @@ class Single(Schedule):
     def flush(self) -> None:
         """Nothing is deferred; but rows may be on their way into a cache, which others read."""
         if self._rows_ahead is not None:
-            self._rows_ahead.settle()
+            self._rows_ahead.wait_for_all()
 
     def discard(self) -> None:
         self.flush()

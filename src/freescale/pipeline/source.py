@@ -19,19 +19,19 @@ class BatchSource:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether batches stay as they are when the next one is taken: the iterator says so. Others
-        may fill the same buffers again."""
+        """Whether batches stay valid when the next one is taken: an attribute of the iterator.
+        Other iterators may reuse the buffers."""
         return getattr(self.iterator, "is_lasting", False)
 
     def wait_for_next(self) -> None:
-        """Until the data has the next batch, where its iterator can tell; else `take` waits."""
+        """Waits until the next batch is ready, if the iterator can tell; otherwise `take` waits."""
         wait = getattr(self.iterator, "wait_for_next", None)
         if wait is not None and self._open and not self._returned:
             wait()
 
     def take(self) -> SequenceBatch | None:
         """None once the data has ended or `close` was called. After an error too: an iterator that
-        failed is not asked again."""
+        failed is not read again."""
         if not self._open:
             return None
         if self._returned:

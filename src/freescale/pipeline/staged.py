@@ -17,21 +17,21 @@ urgent for these rows and deferred for all others, until stage 3 of the next ste
 Every row is updated once per step, with the step number and learning rate of the step that made its
 gradient; once `flush` has applied the deferred gradients, the tables equal those of the serial
 schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but not i. Stages 1 and
-2 touch no row. On CPUs they go first because 5 depends on what they find, and their messages would
-wait behind the bulk of 3 on a slow link; on GPUs, where they take longer than their messages, they
-happen while the first gradients of 3 are on their way. Each lane is a thread with its own channel,
+2 touch no row. On CPUs they go first: stage 5 depends on their result, and their messages would
+queue behind the bulk of 3 on a slow link. On GPUs, where computing takes longer than messages, they
+run while the first gradients of 3 are on their way. Each lane is a thread with its own channel,
 so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the next
 forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
 On GPUs, and between CPUs of several machines, lane `input` also does stage 1, a step earlier. A
 message between machines takes as long as many rows, and the link would be idle while a step begins
-with two of them; on a GPU the host waits for the device to know how many ids go to whom, and the
-lane that the next forward waits for would stand still meanwhile. The step of i ends without waiting
-for it: stage 2 of the next one does.
+with two of them. On a GPU the host waits for the device to count the ids for each owner, which
+would stall the lane that the next forward waits for. The step of i does not wait for it; stage 2 of
+the next step does.
 
 On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
-of i+1 wait for them, and stages 3 and 4 have nothing to do. To find and send apart what is so
-little would take more of the processor than it hides.
+of i+1 wait for them, and stages 3 and 4 have nothing to do. Dividing so few rows would cost more
+processor time than it hides.
 
 Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
 resident while the first gradients of 3 are on their way. Those of i-1, whose gradients it applies,
@@ -51,21 +51,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.capture import Capture
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Sharded
-from freescale.embedding.request import Request, require
+from freescale.embedding.lease import Capture
+from freescale.embedding.request import Request
 from freescale.pipeline.host_heap import share_heap, trim_heap
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
+from freescale.pipeline.row_stages import RowStages
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
-from freescale.transport.api import Transport
 
 
 class Staged(Schedule):
@@ -86,7 +85,7 @@ class Staged(Schedule):
         self.urgent = Lane("urgent", self.transport, urgent=True)
         self.input = Lane("input", self.transport)
         self.lanes = (self.ahead, self.urgent, self.input)
-        self._masks = masks
+        self._stages = RowStages(self.tables, self.ahead, self.urgent, masks)
         self._in_flight = InFlight()
 
     # ---- the main thread
@@ -128,7 +127,7 @@ class Staged(Schedule):
     ) -> tuple[StepResult, StagedBatch | None]:
         """Returns the result of `current`, and the batch after `following`."""
         in_flight = self._in_flight
-        previous, captures = in_flight.take_unsettled(), in_flight.take_captures()
+        previous, captures = in_flight.pop_deferred(), in_flight.take_captures()
         current.captured = Moment(self.transport.device) if captures else None
         self._taken.remove(current.preparation)
         in_flight.jobs = [
@@ -148,7 +147,7 @@ class Staged(Schedule):
         in_flight.jobs.append(
             self.urgent.submit(lambda: self._run_urgent(current, following), current.gradients)
         )
-        in_flight.unsettled = current
+        in_flight.deferred = current
         # A rank that has left the loop takes part in no further collective.
         in_flight.wait_for_agreement(self.ledger)
         for replicated, request in self.tables.pair_replicated(current.requests):
@@ -159,7 +158,7 @@ class Staged(Schedule):
         return self._make_result(current.batch, current.agreement, losses, norm), after
 
     def _compute_and_prepare(self, current: StagedBatch, source: BatchSource) -> None:
-        """Forward and backward, with lane `input` beside them.
+        """Forward and backward, while lane `input` prepares the next batch.
 
         The lane plans and packs in Python. On a GPU it does so after the forward, whose launches
         need the interpreter more than the backward's; on a CPU it has the whole step.
@@ -178,21 +177,21 @@ class Staged(Schedule):
         current: StagedBatch,
         following: StagedBatch | None,
     ) -> None:
-        """Runs beside the forward and backward of `current`."""
+        """Runs during the forward and backward of `current`."""
         try:
             if self._on_host:
                 self._find_shared(current, following)
-                meanwhile = partial(self._make_resident, following)
+                meanwhile = partial(self._stages.make_resident, following)
             else:
                 meanwhile = partial(self._find_shared, current, following)
-            spent = self._push_deferred_gradients(previous, self.ahead.transport, meanwhile)
+            spent = self._stages.push_deferred_gradients(previous, self.ahead.transport, meanwhile)
             if current.captured is not None:  # all of i-1 is applied, nothing of i
                 for capture in captures:
                     capture.make()
                 current.captured.reach()
             if following is None:
                 return
-            self._allocate_rows(following, spent)
+            self._stages.allocate_rows(following, spent)
             following.allocated.reach()
         except BaseException as error:  # lane `urgent` and writers of checkpoints wait for these
             allocated = following.allocated if following is not None else None
@@ -200,7 +199,7 @@ class Staged(Schedule):
                 if moment is not None:
                     moment.fail(error)
             raise
-        self._pull_early_rows(following)
+        self._stages.pull_early_rows(following)
         if self._on_host:
             trim_heap(sum(request.bytes_of_rows for _, request in self._sharded(following)))
 
@@ -208,70 +207,8 @@ class Staged(Schedule):
         """Stages 1 and 2, lane `ahead`."""
         with current.compared.reached_by():
             if following is not None:
-                self._request_ids(following)
-                self._compare(current, following)
-
-    def _request_ids(self, following: StagedBatch) -> None:
-        """Stage 1, lane `ahead`, unless lane `input` does it: deduplicates the ids and sends them
-        to the owners of the rows."""
-        following.requested.wait(host=True)
-        if not following.requests:
-            following.requests = self.tables.request(following.micro, self.ahead.transport)
-        for _, request in self._sharded(following):
-            self.ahead.borrow(*request.list_tensors())
-
-    def _compare(self, current: StagedBatch, following: StagedBatch) -> None:
-        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share. On a
-        GPU they make the rows resident while the device is at it."""
-        transport = self.ahead.transport
-        pairs = zip(self._sharded(current), self._sharded(following), strict=True)
-        for (group, now), (_, then) in pairs:
-            bring = None if self._on_host else partial(group.make_resident, then, transport)
-            group.compare(now, then, transport, self._masks, bring)
-
-    def _make_resident(self, following: StagedBatch | None) -> None:
-        """At the beginning of stage 3, lane `ahead` of a CPU: the owners bring the rows to where it
-        reaches them. Those of `current` and of the batch before stay there: their gradients are on
-        the way."""
-        if following is None:
-            return
-        for group, request in self._sharded(following):
-            group.make_resident(request, self.ahead.transport)
-
-    def _push_deferred_gradients(
-        self,
-        previous: StagedBatch | None,
-        transport: Transport,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> list[Tensor]:
-        """Stage 3, lane `ahead` (or, at a flush, the main thread): the deferred gradients go to the
-        owners, who update their rows. Calls `meanwhile` while the first are on their way. Returns
-        the gradients of all groups: their memory is free."""
-        gradients: list[Tensor] = []
-        if previous is not None:
-            gradients, previous.gradients = previous.gradients, []
-            for (group, request), gradient in zip(self._sharded(previous), gradients, strict=True):
-                deferred = [request.whole] if request.deferred is None else request.deferred
-                group.push_gradients(
-                    request, gradient, deferred, transport, meanwhile, **previous.update
-                )
-                meanwhile = None
-            previous.requests = []  # done: several numbers for each row
-        if meanwhile is not None:
-            meanwhile()
-        return gradients
-
-    def _allocate_rows(self, following: StagedBatch, spent: list[Tensor]) -> None:
-        """Between stages 3 and 4, lane `ahead`: memory for the rows, out of the spent gradients."""
-        for group, request in self._sharded(following):
-            group.allocate_rows(request, spent.pop(0) if spent else None)
-            self.urgent.borrow(request.rows)
-
-    def _pull_early_rows(self, following: StagedBatch) -> None:
-        """Stage 4, lane `ahead`: the rows that do not collide."""
-        for group, request in self._sharded(following):
-            group.pull_rows(request, request.early, self.ahead.transport)
-            request.await_log_q()
+                self._stages.request_ids(following)
+                self._stages.compare(current, following, brings=not self._on_host)
 
     def _sharded(self, batch: StagedBatch) -> list[tuple[Sharded, Request]]:
         return self.tables.pair_sharded(batch.requests)
@@ -279,27 +216,15 @@ class Staged(Schedule):
     # ---- lane `urgent`: stages 5 and 6, on its thread and stream, over its channel
 
     def _run_urgent(self, current: StagedBatch, following: StagedBatch | None) -> None:
-        """Runs after the backward of `current`, beside the dense sums and the dense optimizer."""
+        """Runs after the backward of `current`, during the dense sums and the dense optimizer."""
         current.compared.wait(host=True)
         if following is None:
             return
         if current.captured is not None:
             current.captured.wait(host=True)
-        self._push_urgent_gradients(current)
+        self._stages.push_urgent_gradients(current)
         following.allocated.wait(host=True)
-        self._pull_late_rows(following)
-
-    def _push_urgent_gradients(self, current: StagedBatch) -> None:
-        """Stage 5, lane `urgent`: gradients of the rows that the following batch reads too."""
-        pairs = zip(self._sharded(current), current.gradients, strict=True)
-        for (group, request), gradient in pairs:
-            urgent = [require(request.urgent)]
-            group.push_gradients(request, gradient, urgent, self.urgent.transport, **current.update)
-
-    def _pull_late_rows(self, following: StagedBatch) -> None:
-        """Stage 6, lane `urgent`: the rows that collide, after their update."""
-        for group, request in self._sharded(following):
-            group.pull_rows(request, [require(request.late)], self.urgent.transport)
+        self._stages.pull_late_rows(following)
 
     # ---- lane `input`, as the main thread uses it
 
@@ -389,8 +314,8 @@ class Staged(Schedule):
     def flush(self) -> None:
         """Applies the deferred gradients: afterwards the tables are those of the serial schedule. A
         collective."""
-        self._in_flight.settle()
-        self._push_deferred_gradients(self._in_flight.take_unsettled(), self.transport)
+        self._in_flight.wait_for_all()
+        self._stages.push_deferred_gradients(self._in_flight.pop_deferred(), self.transport)
         for capture in self._in_flight.take_captures():
             capture.make()
 
@@ -398,7 +323,7 @@ class Staged(Schedule):
         """The lane `ahead` copies the rows in the next step, behind stage 3; lane `urgent` waits
         for it with stage 5. Without a next step, `flush` does."""
         self._in_flight.captures.append(rows)
-        if self._in_flight.unsettled is None:
+        if self._in_flight.deferred is None:
             self.flush()
 
     def finish_captures(self) -> None:
@@ -409,8 +334,8 @@ class Staged(Schedule):
     def discard(self) -> None:
         """Forgets the deferred gradients and the rows that were pulled ahead. A collective."""
         self.finish_captures()
-        self._in_flight.settle()
-        self._in_flight.take_unsettled()
+        self._in_flight.wait_for_all()
+        self._in_flight.pop_deferred()
         self._in_flight.replaced = True
 
     def _end_run(self) -> None:

@@ -31,8 +31,7 @@ class Stopwatch:
     def __init__(
         self, clock: Clock, device: torch.device, wanted: bool = True, every: int = 1
     ) -> None:
-        """`wanted`: whether anybody reads it; otherwise nothing is measured. One step of `every` is
-        measured."""
+        """`wanted`: if False, nothing is measured. One step of `every` is measured."""
         self._wanted, self._every, self._measures = wanted, every, wanted
         self._clock: Clock | _ThreadClock = _ThreadClock() if device.type == "cpu" else clock
         self._running: list[tuple[Any, Any]] = []

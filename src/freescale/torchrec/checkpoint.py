@@ -110,7 +110,7 @@ def load_checkpoint(
     reading = run_on_all_ranks(transport, lambda: _prepare(source, model, optimizer, prefix))
     if not tables.placed:
         tables.place()
-    tables.discard()
+    tables.lease.discard()
     wanted: dict[str, Take] = {key: _fill(value) for key, value in reading.dense.items()}
     for name, keys in reading.tables.items():
         parts, (layout, rank) = tables.get_local_state(name), _find_layout(tables, name)
@@ -234,7 +234,7 @@ def save_checkpoint(
 
     of_tables, states = run_on_all_ranks(transport, name_states)
     step = next((kept[STEP] for kept in states.values() if STEP in kept), None)
-    tables.settle()
+    tables.lease.flush()
     weights = _collect_dense(model)
     for name in tables.specs:
         parts = _collect_table(tables, name)

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from freescale.embedding.pooling import Bags, pool_rows
+from freescale.embedding.readers import Bags, pool_rows
 from freescale.embedding.tables import Tables
 from freescale.torchrec.batches import BatchForm
 

@@ -57,7 +57,7 @@ def evaluate_retrieval(
         keep: Gets the model's ranks sample by sample.
     """
     transport, module = parallel.transport, parallel.module
-    parallel.tables.settle()
+    parallel.tables.lease.flush()
     ids, rows = parallel.tables.get_local_rows(table)
     with torch.no_grad(), evaluation_mode(module):
         # Scores are computed on the device, wherever the rows are at home.

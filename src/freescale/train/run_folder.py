@@ -36,7 +36,7 @@ from freescale.launch.attempts import (
     read_endings,
     read_restarts,
 )
-from freescale.train.snapshot.keeper_link import RUN_ID, read_run_id
+from freescale.train.snapshot.holder_link import RUN_ID, read_run_id
 
 if TYPE_CHECKING:  # imports torch, which `new_folder` does not need
     from freescale.transport.api import Transport
@@ -180,7 +180,7 @@ class RunFolder:
             self._lock = None
 
     def _find_snapshots(self, remembers: Callable[[str], bool]) -> bool:
-        """Whether keepers have snapshots of the run in the folder."""
+        """Whether snapshot holders have snapshots of the run in the folder."""
         found = None
         if self._transport.rank == 0 and self._folder is not None:
             found = read_run_id(self._folder)

@@ -3,8 +3,9 @@ bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from freescale.ledger.ledger import Ledger, ThreadLedger
 
 class TransportError(RuntimeError):
     """A collective failed: a peer died, the network broke or the time ran out."""
+
+
+Gather = Callable[[bytes], list[bytes]]  # exchanges control messages: `Transport.gather_bytes`
+Sizes = Sequence[int]  # rows for or from each rank
 
 
 class Handle(Protocol):
@@ -49,14 +54,15 @@ class Transport(Protocol):
     All ranks call the same methods in the same order. Methods that return a `Handle` start the
     collective; the tensor that they send must not change until it was waited for. `kind` is the
     kind of traffic that the ledger accounts the bytes under: counts, ids, rows, gradients, samples
-    or dense.
+    or dense. All of them raise TransportError if the transport has failed before, or a rank died
+    or fell silent.
 
     Attributes:
         rank: of this process, from 0.
         world: number of ranks.
         device: of the tensors.
         ledger: records every collective.
-        lines: messages that it can carry beside each other.
+        lines: messages that it can carry at the same time.
         sums_apart: whether a channel's exchanges are a way around the process group, which sums.
         nearby: whether all ranks are on one machine.
         about: its name, and why it was chosen.
@@ -71,78 +77,33 @@ class Transport(Protocol):
     nearby: bool
     about: str
 
-    def all_to_all(
-        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
-    ) -> Handle:
+    def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Handle:
         """Sends rows to every rank and receives rows from every rank.
 
         Args:
             tensor: [sum(send), ...], contiguous: the rows, in the order of the ranks they go to.
             send: [world], number of rows for each rank, this one included.
             receive: [world], number of rows from each rank: its `send[self.rank]`.
-            kind: of traffic.
 
         Returns:
             A handle on [sum(receive), ...], rows in the order of the ranks they come from.
-
-        Raises:
-            TransportError: the transport has failed before, or a peer is gone.
         """
 
     def all_gather(self, tensor: Tensor, kind: str) -> Handle:
-        """Gathers a tensor of every rank.
-
-        Args:
-            tensor: [...], of the same shape and dtype on every rank.
-            kind: of traffic.
-
-        Returns:
-            A handle on [world, ...], in rank order.
-
-        Raises:
-            TransportError: the transport has failed before, or a peer is gone.
-        """
+        """Gathers tensor [...], of the same shape and dtype on every rank. Returns a handle on
+        [world, ...], in rank order."""
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
-        """Adds a tensor up over the ranks, in place.
-
-        Args:
-            tensor: [...], of the same shape and dtype on every rank.
-            kind: of traffic.
-
-        Returns:
-            A handle on `tensor`, which then holds the sum.
-
-        Raises:
-            TransportError: the transport has failed before, or a peer is gone.
-        """
+        """Adds a tensor up over the ranks, in place: of the same shape and dtype on every rank.
+        Returns a handle on it."""
 
     def broadcast(self, tensor: Tensor, kind: str) -> Handle:
-        """Overwrites a tensor by rank 0's, in place.
-
-        Args:
-            tensor: [...], of the same shape and dtype on every rank.
-            kind: of traffic.
-
-        Returns:
-            A handle on `tensor`, which then holds rank 0's values.
-
-        Raises:
-            TransportError: the transport has failed before, or a peer is gone.
-        """
+        """Overwrites a tensor, of the same shape and dtype on every rank, by rank 0's. Returns a
+        handle on it."""
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Exchanges control messages. Blocks; not meant for every step.
-
-        Args:
-            payload: of any length, also empty, and not necessarily of the same on every rank.
-
-        Returns:
-            [world], every rank's payload, in rank order.
-
-        Raises:
-            TransportError: a rank died or fell silent.
-        """
+        """Exchanges control messages of any length. Blocks; not meant for every step. Returns
+        [world], every rank's payload, in rank order."""
 
     def channel(self, ledger: ThreadLedger, urgent: bool = False) -> Transport:
         """Opens another transport over the same ranks, for another thread. A collective.
@@ -153,13 +114,13 @@ class Transport(Protocol):
 
         Args:
             ledger: records the channel's collectives.
-            urgent: its traffic overtakes that of channels which are not, where the transport can.
+            urgent: its traffic overtakes that of other channels, if the transport can.
 
         Returns:
             The channel.
 
         Raises:
-            TransportError: a rank died, fell silent or has no memory or connections for it.
+            TransportError: a rank has no memory or connections for it, too.
         """
 
     def release(self, channel: Transport) -> None:
@@ -181,10 +142,17 @@ class Transport(Protocol):
         Returns:
             ([world] what to add to a rank's clock to get rank 0's, [world] the uncertainty of it),
             in nanoseconds.
-
-        Raises:
-            TransportError: a rank died or fell silent.
         """
 
     def close(self) -> None:
         """Closes connections, threads and channels. Peers that still wait for this rank fail."""
+
+
+class Gathers(Protocol):
+    @property
+    def gather_bytes(self) -> Gather: ...
+
+
+def gather_json(transport: Gathers, value: Any) -> list[Any]:
+    """[world], every rank's value of plain JSON, in rank order. A collective."""
+    return [json.loads(part) for part in transport.gather_bytes(json.dumps(value).encode())]

@@ -8,9 +8,10 @@ exchanges, none of which failed or is still under way.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from freescale.transport.api import Gather
 
 _T = TypeVar("_T")
 
@@ -44,19 +45,9 @@ class ChannelPool(Generic[_T]):
         self._open[self._count] = _Entry(made, urgent, exchanges)
         self._count += 1
 
-    def reuse(
-        self, urgent: bool, gather: Callable[[bytes], list[bytes]]
-    ) -> tuple[_T | None, list[_T]]:
-        """Opens a released channel again. A collective.
-
-        Args:
-            urgent: of the channel.
-            gather: exchanges control messages, as `Transport.gather_bytes` does.
-
-        Returns:
-            (the first channel that can be used again or None, released channels that never can,
-            because a rank closed its end).
-        """
+    def reuse(self, urgent: bool, gather: Gather) -> tuple[_T | None, list[_T]]:
+        """Opens a released channel again. A collective. Returns the first channel that can be used
+        again or None, and released channels that never can, because a rank closed its end."""
         mine = {str(number): channel.exchanges.begun for number, channel in self._released.items()}
         found = [
             json.loads(answer) for answer in gather(json.dumps([mine, self._to_tell]).encode())

@@ -18,37 +18,26 @@ def find_rdma_devices() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def depends_on_engine(asked: str) -> bool:
+def depends_on_engine(requested: str) -> bool:
     """Whether the choice depends on the compiled engine. Where it does not, nothing is compiled."""
-    return asked == "auto"
+    return requested == "auto"
 
 
 def choose_transport(
-    asked: str, device: str, machines: int, ucx: bool, rdma: bool, engine: bool
+    requested: str, device: str, machines: int, ucx: bool, rdma: bool, engine: bool
 ) -> tuple[str, str]:
-    """Chooses what carries a run's traffic.
-
-    Args:
-        asked: one of TRANSPORTS.
-        device: cpu or cuda.
-        machines: number of machines that the ranks are on.
-        ucx, rdma, engine: whether every rank has the package ucxx, an RDMA device, the engine in C.
-
-    Returns:
-        (one of TRANSPORTS but auto, the reason).
-
-    Raises:
-        ValueError: `asked` is unknown, or not possible here.
-    """
-    if asked not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {asked!r}")
-    if asked == "hostwire-ucx" and not ucx:
+    """Chooses what carries a run's traffic. Returns one of TRANSPORTS but auto, and the reason.
+    `ucx`, `rdma`, `engine`: whether every rank has the package ucxx, an RDMA device, the engine in
+    C. ValueError if the request is unknown, or not possible here."""
+    if requested not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {requested!r}")
+    if requested == "hostwire-ucx" and not ucx:
         raise ValueError(
             "transport hostwire-ucx needs the package ucxx on every rank: "
             "pip install 'freescale[ucx]'"
         )
-    if asked != "auto":
-        return asked, "as requested"
+    if requested != "auto":
+        return requested, "as requested"
     if device == "cpu" and machines == 1 and engine:
         return "hostwire-gloo", (
             "CPU ranks of one machine: shared memory carries what is not summed, at a fraction of "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
-from freescale.transport.api import Transport, TransportError
+from freescale.transport.api import Transport, TransportError, gather_json
 from freescale.transport.choice import (
     choose_transport,
     depends_on_engine,
@@ -112,11 +111,9 @@ def connect(
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    chosen = (
-        device
-        if isinstance(device, torch.device)
-        else choose_device(device, local_rank, local_world)
-    )
+    chosen = device
+    if not isinstance(chosen, torch.device):
+        chosen = choose_device(chosen, local_rank, local_world)
     if chosen.type == "cuda":
         if torch.cuda.device_count() < local_world:
             os.environ.update(list_settings(local_rank, local_world, shared=True))
@@ -138,11 +135,7 @@ def connect(
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     try:
         soon, longest = (timedelta(seconds=s) for s in (timeout, max(timeout, _JOIN_SECONDS)))
-        dist.init_process_group(
-            backend,
-            timeout=longest,
-            **_open_store(soon, longest),
-        )
+        dist.init_process_group(backend, timeout=longest, **_open_store(soon, longest))
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
@@ -211,20 +204,10 @@ def _join(
 
 
 def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str, bool]:
-    """Chooses the transport of ranks that have joined. A collective.
-
-    Ranks may have different packages and devices, and decide by what all of them have.
-
-    Args:
-        transport: one of choice.TRANSPORTS.
-        made: connects the ranks.
-
-    Returns:
-        (the transport's name, the reason, whether all ranks are on one machine).
-
-    Raises:
-        ValueError: on all ranks, if one may not open as many files as the transport takes.
-    """
+    """Chooses the transport of ranks that have joined, by what all of them have: they may have
+    different packages and devices. A collective. Returns the transport's name, the reason, and
+    whether all ranks are on one machine. ValueError, on all ranks, if one may not open as many
+    files as the transport takes."""
     device = made.device.type
     engine = depends_on_engine(transport) and not explain_missing_engine()
     here = [
@@ -234,8 +217,7 @@ def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str
         bool(find_rdma_devices()),
         engine,
     ]
-    found = [json.loads(part) for part in made.gather_bytes(json.dumps(here).encode())]
-    machines, limits, *everywhere = zip(*found, strict=True)
+    machines, limits, *everywhere = zip(*gather_json(made, here), strict=True)
     chosen, why = choose_transport(
         transport, device, len(set(machines)), *(all(has) for has in everywhere)
     )

@@ -10,7 +10,7 @@ LINES = {"cpu": 1, "cuda": 3}
 # of gloo, with a connection to each rank: torch's own, the tensors', the control messages'
 _GROUPS = 3
 _STORE = 1  # of rank 0, which may keep the store where ranks meet
-# channels of a pipeline, beside the main thread's: three of the staged schedule, one of the
+# channels of a pipeline, in addition to the main thread's: three of the staged schedule, one of the
 # partitioned all-reduce
 _LANES = 4
 _SHARED = 3  # of a channel, to a rank of the same machine: a socket each way and its memory
@@ -20,13 +20,8 @@ _OTHERS = 256
 
 
 def count_per_rank(transport: str, device: str, neighbour: bool = False) -> int:
-    """Descriptors that a rank needs for each other one.
-
-    Args:
-        transport: not auto.
-        device: cpu or cuda.
-        neighbour: whether the other rank is on the same machine.
-    """
+    """Descriptors that a rank needs for each other one. `neighbour`: whether that is on the same
+    machine. The transport is not auto."""
     common = _GROUPS + _STORE
     if transport == "collective":
         return common + _LANES * LINES[device]
@@ -53,11 +48,11 @@ def count_fitting_ranks(transport: str, device: str, limit: int, local_world: in
     world = 1
     for name in _list_candidates(transport, device):
         left = max(0, limit - _OTHERS)
-        beside = count_per_rank(name, device, neighbour=True)
-        near = min(local_world - 1, left // beside)
+        nearby = count_per_rank(name, device, neighbour=True)
+        near = min(local_world - 1, left // nearby)
         far = 0
         if near == local_world - 1:
-            far = (left - near * beside) // count_per_rank(name, device)
+            far = (left - near * nearby) // count_per_rank(name, device)
         world = max(world, 1 + near + far)
     return world
 

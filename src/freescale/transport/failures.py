@@ -1,13 +1,15 @@
-"""A failure on one rank ends the work of all ranks, with its words."""
+"""A failure on one rank raises on all ranks, with the same message."""
 
 from __future__ import annotations
 
 import errno
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-from freescale.transport.api import Transport
+import torch
+
+from freescale.transport.api import Gather, Transport, gather_json
 
 T = TypeVar("T")
 
@@ -18,25 +20,22 @@ class RemoteError(RuntimeError):
     """Another rank failed or left the loop; this one stops with it."""
 
 
-def find_first_error(error: Exception | None, transport: Transport) -> Exception | None:
-    """What this rank has to raise. A collective.
-
-    Args:
-        error: this rank's own failure; None if it has none.
-        transport: over all ranks.
-
-    Returns:
-        This rank's own error; otherwise a `RemoteError` with the words of the first rank that
-        failed; None if no rank failed.
-    """
-    message = f"{type(error).__name__}: {error}" if error is not None else ""
-    messages = transport.gather_bytes(message.encode())
-    if error is not None:
-        return error
-    for rank, text in enumerate(messages):
+def find_first_message(message: str, gather: Gather) -> tuple[int, str] | None:
+    """The first rank whose message is not empty, and its message. A collective."""
+    for rank, text in enumerate(gather(message.encode())):
         if text:
-            return RemoteError(f"rank {rank} stopped: {text.decode()}")
+            return rank, text.decode()
     return None
+
+
+def find_first_error(error: Exception | None, transport: Transport) -> Exception | None:
+    """Finds what this rank has to raise: its own error, otherwise a `RemoteError` with the message
+    of the first rank that failed; None if no rank failed. A collective."""
+    message = "" if error is None else f"{type(error).__name__}: {error}"
+    failed = find_first_message(message, transport.gather_bytes)
+    if error is None and failed is not None:
+        return RemoteError("rank {} stopped: {}".format(*failed))
+    return error
 
 
 def raise_together(error: Exception | None, transport: Transport) -> None:
@@ -44,6 +43,38 @@ def raise_together(error: Exception | None, transport: Transport) -> None:
     found = find_first_error(error, transport)
     if found is not None:
         raise found
+
+
+@contextmanager
+def failing_together(transport: Transport) -> Iterator[None]:
+    """An exception inside raises on all ranks. A collective, at the end of the block."""
+    error = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks
+        error = caught
+    raise_together(error, transport)
+
+
+def raise_in_step(error: Exception | None, transport: Transport, need: int = 0) -> None:
+    """As `raise_together`, with a single number from each rank if none failed. A collective.
+
+    Args:
+        error: this rank's own failure; None if it has none.
+        transport: over all ranks.
+        need: positive if `error` is a shortage: how much this rank needs. The message of the rank
+            that needs most is raised on all ranks, as a ValueError.
+    """
+    mine = need if need or error is None else -1
+    needs = transport.all_gather(torch.tensor([mine]), "counts").wait().view(-1).tolist()
+    if not any(needs):
+        return
+    messages = [part.decode() for part in transport.gather_bytes(str(error or "").encode())]
+    most = max(needs)
+    if most > 0:
+        rank = needs.index(most)
+        raise ValueError(f"rank {rank}: {messages[rank]}")
+    raise_together(error, transport)
 
 
 def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[ValueError]) -> T:
@@ -58,9 +89,9 @@ def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[V
         result = work()
     except (OSError, ValueError) as error:
         problem = [type(error).__name__, describe_error(error)]
-    for said in map(json.loads, transport.gather_bytes(json.dumps(problem).encode())):
-        if said is not None:
-            name, text = said
+    for found in gather_json(transport, problem):
+        if found is not None:
+            name, text = found
             raise next((kind for kind in kinds if kind.__name__ == name), ValueError)(text)
     return result
 
@@ -68,8 +99,8 @@ def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[V
 def run_on_rank_0(
     transport: Transport, work: Callable[[], object], failure: str | None = None
 ) -> None:
-    """Runs `work` on rank 0; if it fails, all ranks say so, and what of it: the `failure`. A
-    collective."""
+    """Runs `work` on rank 0. If it fails, all ranks raise a ValueError that begins with `failure`.
+    A collective."""
 
     def run() -> None:
         try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from freescale.ledger.ledger import Ledger, ThreadLedger
-from freescale.transport.api import Transport
+from freescale.transport.api import Sizes, Transport
 
 
 class _Done:
@@ -42,9 +40,7 @@ class LocalTransport:
         with self.ledger.begin_collective(kind, 0, 0, "local").wait():
             return _Done(tensor)
 
-    def all_to_all(
-        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
-    ) -> _Done:
+    def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> _Done:
         assert list(send) == list(receive) == [tensor.shape[0]], (send, receive, tensor.shape)
         return self._record(tensor, kind)
 

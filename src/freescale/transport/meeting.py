@@ -51,20 +51,9 @@ def warn_of_shared_store(environment: Mapping[str, str]) -> str | None:
 
 
 def meet(store: Store, rank: int, world: int, seconds: float) -> Store:
-    """Waits for all ranks of this attempt. A collective.
-
-    Args:
-        store: that all ranks share, with whatever earlier attempts left in it.
-        rank: of this process.
-        world: number of ranks.
-        seconds: to wait at most.
-
-    Returns:
-        The store, with keys of this attempt alone.
-
-    Raises:
-        TransportError: not all ranks have come.
-    """
+    """Waits for all ranks of this attempt, for so many seconds at most. A collective. The store is
+    one that all ranks share, with whatever earlier attempts left in it. Returns it with keys of
+    this attempt alone. TransportError if not all ranks have come."""
     rooms = PrefixStore("freescale", store)
     if rank != 0:
         word = secrets.token_hex(8)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.streams import record_event
+from freescale.transport.api import Sizes
 
 
 class PairwiseAllToAll:
@@ -22,15 +23,10 @@ class PairwiseAllToAll:
     """
 
     def __init__(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        receive: list[int],
-        send: list[int],
-        group: dist.ProcessGroup,
+        self, output: Tensor, tensor: Tensor, receive: Sizes, send: Sizes, group: dist.ProcessGroup
     ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        into, out = torch.split(output, receive), torch.split(tensor, send)
+        into, out = torch.split(output, list(receive)), torch.split(tensor, list(send))
         self._works: list[dist.Work] = []
         for distance in range(1, world):
             if receive[peer := (rank - distance) % world]:
@@ -54,12 +50,7 @@ class StagedAllToAll:
     host waits for the first copy when this is made."""
 
     def __init__(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        receive: list[int],
-        send: list[int],
-        group: dist.ProcessGroup,
+        self, output: Tensor, tensor: Tensor, receive: Sizes, send: Sizes, group: dist.ProcessGroup
     ) -> None:
         sent, self._arrived = (
             torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tensor, output)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
 from freescale.streams import current_stream
-from freescale.transport.api import Handle, Transport, TransportError
+from freescale.transport.api import Gather, Handle, Sizes, Transport, TransportError
 from freescale.transport.channel_pool import ChannelPool, ExchangeCount
 from freescale.transport.descriptors import LINES
 from freescale.transport.pairwise import PairwiseAllToAll, StagedAllToAll
@@ -37,20 +38,9 @@ _T = TypeVar("_T")
 _PINGS = 8
 
 
-def measure_clock_offsets(
-    group: dist.ProcessGroup, gather: Callable[[bytes], list[bytes]]
-) -> tuple[list[int], list[int]]:
-    """Ranks of one machine share its monotonic clock; others ping rank 0 in turn and keep the
-    quickest answer. A collective.
-
-    Args:
-        group: of gloo.
-        gather: exchanges control messages, as `Transport.gather_bytes` does.
-
-    Returns:
-        ([world] what to add to a rank's clock to get rank 0's, [world] the uncertainty of it), in
-        nanoseconds.
-    """
+def measure_clock_offsets(group: dist.ProcessGroup, gather: Gather) -> tuple[list[int], list[int]]:
+    """As `Transport.clock_offsets`. Ranks of one machine share its monotonic clock; others ping
+    rank 0 in turn and keep the quickest answer. `group` is of gloo."""
     own, world = dist.get_rank(group), dist.get_world_size(group)
     boot = Path("/proc/sys/kernel/random/boot_id")
     machines = gather(boot.read_bytes() if boot.exists() else b"?%d" % own)
@@ -106,18 +96,17 @@ def call_guarded(call: Callable[[], _T], what: str) -> _T:
         raise TransportError(f"{what} failed: a rank died or fell silent ({reason})") from error
 
 
+@dataclass(eq=False)
 class _Pending:
-    def __init__(
-        self,
-        start: Callable[[], Started],
-        collective: Collective,
-        describe: str,
-        exchanges: ExchangeCount,
-    ) -> None:
-        self._collective, self._describe, self._exchanges = collective, describe, exchanges
-        exchanges.begun += 1
-        self.path, self.bytes = collective.path, collective.sent
-        self._started: Started | None = call_guarded(start, describe)
+    _start: InitVar[Callable[[], Started]]
+    _collective: Collective
+    _describe: str
+    _exchanges: ExchangeCount
+
+    def __post_init__(self, start: Callable[[], Started]) -> None:
+        self._exchanges.begun += 1
+        self.path, self.bytes = self._collective.path, self._collective.sent
+        self._started: Started | None = call_guarded(start, self._describe)
 
     def wait(self, host: bool = False) -> Tensor:
         """Once: what was sent, and the result but for the caller, are free afterwards."""
@@ -168,8 +157,8 @@ class ProcessGroupTransport:
         self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
     def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
-        """What is planned on the host travels beside the rows, not behind them, and never waits for
-        a GPU."""
+        """What is planned on the host has a group of its own: it does not queue behind rows, and
+        never waits for a GPU."""
         return self.control if kind in _PLANNING and tensor.device.type == "cpu" else self.group
 
     def _begin(
@@ -183,9 +172,7 @@ class ProcessGroupTransport:
             self.exchanges,
         )
 
-    def all_to_all(
-        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
-    ) -> Handle:
+    def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Handle:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         size = tensor.element_size() * (

@@ -1,4 +1,4 @@
-"""Ranks that share a GPU, which CUDA's MPS divides among them: what NCCL and CUDA are told."""
+"""Settings of NCCL and CUDA for ranks that share a GPU, which CUDA's MPS divides among them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Names the rank that has fallen silent.
 
-When a collective fails, a rank knows that its time ran out or a connection broke, but seldom who is
-to blame: it may have waited for a rank that waited for another. So every rank gives a sign of life
-into the store twice a second, from a thread of its own. After a failure ranks look twice, and
+When a collective fails, a rank knows that its time ran out or a connection broke, but seldom which
+rank is to blame: it may have waited for a rank that waited for another. So every rank writes a sign
+of life to the store twice a second, from a thread of its own. After a failure ranks look twice, and
 those without a new sign (killed, stopped, swapped out, cut off) are named. Clocks are not compared,
 and nothing is read while all goes well.
 """
@@ -44,14 +44,8 @@ class SignsOfLife:
     """Gives this rank's signs, and finds ranks that give none."""
 
     def __init__(self, store: Store, rank: int, world: int, host: int | None) -> None:
-        """Starts to give signs.
-
-        Args:
-            store: of this attempt; connections of its own are opened.
-            rank: of this process.
-            world: number of ranks.
-            host: the rank in whose process the store is; None: in none of them.
-        """
+        """Starts to give signs, over connections to the store of its own. `host`: the rank in whose
+        process the store is; None: in none of them."""
         self._rank, self._world, self._host = rank, world, host
         self._period = _choose_period(world)
         own: Any = PrefixStore("signs", store)
@@ -103,7 +97,7 @@ class SignsOfLife:
         others = [rank for rank in range(self._world) if rank != self._rank]
         before = self._read(others)
         threading.Event().wait(_MISSED * self._period)
-        known = self._read_found()  # who looked first saw least of what followed
+        known = self._read_found()  # the first look is the most reliable
         if known is not None:
             return known
         silent = [rank for rank, sign in self._read(others).items() if sign == before[rank]]
@@ -144,13 +138,13 @@ def name_silent_ranks(transport: Transport) -> Iterator[None]:
         if signs is None or not _is_of_transport(error):
             raise
         silent = signs.find_silent()
-        words = " ".join(f"{error}".split())[:400]
+        message = " ".join(f"{error}".split())[:400]
         if not isinstance(error, TransportError):
-            words = f"an exchange failed: a rank died or fell silent ({words})"
+            message = f"an exchange failed: a rank died or fell silent ({message})"
         if silent:
             named = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
-            words += f"; no sign of life from rank{'s' * (len(silent) > 1)} {named}"
-        raise TransportError(words) from error
+            message += f"; no sign of life from rank{'s' * (len(silent) > 1)} {named}"
+        raise TransportError(message) from error
 
 
 def _is_of_transport(error: RuntimeError) -> bool:

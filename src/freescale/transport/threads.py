@@ -18,9 +18,8 @@ _running: dict[threading.Thread, Callable[[], None]] = {}
 def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -> threading.Thread:
     """Starts a thread that ends with the process and uses one core.
 
-    It is a daemon, because a thread that waits for a dead rank must not keep the process from
-    ending; but it is asked to end first, because one that is cut off inside torch aborts the
-    process.
+    It is a daemon: a thread that waits for a dead rank must not keep the process from ending. It
+    gets the signal to end first: a thread that is cut off inside torch aborts the process.
 
     Args:
         name: of the thread, after "freescale".

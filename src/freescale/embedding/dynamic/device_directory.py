@@ -19,11 +19,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.directory import BatchFigures, Decided, get_shard_tensors
+from freescale.embedding.dynamic.directory import (
+    BatchClock,
+    BatchFigures,
+    Decided,
+    get_shard_tensors,
+)
 from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
 from freescale.kernels.id_map.dispatch import choose_id_map
@@ -63,7 +67,7 @@ class Deciding:
     admitted: Admitted | None
 
 
-class DeviceDirectory:
+class DeviceDirectory(BatchClock):
     """The ids of one rank's shards. An entry's number is its row's, among this rank's."""
 
     def __init__(
@@ -78,21 +82,12 @@ class DeviceDirectory:
         )
         shards = first_shard, last_shard
         self._waiting = WaitingIds(rules, shards) if rules.shard_counters else None
-        self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
+        super().__init__(count)
         # Written by kernels: a copy would be between two of them, and as long as one.
-        told = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._told, self._told_swept, self._numbers = told[:_SUMS], told[_SUMS:], told.numpy()
+        pinned = torch.empty(_SUMS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._sums, self._swept, self._numbers = pinned[:_SUMS], pinned[_SUMS:], pinned.numpy()
         self.used = 0  # entries that hold an id
         self._in_turn = InTurn(device)  # on the map
-
-    @property
-    def batches(self) -> int:
-        """That were decided on, and not undone."""
-        return int(self.clock[0])
-
-    @batches.setter
-    def batches(self, count: int) -> None:
-        self.clock[:] = count
 
     @property
     def nbytes(self) -> int:
@@ -124,12 +119,7 @@ class DeviceDirectory:
                 admitted = self._waiting.count(missing, room, batch)
                 missing = admitted.missing
             placed, came, sums = kernels.place(
-                self.map,
-                missing,
-                batch=batch,
-                by_count=evict == "lfu",
-                told=self._told,
-                **bounds,
+                self.map, missing, batch=batch, by_count=evict == "lfu", told=self._sums, **bounds
             )
             kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)
@@ -179,7 +169,7 @@ class DeviceDirectory:
             torch.where(goes, entries, -1), nothing + EMPTY, nothing, torch.zeros_like(entries)
         )
         self._kernels.swap_contents(self.map, swept)
-        self._told_swept.copy_(goes.sum().view(1), non_blocking=True)
+        self._swept.copy_(goes.sum().view(1), non_blocking=True)
         return swept
 
     def find(self, keys: Tensor, absent: int = -1) -> Tensor:

@@ -115,7 +115,22 @@ class ShardArrays:
         return sum(array.nbytes for array in held)
 
 
-class Directory:
+class BatchClock:
+    """Counts the batches that were decided on, and not undone."""
+
+    def __init__(self, shards: int) -> None:
+        self.clock = np.zeros(max(1, shards), np.int64)  # of each shard: all the same
+
+    @property
+    def batches(self) -> int:
+        return int(self.clock[0])
+
+    @batches.setter
+    def batches(self, count: int) -> None:
+        self.clock[:] = count
+
+
+class Directory(BatchClock):
     """The ids of one rank's shards. An entry's number is its row's, among this rank's."""
 
     def __init__(self, rules: Dynamic, first_shard: int, last_shard: int) -> None:
@@ -125,16 +140,7 @@ class Directory:
         count, bits, counters = last_shard - first_shard, rules.shard_bits, rules.shard_counters
         self.rows = ShardArrays(count, rules.shard_rows, bits)
         self.counters = ShardArrays(count, counters, bits) if counters else None
-        self.clock = np.zeros(max(1, count), np.int64)  # of each shard: all the same
-
-    @property
-    def batches(self) -> int:
-        """That were planned, and not undone."""
-        return int(self.clock[0])
-
-    @batches.setter
-    def batches(self, count: int) -> None:
-        self.clock[:] = count
+        super().__init__(count)
 
     @property
     def used(self) -> int:
@@ -188,12 +194,12 @@ class Directory:
             raise MemoryError(f"the decisions about {n:,} ids need more memory than there is")
         self.batches += 1
         *counts, changes = figures.tolist()
-        told = BatchFigures(*counts)
+        decided = BatchFigures(*counts)
         return BatchChanges(
             found,
-            inserted[: told.inserted].copy(),
-            removed[: told.swept].copy(),
-            told,
+            inserted[: decided.inserted].copy(),
+            removed[: decided.swept].copy(),
+            decided,
             log[:changes].copy(),
         )
 

@@ -74,7 +74,7 @@ class DynamicLayout:
         return torch.int64
 
     def find_local(self, keys: Tensor) -> Tensor:
-        """What the owner is asked for: only it knows the rows."""
+        """What is requested from the owner: only the owner knows the rows."""
         return keys
 
     def list_edges(self, device: torch.device) -> Tensor:

@@ -3,20 +3,19 @@ device or behind a cache, and a directory that says which id each of them has.
 
     make_resident   decide (directory.py, device_directory.py), keep the rows that go, draw those
                     that come
-    settle          where the device decides: the host waits until it knows how many came
+    wait_for_rows   where the device decides: the host waits until it knows how many came
     begin           the step of a batch begins: what was decided for it is no longer provisional
-    roll_back       out with what is provisional; the next `begin` has it again
+    roll_back       take back what is provisional; the next `begin` restores it
     looking_back    the state after an earlier batch, for copies of it
 
-Decisions for the batches t and t+1 are made before the step of t is over. Each of them can be taken
-back: a `_Decision` keeps the rows that it replaced. Schedules that train the same batches make the
-same decisions, and whoever looks between two steps sees those of the steps that have begun.
+Schedules that train the same batches make the same decisions, and whoever looks between two steps
+sees those of the steps that have begun (decisions.py).
 
 Two rows behind the table's own belong to ids that have none: one is always zero and is read, the
 other takes their gradients and is never read. Two, because one batch's gradients arrive while
-another one reads. Where a default row is learned, requesters ask for it in every batch, are told
-which of their ids have no row, and read it for them: it travels, collides and is updated like any
-other row.
+another one reads. If a default row is learned, requesters request it with every batch. The owner
+answers which of their ids have no row, and they read the default row for these: it travels,
+collides and is updated like any other row.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from freescale.embedding.dynamic.decisions import Decision, Decisions
 from freescale.embedding.dynamic.device_directory import Deciding, DeviceDirectory
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
-from freescale.embedding.dynamic.draws import BatchDraws, DrawCounts
+from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
-from freescale.embedding.storage import Recorder, RowStorage, draw_initial_rows
+from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions, draw_initial_rows
 from freescale.kernels.row_moves.triton import insert_drawn, insert_zeros
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.kernels.rows.dispatch import choose_row_exchange, fits_exchange
@@ -43,20 +42,8 @@ from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
-_SPARE = 4  # by a fourth more rows than with either of the last two batches may come unawaited
-_ALIGNED = 32  # what is left begins at an address for which kernels are compiled
-_KEPT = 2  # decisions: of the batch that computes, and of the one after it
-
-
-@dataclass
-class _Decision:
-    """Of one batch."""
-
-    changes: Any  # of the directory; None before `settle`, like the rest
-    removed: Tensor | None  # entries that were swept
-    slots: Tensor  # [m] of the rows that came
-    rows: dict[str, Tensor]  # [m or more, ...] in their place in the other state
-    draws: BatchDraws | None = None
+_SPARE = 4  # headroom: 25 % above the larger of the last two batches
+_ALIGNED = 32  # rows: the rest begins at an address for which kernels are compiled
 
 
 class DynamicStorage(RowStorage):
@@ -83,13 +70,11 @@ class DynamicStorage(RowStorage):
         self._slots: list[int] | None = None  # of these two
         self._seed, self._std = 0, 1.0
         self._table_seed: Tensor | None = None  # [1] on the device, once rows are drawn there
-        self._decisions: deque[_Decision] = deque(maxlen=_KEPT)
+        self._decisions = Decisions(directory, draws, self._exchange_rows)
         self._deciding: Deciding | None = None  # what the device decides about the last one
-        self._undone = 0  # the last ones of them
         self._inserted = (0, 0)  # rows, by each of the last two batches
         self._early: dict[str, Tensor] = {}  # what was in the slots of rows that are in already
         self._late = 0  # batches with which more rows came than were in already
-        self._begun = 0  # batches whose step has begun
         self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
         self._uncounted: deque[dict[str, int]] = deque()  # of batches whose step has not begun
         self._lock = RLock()  # a lane decides while the main thread begins a step
@@ -100,11 +85,11 @@ class DynamicStorage(RowStorage):
         self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
     ) -> Tensor:
         """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. A host
-        directory waits for the keys; where the device decides, `settle` waits, once somebody needs
-        the rows."""
+        directory waits for the keys; if the device decides, `wait_for_rows` waits, once the rows
+        are needed."""
         with self._lock:
-            self.settle()
-            self._redo_all()
+            self.wait_for_rows()
+            self._decisions.redo_all()
             if isinstance(self.directory, DeviceDirectory) and self._draws_in_place:
                 with ledger.span("decide rows"):
                     return self._begin_deciding(self.directory, rows, counted)
@@ -133,11 +118,11 @@ class DynamicStorage(RowStorage):
         placed = deciding.placed.entries
         self._begin_insert(placed, deciding.new_ids, deciding.total)
         self._slots = [self._zero, self._spent]
-        self._decisions.append(_Decision(None, None, placed, {}))
+        self._decisions.add(Decision(None, None, placed, {}))
         self._deciding = deciding
         return deciding.entries
 
-    def settle(self) -> None:
+    def wait_for_rows(self) -> None:
         if self._deciding is None:
             return
         with self._lock:
@@ -145,7 +130,7 @@ class DynamicStorage(RowStorage):
             if deciding is None:  # another thread was here
                 return
             assert isinstance(self.directory, DeviceDirectory)
-            decided, decision = self.directory.finish(deciding), self._decisions[-1]
+            decided, decision = self.directory.finish(deciding), self._decisions.last
             decision.changes, decision.removed = decided.changes, decided.removed
             decision.slots = decided.new
             decision.rows = self._end_insert(decided.new, decided.new_ids)
@@ -155,10 +140,10 @@ class DynamicStorage(RowStorage):
 
     def gather(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
         if not self._early:
-            self.settle()
+            self.wait_for_rows()
         # Before the host knows how many rows have come: the device has work while it waits.
         late, read = self._late, super().gather(slots, dtype)
-        self.settle()
+        self.wait_for_rows()
         return read if late == self._late else super().gather(slots, dtype)
 
     def _note(self, figures: BatchFigures) -> None:
@@ -175,7 +160,7 @@ class DynamicStorage(RowStorage):
     def _insert(self, decided: Decided, slots: Tensor) -> None:
         """On a GPU in one pass for each part: rows are drawn where the ones that go were read. The
         host has decided."""
-        decision = _Decision(decided.changes, decided.removed, slots, {})
+        decision = Decision(decided.changes, decided.removed, slots, {})
         if self._draws_in_place:
             decision.rows = self._end_insert(slots, decided.new_ids)
             self._mark_exchanged(decision)
@@ -188,12 +173,12 @@ class DynamicStorage(RowStorage):
                 self.spec, decided.new_ids[: slots.numel()], self._seed, self._std
             )
             self._exchange_rows(decision)
-        self._decisions.append(decision)
+        self._decisions.add(decision)
 
     def _begin_insert(self, slots: Tensor, ids: Tensor, total: Tensor) -> None:
-        """Inserts rows before it is known how many there are, `total` [1]: as many as came with one
-        of the two batches before, and some more. The device has work while the host waits for the
-        number."""
+        """Inserts rows before the host knows how many there are, `total` [1]: as many as came with
+        the larger of the last two batches, and some headroom. The device has work while the host
+        waits for the number."""
         most = max(self._inserted)
         room = min(slots.numel(), most + most // _SPARE)
         room -= room % _ALIGNED
@@ -247,10 +232,10 @@ class DynamicStorage(RowStorage):
         int64. Returns their log-q [n], with that of this batch."""
         assert self.draws is not None
         with self._lock:
-            self._redo_all()
+            self._decisions.redo_all()
             where = self.draws.sums.device
             keys = rows.to(where)
-            self._decisions[-1].draws = self.draws.add(keys, drawn.to(where))
+            self._decisions.last.draws = self.draws.add(keys, drawn.to(where))
             return self.draws.estimate(keys).to(rows.device)
 
     @property
@@ -270,7 +255,7 @@ class DynamicStorage(RowStorage):
     def _parts(self) -> list[tuple[str, Tensor]]:
         return [("rows", self.weight), *self.state.items()]
 
-    def _exchange_rows(self, decision: _Decision) -> None:
+    def _exchange_rows(self, decision: Decision) -> None:
         if self.weight.is_cuda:  # lanes and the main thread exchange them in turn
             stream = current_stream(self.weight.device)
             for tensor in (decision.slots, decision.removed, *decision.rows.values()):
@@ -281,7 +266,7 @@ class DynamicStorage(RowStorage):
             swap_rows(value, decision.slots, decision.rows[name])
         self._mark_exchanged(decision)
 
-    def _mark_exchanged(self, decision: _Decision) -> None:
+    def _mark_exchanged(self, decision: Decision) -> None:
         self.inner._mark(decision.slots)
         if decision.removed is not None:
             self.changed.mark(decision.removed.to(self.changed.device))
@@ -289,20 +274,18 @@ class DynamicStorage(RowStorage):
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [n, width] of keys [n]; zeros for those that have none."""
         with self._lock:
-            self.settle()
+            self.wait_for_rows()
             if isinstance(self.directory, DeviceDirectory) and fits_exchange(self.weight):
                 return self.directory.read(rows, self.weight, dtype, absent=self._zero)
             return self.inner.read(self.directory.find(rows, absent=self._zero), dtype)
 
-    def update(
-        self, slots: Tensor, gradients: Tensor, *, step: int, factor: float, clip: float | None
-    ) -> None:
-        self.inner.update(slots, gradients, step=step, factor=factor, clip=clip)
+    def update(self, slots: Tensor, gradients: Tensor, **options: Unpack[UpdateOptions]) -> None:
+        self.inner.update(slots, gradients, **options)
 
     def update_readings(
-        self, slots: SortedRows, gradients: Tensor, *, step: int, factor: float, clip: float | None
+        self, slots: SortedRows, gradients: Tensor, **options: Unpack[UpdateOptions]
     ) -> None:
-        self.inner.update_readings(slots, gradients, step=step, factor=factor, clip=clip)
+        self.inner.update_readings(slots, gradients, **options)
 
     def find_targets(self, slots: Tensor) -> Tensor:
         """Gradients of the row that is read as zeros go to the one that is never read."""
@@ -318,82 +301,56 @@ class DynamicStorage(RowStorage):
         # Counted here, not where it is decided: a lane may be late, and the ledger's step would
         # have the rows of two batches, and the one before it none.
         if not self._uncounted:
-            self.settle()
+            self.wait_for_rows()
         figures = self._uncounted.popleft()
         if ledger is not None:
             for name, value in figures.items():
                 ledger.count(name, value)
-        self._begun += 1
-        if self._undone:
+        self._decisions.begun += 1
+        if self._decisions.undone:
             with self._lock:
-                while self.directory.batches < self._begun:
-                    self._redo()
+                self._decisions.redo_until(self._decisions.begun)
 
     def roll_back(self) -> None:
         """Takes back what was decided for steps that have not begun. `begin`, or the decision about
         another batch, makes it again."""
         with self._lock:
-            self.settle()
-            while self.directory.batches > self._begun:
-                self._undo()
+            self.wait_for_rows()
+            self._decisions.undo_after(self._decisions.begun)
 
     def restore_ahead(self) -> None:
         """What was rolled back is made again, by the caller's thread and stream."""
         with self._lock:
-            self.settle()
-            self._redo_all()
+            self.wait_for_rows()
+            self._decisions.redo_all()
 
     def drop_ahead(self) -> None:
         """Takes back what was decided for steps that have not begun: they will not come."""
         with self._lock:
-            self.settle()
+            self.wait_for_rows()
             self.roll_back()
             self._uncounted.clear()
-            while self._undone:
-                self._decisions.pop()
-                self._undone -= 1
+            self._decisions.drop_undone()
 
     @property
     def begun(self) -> int:
         """Batches whose step has begun: what `looking_back` goes back to."""
-        return self._begun
+        return self._decisions.begun
 
     @contextmanager
     def looking_back(self, batches: int) -> Iterator[None]:
         """The state after a number of batches, of the last two that were decided."""
         with self._lock:
-            self.settle()
+            self.wait_for_rows()
             last = self.directory.batches
-            while self.directory.batches > batches:
-                self._undo()
+            self._decisions.undo_after(batches)
             try:
                 yield
             finally:
                 self.directory.end_reading()
                 if self.draws is not None:
                     self.draws.end_reading()
-                while self.directory.batches < last:
-                    self._redo()
-
-    def _undo(self) -> None:
-        self._undone += 1
-        decision = self._decisions[-self._undone]
-        self.directory.undo(decision.changes)
-        if self.draws is not None and decision.draws is not None:
-            self.draws.take_back(decision.draws)
-        self._exchange_rows(decision)
-
-    def _redo(self) -> None:
-        decision = self._decisions[-self._undone]
-        self._undone -= 1
-        self.directory.redo(decision.changes)
-        if self.draws is not None and decision.draws is not None:
-            self.draws.apply(decision.draws)
-        self._exchange_rows(decision)
-
-    def _redo_all(self) -> None:
-        while self._undone:
-            self._redo()
+                self._decisions.redo_until(last)
 
     # ---- all rows of this rank
 
@@ -403,7 +360,7 @@ class DynamicStorage(RowStorage):
 
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         """By position: rows that hold an id, and others, whose last use is -1."""
-        self.settle()
+        self.wait_for_rows()
         return self.inner.get_tensors(name) | self.directory.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
@@ -421,7 +378,6 @@ class DynamicStorage(RowStorage):
         self.directory.rebuild()
         self._decisions.clear()
         self._uncounted.clear()
-        self._undone, self._begun = 0, self.directory.batches
 
     def get_ids(self, name: str) -> Tensor:
         """Ids [n] that have a row, in storage order; without that of a learned default row."""

@@ -43,7 +43,7 @@ class Copies(Protocol):
         """home[down.rows] = cache[down.slots], then cache[up.slots] = home[up.rows]. No row is in
         both. Cache and home may be used in the order of the current stream."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """From the return on the host may use the home."""
 
 
@@ -56,7 +56,7 @@ class HostCopies:
         for home, cache in pairs:
             self.bring(home, up.rows, cache, up.slots)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """It may at any time."""
 
     def bring(self, home: Tensor, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -136,7 +136,7 @@ class PinnedCopies:
             cache.index_copy_(0, slots, found)
         self._store()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """It may from the return of `move` on."""
 
     def _send(self, home: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -199,6 +199,6 @@ class DirectCopies(PinnedCopies):
                     self._send(home, rows[part], values[part])
         self._store()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if self._moved is not None:
             wait_for_event(self._moved)

@@ -87,13 +87,7 @@ def find_pages(rows: Numbers, offset: int, width: int) -> list[tuple[int, int]]:
 
 def open_home(tier: Tier, shapes: Shapes, dtype: torch.dtype, about: str) -> Home:
     """Zeros of these shapes, by name, in host memory or in a file that is mapped into it.
-
-    Args:
-        about: whose rows they are, for errors.
-
-    Raises:
-        ValueError: there is no room.
-    """
+    ValueError if there is no room; `about` says whose rows they are."""
     if isinstance(tier, Disk):
         return _map_file(Path(tier.path), shapes, dtype, about)
     try:
@@ -133,12 +127,12 @@ def _map_file(folder: Path, shapes: Shapes, dtype: torch.dtype, about: str) -> H
             os.posix_fallocate(file.fileno(), 0, total)
             mapped = mmap.mmap(file.fileno(), total)  # keeps the file after it is closed
     except OSError as error:
-        mend = "check the folder"
+        fix = "check the folder"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            mend = "make room there, or name a folder on a larger disk"
+            fix = "make room there, or name a folder on a larger disk"
         raise ValueError(
             f"{about}: {format_bytes(total)} cannot be had in {folder} "
-            f"({error.strerror or error}): {mend}"
+            f"({error.strerror or error}): {fix}"
         ) from None
     tensors, offset = {}, 0
     for name, shape in shapes.items():

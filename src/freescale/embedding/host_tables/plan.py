@@ -163,16 +163,9 @@ def _is_in(rows: Tensor, wanted: Tensor) -> Tensor:
 
 
 def plan_cache(contents: CacheContents, wanted: Tensor, batch: int) -> CachePlan:
-    """Decides what the next batch brings and what makes room for it.
-
-    Args:
-        contents: of the cache; they stay as they are.
-        wanted: [u] int64 rows that the batch reads, ascending and unique, where the contents are.
-        batch: its number, larger than all before.
-
-    Raises:
-        CacheTooSmall: rows that are pinned leave no room.
-    """
+    """Decides what the next batch brings and what makes room for it; the contents stay as they are.
+    wanted [u] int64: rows that the batch reads, ascending and unique, where the contents are.
+    `batch`: its number, larger than all before. CacheTooSmall if pinned rows leave no room."""
     slots = contents.slot_of.index_select(0, wanted).long()
     missing = (slots < 0).nonzero().view(-1)
     bring = wanted.index_select(0, missing)

@@ -40,35 +40,18 @@ from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage import Recorder, RowStorage, TableRange
 from freescale.kernels.versions import has_triton
 from freescale.streams import InTurn
-from freescale.transport.api import Transport
-from freescale.transport.failures import raise_together
 
 _CHUNK_BYTES = 64 << 20  # of rows that are made together
 
 
 @dataclass(frozen=True)
 class CacheTraffic:
-    """Of one batch: what its owner was asked for, and what moved for it."""
+    """What a batch requested of its owner, and what moved for it."""
 
     wanted: int  # different rows
     missed: int  # rows that were not in the cache
     bytes_up: int  # from the home into the cache
     bytes_down: int  # from the cache to the home
-
-
-def raise_on_all_ranks(error: Exception | None, transport: Transport) -> None:
-    """Raises on every rank if the rows of a batch could not be made resident on one of them: where
-    caches are too small, the words of the rank that needs most. A collective."""
-    need = error.need if isinstance(error, CacheTooSmall) else -1 if error else 0
-    needs = transport.all_gather(torch.tensor([need]), "counts").wait().view(-1).tolist()
-    if not any(needs):
-        return
-    words = [part.decode() for part in transport.gather_bytes(str(error or "").encode())]
-    most = max(needs)
-    if most > 0:
-        rank = needs.index(most)
-        raise ValueError(f"rank {rank}: {words[rank]}")
-    raise_together(error, transport)
 
 
 class CachedStorage(RowStorage):
@@ -214,7 +197,7 @@ class CachedStorage(RowStorage):
                 self._move(Moved(rows, slots), move_nothing(rows.device))
                 # Those of the last batches are on their way through steps, and change again.
                 self._newer &= self.contents.last_use >= self._batches - PINNED
-        self._copies.settle()
+        self._copies.wait()
 
     def reload(self) -> None:
         """The home was written to: the cache takes its rows."""
@@ -223,4 +206,4 @@ class CachedStorage(RowStorage):
         with self._in_turn():
             slots = torch.arange(filled, device=self._rows.device)
             self._move(move_nothing(slots.device), Moved(self.contents.row_of[:filled], slots))
-        self._copies.settle()
+        self._copies.wait()

@@ -29,8 +29,16 @@ def format_bytes(count: float) -> str:
     return f"{count:g} B"
 
 
+class _Cached:
+    cache: int | str
+
+    @property
+    def cache_bytes(self) -> int:
+        return parse_bytes(self.cache)
+
+
 @dataclass(frozen=True)
-class Host:
+class Host(_Cached):
     """A sharded table whose rows and row state are in the memory of the host; the rows that steps
     use are in a cache on the GPU. Training computes the same bits as with the table on the GPU.
 
@@ -48,17 +56,13 @@ class Host:
     def __post_init__(self) -> None:
         parse_bytes(self.cache)
 
-    @property
-    def cache_bytes(self) -> int:
-        return parse_bytes(self.cache)
-
     def __str__(self) -> str:
         how = ", read by the GPU" if self.direct else ""
         return f"host memory, cache {format_bytes(self.cache_bytes)}{how}"
 
 
 @dataclass(frozen=True)
-class Disk:
+class Disk(_Cached):
     """The same with the rows in a file, and the cache in the memory of the device that computes.
 
     The file is working memory: it has no name, nobody else can open or cut it, and it goes with the
@@ -76,10 +80,6 @@ class Disk:
         parse_bytes(self.cache)
         if not self.path:
             raise ValueError("Disk needs the path of a folder")
-
-    @property
-    def cache_bytes(self) -> int:
-        return parse_bytes(self.cache)
 
     def __str__(self) -> str:
         return f"disk {self.path}, cache {format_bytes(self.cache_bytes)}"

@@ -35,7 +35,7 @@ _MOST_WORK = 100_000_000
 
 
 def can_capture(module: nn.Module) -> bool:
-    """Whether a model can be captured: it says so, and its kernels are those of a GPU."""
+    """Whether a model can be captured: it is marked as capturable, and its kernels run on a GPU."""
     return has_triton() and getattr(module, "capturable", False)
 
 

@@ -1,5 +1,5 @@
-"""torch's AdamW for a model's dense parameters, of which a small model has many: on one core of a
-CPU a step is one call of C, where torch takes longer to list the tensors than to update them."""
+"""torch's AdamW for dense parameters. On one core of a CPU a step is one call of C: for the many
+parameters of a small model, torch takes longer to list the tensors than to update them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _step_natively(self) -> bool:
-        """Returns False, with nothing done, where the step has to be torch's: before there is a
+        """Returns False, with nothing done, if the step has to be torch's: before there is a
         state, and with options or tensors that are not the usual ones."""
         group = self.param_groups[0]
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -3,93 +3,28 @@ as its last gradient is there."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce
+from freescale.pipeline.dense.reducer import Reducer
 from freescale.sequences import has_positions
-from freescale.transport.api import Handle, Transport
+from freescale.transport.api import Handle, Transport, gather_json
 
 _MOST_BYTES = 25 << 20
 # below, a message is mostly latency: NCCL's kernels wait for each other, gloo's threads wake up
 _LEAST_BYTES = {"cpu": 256 << 10, "cuda": 2 << 20}
-# at least, where they are large enough: a backward has something to hide the first ones behind
+# at least, if they are large enough: the backward can hide the first ones
 _BUCKETS = 4
 # Marks in front of the last bucket come in so many numbers, so that its gradients are aligned.
 _ALIGNED = 64
 
 
-class FlatGradients:
-    """Gradients are views of a few buffers, `flat`, when they are summed over the ranks and
-    clipped."""
-
-    parameters: list[nn.Parameter]
-    flat: list[Tensor]
-    _views: list[Tensor]  # of each parameter
-
-    @property
-    def order(self) -> list[int] | None:
-        """The order in which parameters fill the buffers, where sums depend on it."""
-        return None
-
-    def adopt_order(self, order: Sequence[int] | None) -> None:
-        """Takes the order of an earlier run."""
-
-    def watch_backward(self) -> AbstractContextManager[object]:
-        """Around a run."""
-        return nullcontext()
-
-    def clear(self) -> None:
-        """Zero gradients, attached: before the first backward of a step."""
-        for flat in self.flat:
-            flat.zero_()
-        self._attach()
-
-    def _attach(self) -> None:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is not view:  # which is faster to see than to set
-                parameter.grad = view
-
-    def clip(self, limit: float) -> Tensor:
-        """Scales all gradients to a global norm of at most `limit`; returns the norm before.
-        Nothing is read by the host."""
-        sizes = [flat.abs() if flat.is_complex() else flat for flat in self.flat]
-        norm = torch.stack([size.double().square().sum() for size in sizes]).sum().sqrt()
-        factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
-        for flat in self.flat:
-            flat.mul_(factor.to(flat.dtype))
-        return norm
-
-    def _collect(self) -> list[nn.Parameter]:
-        """Copies the gradients that a backward has made into `flat`, with zeros for the others, and
-        attaches them. Returns their parameters."""
-        used: dict[nn.Parameter, Tensor] = {}
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                used[parameter] = view
-        if used:
-            found = [parameter.grad for parameter in used if parameter.grad is not None]
-            gradients = [each.to_dense() if each.is_sparse else each for each in found]
-            torch._foreach_copy_(list(used.values()), gradients)
-        for parameter, view in used.items():
-            parameter.grad = view
-        return list(used)
-
-    def _check_attached(self) -> None:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            assert parameter.grad is view, (
-                "an optimizer or the model replaced a gradient during the step"
-            )
-
-
-class GradientBuckets(FlatGradients):
+class GradientBuckets(Reducer):
     """Each of `flat` is a bucket, an AllReduce of its own.
 
     Parameters that a rank's batch did not use count as zero, so that all ranks reduce the same
@@ -188,7 +123,7 @@ class GradientBuckets(FlatGradients):
         ]
         marks = -(-len(order) // _ALIGNED) * _ALIGNED
         for bucket in buckets:
-            # at the end, where what a batch does not reach can be left out
+            # at the end: what a batch does not reach can be left out
             bucket.sort(key=lambda number: has_positions(self.parameters[number]))
             self._last.append(bucket[-1])
             sizes = [self.parameters[number].numel() for number in bucket]
@@ -285,9 +220,7 @@ class GradientBuckets(FlatGradients):
         """On the order that the first rank with a batch saw: some rank has one in every step. A
         collective, once."""
         assert self._sums is not None
-        seen: list[list[int]] = [
-            json.loads(order) for order in self._sums.gather_bytes(json.dumps(list(came)).encode())
-        ]
+        seen: list[list[int]] = gather_json(self._sums, list(came))
         order = dict.fromkeys(next((order for order in seen if order), []))
         gradients = self._views
         others = [n for n in reversed(range(len(self.parameters))) if n not in order]

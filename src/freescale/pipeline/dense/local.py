@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from freescale.pipeline.dense.buckets import FlatGradients
+from freescale.pipeline.dense.reducer import Reducer, make_flat, make_views
 from freescale.transport.api import Transport
 
 
-class LocalGradients(FlatGradients):
+class LocalGradients(Reducer):
     """The methods of the other reducers. A gradient that a backward makes becomes the parameter's
     own, without a buffer to clear and to add to; parameters that a batch did not use have none.
     `clip` alone collects them in flat buffers."""
@@ -29,13 +29,12 @@ class LocalGradients(FlatGradients):
     def flat(self) -> list[Tensor]:  # type: ignore[override]
         """One buffer for each dtype, in use once something is clipped."""
         if not self._flat:
-            pieces: dict[int, Tensor] = {}
+            views: dict[nn.Parameter, Tensor] = {}
             for dtype in dict.fromkeys(p.dtype for p in self.parameters):
-                own = [n for n, p in enumerate(self.parameters) if p.dtype == dtype]
-                sizes = [self.parameters[n].numel() for n in own]
-                self._flat[dtype] = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
-                pieces |= dict(zip(own, torch.split(self._flat[dtype], sizes), strict=True))
-            self._views = [pieces[n].view_as(p) for n, p in enumerate(self.parameters)]
+                own = [p for p in self.parameters if p.dtype == dtype]
+                self._flat[dtype] = make_flat(own, self._device)
+                views |= make_views(own, self._flat[dtype])
+            self._views = [views[p] for p in self.parameters]
         return list(self._flat.values())
 
     @property

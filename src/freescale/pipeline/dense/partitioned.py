@@ -23,9 +23,9 @@ from freescale.transport.api import Handle, Transport
 
 
 class PartitionedAllReduce:
-    """Sums one after another: by a lane of its own, while the main thread computes; or by the
-    thread that waits for them, where there is nothing to compute meanwhile and handing over would
-    cost as much as the sum."""
+    """Sums one after another: on a lane of its own, while the main thread computes. Or on the
+    thread that waits for them, if there is nothing to compute meanwhile: handing over would cost
+    as much as the sum."""
 
     def __init__(self, transport: Transport, lane: bool = True) -> None:
         """With a `lane`, opens a channel: a collective."""
@@ -51,7 +51,7 @@ class PartitionedAllReduce:
 
 
 class _Sum:
-    """A sum in place. The first exchange is under way, whoever waits makes the rest."""
+    """A sum in place. The first exchange is under way; `wait` does the rest."""
 
     def __init__(self, transport: Transport, tensor: Tensor, kind: str) -> None:
         self._transport, self._tensor, self._kind = transport, tensor, kind

@@ -30,7 +30,7 @@ from freescale.compress.threshold import (
     select_largest,
 )
 from freescale.config import TrainConfig
-from freescale.pipeline.dense.buckets import FlatGradients
+from freescale.pipeline.dense.reducer import Reducer, make_flat, make_views
 from freescale.transport.api import Handle, Transport
 
 
@@ -52,7 +52,7 @@ class Thresholding:
         return ThresholdedGradients(parameters, device, self.eta, self.every)
 
 
-class ThresholdedGradients(FlatGradients):
+class ThresholdedGradients(Reducer):
     """In flat buffers as in the exact step.
 
     `state` holds what is carried from step to step, by parameter like an optimizer's: each rank has
@@ -83,11 +83,11 @@ class ThresholdedGradients(FlatGradients):
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             members = [p for p in self.parameters if p.dtype == dtype]
             if small := [p for p in members if p not in most]:
-                self._small.append(_make_flat(small, device))
-                views |= _make_views(small, self._small[-1])
+                self._small.append(make_flat(small, device))
+                views |= make_views(small, self._small[-1])
             if large := {p: most[p] for p in members if p in most}:
                 self._large.append(_Large(large, device, every))
-                views |= _make_views(list(large), self._large[-1].gradient)
+                views |= make_views(list(large), self._large[-1].gradient)
                 self.state |= self._large[-1].state
         self._views = [views[p] for p in self.parameters]
         self.flat = [*self._small, *(group.gradient for group in self._large)]
@@ -143,12 +143,12 @@ class _Large:
     def __init__(self, most: dict[nn.Parameter, int], device: torch.device, every: int) -> None:
         """`most`: how many entries of each tensor a step may send."""
         parameters, self.most, self.every = list(most), list(most.values()), every
-        self.gradient, self.error = _make_flat(parameters, device), _make_flat(parameters, device)
+        self.gradient, self.error = make_flat(parameters, device), make_flat(parameters, device)
         self.sizes = [p.numel() for p in parameters]
         self.thresholds = self.gradient.new_zeros(len(parameters))
         # steps since a threshold was set; on the host, which decides by it
         self.ages = torch.full((len(parameters),), every)
-        errors = _make_views(parameters, self.error)
+        errors = make_views(parameters, self.error)
         self.state = {
             p: {
                 "error": errors[p],
@@ -199,12 +199,3 @@ class _Large:
         least = get_smallest_threshold(self.thresholds.dtype)
         set_now = (self.thresholds > least).cpu() & torch.tensor(due)
         self.ages[set_now] = 1
-
-
-def _make_flat(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
-    return torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
-
-
-def _make_views(parameters: list[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, Tensor]:
-    pieces = torch.split(flat, [p.numel() for p in parameters])
-    return {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}

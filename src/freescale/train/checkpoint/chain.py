@@ -9,7 +9,6 @@ own parent: a chain is one run's, link by link, or it is refused. All ranks veri
 from __future__ import annotations
 
 import errno
-import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from freescale.train.checkpoint.files import (
     read_state,
     sum_state,
 )
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
 
 
@@ -88,12 +87,9 @@ def _refuse_wrong_parent(child: Intact, parent: Mapping[str, Any]) -> None:
     path, step = _find_parent(child, parent), int(child.state["progress"]["step"])
     named = parse_step(child.path)
     if named is not None and named != step:
-        raise Damaged(f"{child.path} holds a checkpoint of step {step}: use an earlier checkpoint")
+        raise Damaged.advise(f"{child.path} holds a checkpoint of step {step}")
     if int(parent["step"]) >= step:
-        raise Damaged(
-            f"{child.path} names step {parent['step']} as the one before it: use an earlier "
-            "checkpoint"
-        )
+        raise Damaged.advise(f"{child.path} names step {parent['step']} as the one before it")
     try:
         found = sum_state(read_state(path))
     except Damaged:
@@ -104,9 +100,8 @@ def _refuse_wrong_parent(child: Intact, parent: Mapping[str, Any]) -> None:
             "earlier checkpoint, or put it back"
         ) from None
     if found != parent["checksum"]:
-        raise Damaged(
-            f"{child.path} holds what changed since another {path.name} than the one beside it: "
-            "use an earlier checkpoint"
+        raise Damaged.advise(
+            f"{child.path} holds what changed since another {path.name} than the one beside it"
         )
 
 
@@ -148,27 +143,18 @@ def _compare(path: Path, written: list[int]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EIO):
             raise
-        raise Damaged(
-            f"{path} cannot be read ({error.strerror}): use an earlier checkpoint"
-        ) from None
+        raise Damaged.advise(f"{path} cannot be read ({error.strerror})") from None
     if found[0] != written[0]:
-        raise Damaged(
-            f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written): use "
-            "an earlier checkpoint"
-        )
+        raise Damaged.advise(f"{path} is damaged ({found[0]:,} bytes, {written[0]:,} were written)")
     if found != written:
-        raise Damaged(
-            f"{path} is damaged (its checksum is not that of what was written): use an "
-            "earlier checkpoint"
-        )
+        raise Damaged.advise(f"{path} is damaged (its checksum is not that of what was written)")
 
 
 def last_intact(folder: Path, transport: Transport) -> Intact | None:
     """The last checkpoint; if it, or one that it depends on, is damaged, with a warning, the one
     before, and so on. A collective; the same on all ranks."""
     files = CheckpointFolder(folder)
-    listed = transport.gather_bytes(json.dumps(files.steps()).encode())  # rank 0's counts
-    steps: list[int] = json.loads(listed[0])
+    steps: list[int] = gather_json(transport, files.steps())[0]  # rank 0's counts
     known: dict[Path, Intact | Damaged] = {}
     for step in reversed(steps):
         try:
@@ -193,20 +179,11 @@ def find_needed(parents: Mapping[int, int | None], steps: Iterable[int]) -> set[
 
 
 def find_expired(
-    parents: Mapping[int, int | None],
-    saved: int,
-    keep: int,
-    protected: Collection[int] = (),
+    parents: Mapping[int, int | None], saved: int, keep: int, protected: Collection[int] = ()
 ) -> list[int]:
-    """The steps that may go once a checkpoint is saved: all but the last `keep`, the protected, and
-    what these depend on.
-
-    Args:
-        parents: of each step that there is, the one whose changes it holds, or None.
-        saved: the step just saved, which stays and counts as the last one.
-        keep: how many stay, `saved` included.
-        protected: steps that stay whatever their age.
-    """
+    """The steps that may go once a checkpoint is saved: all but the last `keep` (`saved`, the one
+    just saved, is the last), the protected, and what these depend on. `parents`: of each step that
+    there is, the one whose changes it holds, or None."""
     others = sorted(step for step in parents if step != saved)
     last = others[max(0, len(others) - keep + 1) :]
     needed = find_needed(parents, [saved, *last, *protected])

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from freescale.config import TrainConfig
-from freescale.embedding.capture import Capture
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.checkpoint.chain import Intact, find_expired, last_intact, verify_checkpoint
-from freescale.train.checkpoint.contents import Contents
-from freescale.train.checkpoint.delta import follow_changes, is_followed
+from freescale.train.checkpoint.contents import Contents, refuse_unsavable
+from freescale.train.checkpoint.delta import Parent, follow_changes, is_followed
 from freescale.train.checkpoint.files import CheckpointFolder, parse_step
 from freescale.train.checkpoint.find import find_checkpoint
 from freescale.train.checkpoint.loading import load_checkpoint
-from freescale.train.checkpoint.model import (
-    collect_dense,
-    list_state,
-    name_parameters,
-    pack_extra,
-)
-from freescale.train.checkpoint.optimizer import refuse_before_it_steps
 from freescale.train.checkpoint.paced_planner import PacedPlanner
-from freescale.train.checkpoint.parent import Parent
-from freescale.train.checkpoint.writing import Beside, await_rows, write_checkpoint
+from freescale.train.checkpoint.writing import Background, begin_copies, write_checkpoint
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 
@@ -56,12 +46,11 @@ class Checkpoints:
     Args:
         folder: where the checkpoints are, one folder `step-00000100` each.
         transport: what `connect` returned; `sharded.transport`.
-        keep: how many checkpoints stay, beside those that they depend on; a save removes older
-            ones.
-        full_every: every how many-th checkpoint is a full one. Those between are deltas: of the
-            tables they hold the rows that row optimizers have changed since the one before.
+        keep: how many checkpoints stay, and what they depend on; a save removes older ones.
+        full_every: write a full checkpoint every so many; the others are deltas, which hold of the
+            tables only the rows that changed since the one before.
         asynchronous: `save` copies what it writes into host memory and returns; writing happens
-            beside training. The next save, or `wait`, raises what went wrong.
+            during training. The next save, or `wait`, raises what went wrong.
 
     Raises:
         ValueError: `keep` or `full_every` is less than 1.
@@ -89,7 +78,7 @@ class Checkpoints:
         self._parent: Parent | None = None
         self._saving: _Saving | None = None
         self._finished: Path | None = None  # since `wait` was last called
-        self._beside: Beside | None = None
+        self._background: Background | None = None
 
     def __repr__(self) -> str:
         steps = self.steps()
@@ -154,13 +143,7 @@ class Checkpoints:
             self.give_up_later()
             self._run_on_rank_0(lambda: self._refuse_ahead(step))
 
-        def check_names() -> None:
-            listed = list_state(model.module)
-            collect_dense(listed)
-            pack_extra(listed, {})
-            refuse_before_it_steps(optimizer, name_parameters(model))
-
-        run_on_all_ranks(self.transport, check_names)
+        run_on_all_ranks(self.transport, lambda: refuse_unsavable(model, optimizer))
 
     def save(
         self,
@@ -179,7 +162,7 @@ class Checkpoints:
                 instance `pipeline.state_dict()` and the position of the data.
             reducer: `pipeline.reducer`: carries the order of sums, and errors where it compresses,
                 from step to step.
-            protected: steps whose checkpoints stay beside the last `keep`.
+            protected: steps whose checkpoints stay in addition to the last `keep`.
 
         Returns:
             The checkpoint's folder; an asynchronous one is there after `wait`.
@@ -216,7 +199,7 @@ class Checkpoints:
             return contents
 
         if self.asynchronous:
-            self._save_beside(saving, collect)
+            self._save_in_background(saving, collect)
         else:
             self._save_now(saving, collect)
         return self.path(step)
@@ -224,19 +207,19 @@ class Checkpoints:
     def _save_now(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
         transport = self.transport
         self._run_on_rank_0(lambda: self._refuse_ahead(saving.step))
-        saving.parent.tables.settle()
+        saving.parent.tables.lease.flush()
         contents = run_on_all_ranks(transport, collect)
         self._begin(saving)
         contents.add_sharded()
         self._finish(lambda: self._write(contents, transport))
 
-    def _save_beside(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
+    def _save_in_background(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
         """No rank waits for another here: the thread that writes tells them what went wrong, once
         it has the rows. Until then it leaves the interpreter to the step."""
-        if self._beside is None:
-            self._beside = Beside(self.transport)
-        control, planner = self._beside.transport, self._beside.make_planner()
-        ready = self._begin_copies(saving.parent.tables, collect)
+        if self._background is None:
+            self._background = Background(self.transport)
+        control, planner = self._background.transport, self._background.make_planner()
+        ready = begin_copies(saving.parent.tables, collect)
 
         def write() -> None:
             contents = run_on_all_ranks(control, ready)
@@ -244,28 +227,10 @@ class Checkpoints:
             self._write(contents, control, planner)
 
         self._begin(saving)
-        self._beside.start(write)
-
-    def _begin_copies(
-        self, tables: Tables, collect: Callable[[], Contents]
-    ) -> Callable[[], Contents]:
-        """Returns what waits for the copies, and raises what went wrong."""
-        try:
-            contents = collect()
-        except (OSError, ValueError) as error:
-            return functools.partial(_raise, error)
-        capture, copies = Capture(contents.add_sharded), contents.copies
-        assert copies is not None
-        tables.capture(capture)
-
-        def await_copies() -> Contents:
-            await_rows(capture, copies)
-            return contents
-
-        return await_copies
+        self._background.start(write)
 
     def _begin(self, saving: _Saving) -> None:
-        """Until it is in its place, nothing can be said to have changed since it."""
+        """Until it is in its place, nothing counts as changed since it."""
         self._parent, self._saving = None, saving
 
     def wait(self) -> Path | None:
@@ -283,9 +248,9 @@ class Checkpoints:
         return finished
 
     def _complete(self) -> None:
-        if self._beside is not None and self._saving is not None:
-            self._saving.parent.tables.finish_captures()
-            self._finish(self._beside.wait)
+        if self._background is not None and self._saving is not None:
+            self._saving.parent.tables.lease.finish_captures()
+            self._finish(self._background.wait)
 
     def _complete_or_warn(self) -> None:
         """Before a checkpoint is looked for: one that cannot be written leaves those before it."""
@@ -298,7 +263,7 @@ class Checkpoints:
     def _write(
         self, contents: Contents, transport: Transport, planner: PacedPlanner | None = None
     ) -> None:
-        """On the main thread, or beside it: then nobody else uses what it does."""
+        """On the main thread, or in the background: then nothing else uses what it does."""
         saving = self._saving
         assert saving is not None
         saving.parent.checksum = write_checkpoint(self.files, contents, transport, planner)
@@ -343,7 +308,7 @@ class Checkpoints:
         files.remove(find_expired(files.parents(), saving.step, self.keep, saving.protected))
         files.remove_given_up()
 
-    # ---- beside snapshots, which hold the marks of changed rows
+    # ---- for snapshots, which hold the marks of changed rows
 
     def describe_parent(self) -> dict[str, Any] | None:
         """The checkpoint since which changes of rows are marked, for a snapshot of this step. One
@@ -355,15 +320,15 @@ class Checkpoints:
         parent = self._parent
         return {"step": parent.step, "deltas": parent.deltas, "checksum": parent.checksum}
 
-    def adopt_parent(self, said: Mapping[str, Any] | None, tables: Tables, step: int) -> None:
+    def adopt_parent(self, described: Mapping[str, Any] | None, tables: Tables, step: int) -> None:
         """After a snapshot of `step` was restored: the next checkpoint may be a delta to the one
         that `describe_parent` named, if that is in its place then."""
         self._parent = None
-        if said is not None and self.full_every > 1 and is_followed(tables, self._consumer):
+        if described is not None and self.full_every > 1 and is_followed(tables, self._consumer):
             # rank 0's counts, which named it or has it here
-            named = said.get("checksum") if self.transport.rank == 0 else 0
-            checksum = self.files.sum_state(said["step"]) if named is None else named
-            self._parent = Parent(said["step"], checksum, said["deltas"], tables)
+            named = described.get("checksum") if self.transport.rank == 0 else 0
+            checksum = self.files.sum_state(described["step"]) if named is None else named
+            self._parent = Parent(described["step"], checksum, described["deltas"], tables)
         self._note_restored(step)
 
     # ---- load
@@ -429,7 +394,3 @@ class Checkpoints:
 
     def _name_later(self, step: int) -> str:
         return ", ".join(self.path(found).name for found in self.steps() if found > step)
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -25,8 +25,9 @@ from freescale.train.checkpoint.model import (
     list_state,
     name_parameters,
     pack_extra,
+    share,
 )
-from freescale.train.checkpoint.optimizer import pack_optimizer
+from freescale.train.checkpoint.optimizer import pack_optimizer, refuse_before_it_steps
 from freescale.train.checkpoint.state_copies import StateCopies
 
 
@@ -53,20 +54,14 @@ class Contents:
         delta: bool,
         copy: bool,
     ) -> Contents:
-        """Everything that a run needs to go on, but for the rows of sharded tables.
+        """Everything that a run needs to go on, but for the rows of sharded tables. Between two
+        steps. ValueError names what a checkpoint cannot hold.
 
         Args:
-            model: between two steps.
-            optimizer: of its dense parameters.
-            progress: plain JSON.
-            reducer: of the pipeline.
             consumer: changes of rows are marked for it from now on.
             delta: of the tables only the rows that are marked so far; otherwise whole tables.
             copy: the tensors are copies in host memory, and training may go on; otherwise they
                 share memory with the model's.
-
-        Raises:
-            ValueError: names what a checkpoint cannot hold.
         """
         transport = model.transport
         listed = list_state(model.module)
@@ -76,7 +71,7 @@ class Contents:
         if copies is not None:
             tensors = copies.take_all(tensors)
         tensors |= collect_random(transport)  # copies
-        source = _Source(model, consumer, delta, model.tables.mark_state())
+        source = _Source(model, consumer, delta, model.tables.lease.mark_state())
         spans: dict[str, Span] | None = {} if delta else None
         contents = Contents(tensors, state, find_untrained(listed), spans, copies, source)
         contents._add("replicated")
@@ -85,7 +80,7 @@ class Contents:
     def add_sharded(self) -> None:
         """The rows of sharded tables, as they are now. On the caller's thread and stream."""
         assert self._source is not None
-        with self._source.model.tables.looking_back(self._source.mark):
+        with self._source.model.tables.lease.looking_back(self._source.mark):
             self._add("sharded")
         self._source = None
 
@@ -93,9 +88,9 @@ class Contents:
         """Tables of a placement; from now on their changes count for the next checkpoint."""
         assert self._source is not None
         model, consumer = self._source.model, self._source.consumer
-        tables, transport = model.tables, model.transport
+        tables = model.tables
         names = [name for name in tables.specs if tables.placements[name].kind == kind]
-        take = self.copies.take if self.copies is not None else _share
+        take = self.copies.take if self.copies is not None else share
         if self._source.delta:
             assert consumer is not None and self.spans is not None
             tensors, spans = collect_changes(tables, consumer, names)
@@ -105,12 +100,20 @@ class Contents:
                     name: self.copies.take(value, is_copy=True) for name, value in tensors.items()
                 }
         else:
-            tensors = collect_tables(tables, transport, names, take)
-        self.tensors |= tensors | collect_shards(tables, transport, names, take)
+            tensors = collect_tables(tables, names, take)
+        self.tensors |= tensors | collect_shards(tables, names, take)
         if consumer is not None:
             follow_changes(tables, consumer, names)
         if self.copies is not None:
             self.copies.seal()
+
+
+def refuse_unsavable(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError that names what a checkpoint cannot hold, before training."""
+    listed = list_state(model.module)
+    collect_dense(listed)
+    pack_extra(listed, {})
+    refuse_before_it_steps(optimizer, name_parameters(model))
 
 
 def collect_rest(
@@ -150,7 +153,3 @@ class _Source:
     consumer: str | None
     delta: bool
     mark: list[int]  # the step, for tables whose rows come and go
-
-
-def _share(value: Tensor) -> Tensor:
-    return value

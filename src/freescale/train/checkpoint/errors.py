@@ -29,7 +29,7 @@ def explain_errors(failure: str) -> Iterator[None]:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """torch's writer, with the system's error in its exceptions: other ranks receive the words of
+    """torch's writer, with the system's error in its exceptions: other ranks receive the message of
     an exception, not its causes."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:

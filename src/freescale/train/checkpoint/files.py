@@ -32,6 +32,11 @@ _GIVEN_UP = "given-up-"
 class Damaged(ValueError):
     """A checkpoint's files are not as they were written."""
 
+    @staticmethod
+    def advise(what: str) -> Damaged:
+        """With what the user can do."""
+        return Damaged(f"{what}: use an earlier checkpoint")
+
 
 @dataclass(frozen=True)
 class CheckpointFolder:
@@ -98,11 +103,8 @@ class CheckpointFolder:
 
     def finish(self, step: int) -> None:
         """A checkpoint that is written takes its place, also that of one of the same step."""
-        temporary, final, replaced = (
-            self.writing_path(step),
-            self._final(step),
-            self._replaced(step),
-        )
+        temporary = self.writing_path(step)
+        final, replaced = self._final(step), self._replaced(step)
         _sync(temporary)
         if os.path.lexists(final):
             final.rename(replaced)
@@ -177,7 +179,7 @@ def _sync(folder: Path) -> None:
 def compute_checksum(path: Path) -> list[int]:
     """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk
     reads it; SHA-256 would take several times as long, and keep out only who may not write the
-    other files either. Reads into memory of its own, so that a thread which trains beside it seldom
+    other files either. Reads into memory of its own, so that a thread which trains meanwhile seldom
     waits for the interpreter."""
     size = total = 0
     room = memoryview(bytearray(_CHUNK))
@@ -198,7 +200,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> int:
     plain = json.loads(json.dumps(state))  # as it will be read: keys are text
     checksum = sum_state(plain)
     # A line for each entry, and not indented: that is written in Python, for tens of milliseconds
-    # which a step beside it has to wait.
+    # which a step meanwhile has to wait.
     lines = (f"{json.dumps(key)}: {json.dumps(of)}" for key, of in plain.items())
     with open(folder / _STATE, "w", encoding="utf-8") as file:
         file.write(",\n".join([f'{{"checksum": {checksum}', *lines]) + "}")
@@ -213,16 +215,14 @@ def read_state(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is not a checkpoint: it has no {_STATE}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{path}/{_STATE} is damaged ({error}): use an earlier checkpoint") from None
+        raise Damaged.advise(f"{path}/{_STATE} is damaged ({error})") from None
     if not isinstance(state, dict):
-        raise Damaged(f"{path}/{_STATE} is damaged (not a JSON object): use an earlier checkpoint")
+        raise Damaged.advise(f"{path}/{_STATE} is damaged (not a JSON object)")
     form, checksum = state.get("format"), state.pop("checksum", None)
     # Format 1 has no checksum. All others do, also those of newer versions: that tells a newer
     # checkpoint from a damaged one.
     if checksum != (None if checksum is None and form == 1 else sum_state(state)):
-        raise Damaged(
-            f"{path}/{_STATE} is damaged (its checksum does not match): use an earlier checkpoint"
-        )
+        raise Damaged.advise(f"{path}/{_STATE} is damaged (its checksum does not match)")
     if form not in (1, FORMAT, DELTA_FORMAT):
         raise ValueError(
             f"{path} has checkpoint format {form}, this version of FreeScale reads 1 to "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from freescale.train.checkpoint.chain import Intact, last_intact, verify_checkpoint
 from freescale.train.checkpoint.files import CheckpointFolder, parse_step
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 
 
 def find_checkpoint(folder: Path, name: str | None, transport: Transport) -> Intact:
@@ -40,8 +39,7 @@ def find_checkpoint(folder: Path, name: str | None, transport: Transport) -> Int
         wanted = best
     assert wanted is not None
     files = CheckpointFolder(folder)
-    listed = transport.gather_bytes(json.dumps(files.steps()).encode())  # rank 0's counts
-    steps: list[int] = json.loads(listed[0])
+    steps: list[int] = gather_json(transport, files.steps())[0]  # rank 0's counts
     if wanted not in steps:
         raise ValueError(
             f"{folder} has no checkpoint of step {wanted}; it has "

@@ -21,19 +21,12 @@ class NotFinite(ValueError):
 
 
 def find_not_finite(
-    tensors: Mapping[str, Tensor], untrained: Collection[str] = (), *, beside: bool = False
+    tensors: Mapping[str, Tensor], untrained: Collection[str] = (), *, background: bool = False
 ) -> str | None:
-    """The name of a tensor that holds NaN or infinity in this rank's part, or None.
-
-    Tensors that are not trained may be infinite: attention masks are. Takes one pass over each
-    tensor, without a copy; the host waits once for each device.
-
-    Args:
-        tensors: by name.
-        untrained: names of those that are not trained.
-        beside: they are in host memory, and training goes on meanwhile: the work is done by one
-            core, and with few calls.
-    """
+    """The name of a tensor that holds NaN or infinity in this rank's part, or None. Tensors that
+    are not trained, `untrained`, may be infinite: attention masks are. Takes one pass over each
+    tensor, without a copy; the host waits once for each device. `background`: the tensors are in
+    host memory, and training goes on: the work is done by one core, and with few calls."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -41,7 +34,7 @@ def find_not_finite(
             values = torch.view_as_real(values)
         if values.is_floating_point() and values.numel():
             found[name] = values if values.dtype in _REDUCED else values.float()
-    if beside:
+    if background:
         found = _leave_out_finite(found)
     ends: dict[torch.device, dict[str, Tensor]] = {}
     for name, values in found.items():

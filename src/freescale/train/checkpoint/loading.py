@@ -62,9 +62,9 @@ def load_checkpoint(
         state.get("carried", ()), transport.rank, transport.world, state["ranks"]
     )
     own = collect_dense(list_state(model.module)) | unpacker.tensors | random | errors
-    model.tables.discard()
-    tables = collect_tables(model.tables, transport, model.tables.specs)
-    own |= collect_shards(model.tables, transport, model.tables.specs)
+    model.tables.lease.discard()
+    tables = collect_tables(model.tables, model.tables.specs)
+    own |= collect_shards(model.tables, model.tables.specs)
     mark_all_changed(model.tables)
     if checkpoint.ancestors:
         base = checkpoint.base.path

@@ -1,5 +1,5 @@
-"""A model in a checkpoint: its dense part and tables as named tensors, what its modules keep beside
-them, and what it is."""
+"""A model in a checkpoint: its dense part and tables as named tensors, what else its modules
+keep, and what it is."""
 
 from __future__ import annotations
 
@@ -59,44 +59,43 @@ def find_untrained(state: Mapping[str, Any]) -> set[str]:
     }
 
 
+def share(value: Tensor) -> Tensor:
+    """In the place of a copy."""
+    return value
+
+
 def collect_tables(
-    tables: Tables,
-    transport: Transport,
-    names: Iterable[str],
-    copy: Callable[[Tensor], Tensor] = lambda value: value,
+    tables: Tables, names: Iterable[str], copy: Callable[[Tensor], Tensor] = share
 ) -> dict[str, Tensor]:
     """The same of the tables with these names; each is whole, over all ranks. `copy` is applied to
     this rank's parts."""
     return {
-        f"table/{name}/{part}": _whole(copy(value), name, tables, transport)
+        f"table/{name}/{part}": _whole(copy(value), name, tables)
         for name in names
         for part, value in tables.get_local_state(name).items()
     }
 
 
 def collect_shards(
-    tables: Tables,
-    transport: Transport,
-    names: Iterable[str],
-    copy: Callable[[Tensor], Tensor] = lambda value: value,
+    tables: Tables, names: Iterable[str], copy: Callable[[Tensor], Tensor] = share
 ) -> dict[str, Tensor]:
     """The same of what virtual shards of dynamic tables hold beside their rows. Every checkpoint
     has it whole."""
     return {
-        f"shards/{name}/{part}": _shard(copy(value), rules.shards, transport)
+        f"shards/{name}/{part}": _shard(copy(value), rules.shards, tables.transport)
         for name in names
         if (rules := tables.specs[name].dynamic) is not None
         for part, value in tables.get_group(name).rows.get_shard_tensors().items()
     }
 
 
-def _whole(local: Tensor, name: str, tables: Tables, transport: Transport) -> Tensor:
+def _whole(local: Tensor, name: str, tables: Tables) -> Tensor:
     """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of
     the same name and shape. A dynamic one is [virtual shards, rows of each, ...]: ranks own whole
     shards."""
     if tables.placements[name].kind == "replicated":
         return local
-    spec = tables.specs[name]
+    spec, transport = tables.specs[name], tables.transport
     rules = spec.dynamic
     if rules is None:
         return _shard(local, spec.rows, transport)
@@ -126,7 +125,7 @@ def _get_mesh(transport: ProcessGroupTransport, device: str) -> DeviceMesh:
     return known[device]
 
 
-# ---- what modules keep beside their tensors
+# ---- what modules keep in addition to tensors
 
 
 def _is_extra(name: str) -> bool:
@@ -198,23 +197,19 @@ def refuse_other_model(
 ) -> None:
     state = list_state(model.module)
     here = describe_model(model, state, optimizer)
+    other = f"{path} is a checkpoint of another model"
     for part in ("tables", "dense"):
         for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
             there, now = saved[part].get(name), here[part].get(name)
             if there != now:
                 what = "table" if part == "tables" else "parameter"
-                raise ValueError(
-                    f"{path} is a checkpoint of another model: {what} {name!r} is "
-                    f"{there or 'absent'} there, {now or 'absent'} here"
-                )
+                found = f"{there or 'absent'} there, {now or 'absent'} here"
+                raise ValueError(f"{other}: {what} {name!r} is {found}")
     if "extra_state" in saved:
         there, now = set(saved["extra_state"]), set(pack_extra(state, {}))
         for name in sorted(there ^ now):
             only = "there" if name in there else "here"
-            raise ValueError(
-                f"{path} is a checkpoint of another model: module {name!r} has extra "
-                f"state only {only}"
-            )
+            raise ValueError(f"{other}: module {name!r} has extra state only {only}")
     if here["optimizer"] is not None and saved["optimizer"] != here["optimizer"]:
         raise ValueError(
             f"{path} was trained with {saved['optimizer']}, not {here['optimizer']}: "

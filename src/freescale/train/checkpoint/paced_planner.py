@@ -1,5 +1,5 @@
-"""How torch's writer goes through the tensors of a checkpoint that is written beside training: with
-as little of the interpreter as may be, which the step needs."""
+"""How torch's writer goes through the tensors of a checkpoint that is written during training: with
+little use of the interpreter, which the step needs."""
 
 from __future__ import annotations
 
@@ -53,10 +53,7 @@ class PacedPlanner(DefaultSavePlanner):
         return self.series.plan, self.series.metadata
 
     def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: Any = None,
-        is_coordinator: bool = False,
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         self.series.plans += 1
         self._tensors = _describe(state_dict)

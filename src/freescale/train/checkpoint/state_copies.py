@@ -2,7 +2,7 @@
 
 What is on a GPU is copied twice where the GPU has room: at once within its memory, which takes a
 hundredth of the time that the bus needs, and from there by the thread that writes it, piece by
-piece, beside the steps that follow. No step waits for the bus then, and what lanes send meanwhile
+piece, during the steps that follow. No step waits for the bus then, and what lanes send meanwhile
 waits for a piece at most. Without room the pieces go over the bus at once, in the caller's stream.
 """
 
@@ -36,7 +36,7 @@ class StateCopies:
         """`room`: bytes of the device that copies may take; if None, what they once had and what
         `find_room` finds."""
         self._device = device
-        # What copies once took is there for them: the driver is asked about more, which takes long.
+        # Memory of earlier copies is reused: to ask the driver for more takes long.
         self._room = _taken_before.get(device, 0) if room is None else room
         self._may_ask = room is None and device.type == "cuda"
         self._used = 0  # of the room
@@ -145,8 +145,8 @@ def _group_alike(values: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def find_room(device: torch.device) -> int:
-    """Bytes of a GPU that copies may take for a while, beside what they have: half of this rank's
-    share of what is free. What torch holds is for the next step."""
+    """Bytes of a GPU that copies may take for a while, in addition to what they have: half of this
+    rank's share of what is free. What torch holds is for the next step."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,28 +1,29 @@
 """Writes the contents of a checkpoint, by all ranks together: under a temporary name, then renamed.
 
-It needs the transport's control messages and nothing else of training, so that it can run beside
-it, on another thread and over a group of its own (`Beside`).
+It needs the transport's control messages and nothing else of training. So it can run at the same
+time, on another thread and over a group of its own (`Background`).
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
+from freescale.embedding.tables import Tables
 from freescale.train.checkpoint.contents import Contents
 from freescale.train.checkpoint.errors import CheckpointWriter, explain_errors
 from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
 from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
 from freescale.train.checkpoint.paced_planner import PacedPlanner, Series
 from freescale.train.checkpoint.state_copies import StateCopies
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.threads import start_thread
@@ -36,16 +37,9 @@ def write_checkpoint(
     transport: Transport,
     planner: PacedPlanner | None = None,
 ) -> int:
-    """Writes a checkpoint and puts it in its place. A collective.
-
-    Args:
-        files: the folder of the run's checkpoints.
-        contents: what every rank has of it.
-        transport: the ranks; of their devices nothing is used.
-        planner: in the place of torch's own: the tensors are copies on the host.
-
-    Returns:
-        The checksum of its state.json; on other ranks than 0, 0.
+    """Writes a checkpoint and puts it in its place. A collective; of the ranks' devices nothing is
+    used. With a `planner`, in the place of torch's own, the tensors are copies on the host. Returns
+    the checksum of its state.json, 0 on other ranks than 0.
 
     Raises:
         ValueError: it could not be written, on all ranks; nothing of it is left.
@@ -67,6 +61,28 @@ def write_checkpoint(
     return checksum
 
 
+def begin_copies(tables: Tables, collect: Callable[[], Contents]) -> Callable[[], Contents]:
+    """Begins to copy what a checkpoint holds. Returns a function that waits for the copies and
+    returns them, or raises what went wrong."""
+    try:
+        contents = collect()
+    except (OSError, ValueError) as error:
+        return partial(_raise, error)
+    capture, copies = Capture(contents.add_sharded), contents.copies
+    assert copies is not None
+    tables.lease.capture(capture)
+
+    def await_copies() -> Contents:
+        await_rows(capture, copies)
+        return contents
+
+    return await_copies
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 def await_rows(capture: Capture, copies: StateCopies) -> None:
     """Waits for the copies of the rows, and of all else. ValueError if they could not be made."""
     try:
@@ -79,8 +95,8 @@ def await_rows(capture: Capture, copies: StateCopies) -> None:
 
 
 def _refuse_diverged(step: int, contents: Contents) -> None:
-    beside = contents.copies is not None
-    if name := find_not_finite(contents.tensors, contents.untrained, beside=beside):
+    background = contents.copies is not None
+    if name := find_not_finite(contents.tensors, contents.untrained, background=background):
         raise NotFinite(
             f"{name} is not finite at step {step}, which is therefore not saved: "
             "the checkpoints before it stay"
@@ -101,8 +117,8 @@ def _write(
         mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
         return {path.name: compute_checksum(path) for path in mine}
 
-    said = [run_on_all_ranks(transport, sum_files), contents.spans]
-    gathered = [json.loads(part) for part in transport.gather_bytes(json.dumps(said).encode())]
+    written = [run_on_all_ranks(transport, sum_files), contents.spans]
+    gathered = gather_json(transport, written)
     state = contents.state
     state["files"] = {name: of for files, _ in gathered for name, of in files.items()}
     if contents.spans is not None:
@@ -146,19 +162,18 @@ def _write_as_planned(
 ) -> None:
     """As torch's `save` from its plan on. That asks each tensor for its state_dict, with two lines
     of a log, brings the plans together, and at the end sends what it has written about all tensors
-    to all ranks: with hundreds of them, tens of milliseconds in which a step beside it stands
-    still."""
+    to all ranks: with hundreds of them, that holds up a step by tens of milliseconds."""
     plan, metadata = planner.take_plan(tensors)
 
     def write() -> bytes:
         writer.set_up_storage_writer(transport.rank == 0)
-        written = writer.write_data(writer.prepare_local_plan(plan), planner)
-        written.wait()
-        return pickle.dumps(written.value())
+        writing = writer.write_data(writer.prepare_local_plan(plan), planner)
+        writing.wait()
+        return pickle.dumps(writing.value())
 
     try:
-        told = transport.gather_bytes(run_on_all_ranks(transport, write))
-        results = [pickle.loads(each) for each in told] if transport.rank == 0 else []
+        written = transport.gather_bytes(run_on_all_ranks(transport, write))
+        results = [pickle.loads(each) for each in written] if transport.rank == 0 else []
         run_on_rank_0(transport, lambda: writer.finish(metadata, results))
     except ValueError as error:
         raise ValueError(f"{failure}: {error}") from error
@@ -171,8 +186,8 @@ def coordinate(transport: Transport) -> dict[str, Any]:
     return {"no_dist": True}
 
 
-class Beside:
-    """Work beside training: one job at a time, on a thread of its own."""
+class Background:
+    """Work during training: one job at a time, on a thread of its own."""
 
     def __init__(self, transport: Transport) -> None:
         """A collective: opens a group for the thread's control messages."""

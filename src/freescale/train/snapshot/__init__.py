@@ -1,7 +1,7 @@
 """Snapshots: the state of every rank in memory that outlives its process.
 
-keeper.py       the process that holds the memory files, one per machine and run
-keeper_link.py  how ranks and launchers reach it
+holder.py       the process that holds the memory files, one per machine and run
+holder_link.py  how ranks and launchers reach it
 segment.py      a memory file: named tensors, plain JSON, checksums
 state_file.py   a memory file with a whole state, brought up to date in place
 chain.py        at a buddy: a whole state and the changes that follow it; both made one again

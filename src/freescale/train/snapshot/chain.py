@@ -27,9 +27,9 @@ def check_link(segment: Segment, link: Link, run: str) -> None:
     header, label = segment.header, label_link(link)
     if header.get("run") != run:
         raise Damaged(f"{label} is another run's")
-    said = [header.get(key) for key in ("ranks", "rank", "step", "parent")]
-    if said != [link.ranks, link.owner, link.step, link.parent]:
-        ranks, owner, step, parent = said
+    found = [header.get(key) for key in ("ranks", "rank", "step", "parent")]
+    if found != [link.ranks, link.owner, link.step, link.parent]:
+        ranks, owner, step, parent = found
         raise Damaged(
             f"{label} holds another state: of rank {owner} of {ranks} after step {step}, since "
             f"{parent}"

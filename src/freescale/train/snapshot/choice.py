@@ -56,24 +56,17 @@ class Choice:
     """The snapshots that a restart takes."""
 
     step: int
-    holders: tuple[int, ...]  # of each rank's: the rank that reads it from its machine's keeper
+    readers: tuple[int, ...]  # of each rank's: the rank that reads it from its machine's holder
     chains: tuple[tuple[Link, ...], ...]  # of each rank
 
 
 def choose_snapshots(
     held: Sequence[Names], machines: Sequence[bytes | str], refused: Sequence[int] = ()
 ) -> Choice | None:
-    """The newest step that is complete for all ranks, on whichever machines.
-
-    Args:
-        held: [ranks], names of the memory files on the machine of each rank.
-        machines: [ranks], of each rank.
-        refused: steps that turned out to be damaged.
-
-    Returns:
-        None if there is no such step. A rank reads its own from its own machine where that has
-        it; otherwise another rank does: the machine's first.
-    """
+    """The newest step that is complete for all ranks, on whichever machines, and not refused; None
+    if there is none. held [ranks]: names of the memory files on the machine of each rank. A rank
+    reads its own from its own machine if that has it; otherwise another rank does: the machine's
+    first."""
     world = len(held)
     first = {machine: machines.index(machine) for machine in machines}
     chains = {rank: find_chains(held[rank]) for rank in first.values()}
@@ -86,14 +79,14 @@ def choose_snapshots(
     if not steps:
         return None
     step = max(steps)
-    holders, taken = [], []
+    readers, taken = [], []
     for owner in range(world):
         here = first[machines[owner]]
         order = [here, *(rank for rank in sorted(chains) if rank != here)]
-        holder = next(rank for rank in order if step in chains[rank].get((world, owner), {}))
-        holders.append(owner if holder == here else holder)
-        taken.append(chains[holder][world, owner][step])
-    return Choice(step, tuple(holders), tuple(taken))
+        reader = next(rank for rank in order if step in chains[rank].get((world, owner), {}))
+        readers.append(owner if reader == here else reader)
+        taken.append(chains[reader][world, owner][step])
+    return Choice(step, tuple(readers), tuple(taken))
 
 
 def explain_none(held: Sequence[Names]) -> str:
@@ -129,12 +122,12 @@ def choose_buddies(machines: Sequence[bytes | str]) -> list[int | None]:
     return [buddies[rank] for rank in range(len(machines))]
 
 
-def choose_interval(asked: int, snapshot_seconds: float, step_seconds: float) -> int:
+def choose_interval(shortest: int, snapshot_seconds: float, step_seconds: float) -> int:
     """The least number of steps between two snapshots at which one is complete, with its copy,
-    before the next is due; at least as many as asked for."""
+    before the next is due; at least `shortest`."""
     if step_seconds <= 0:
-        return asked
-    return max(asked, math.ceil(snapshot_seconds / step_seconds))
+        return shortest
+    return max(shortest, math.ceil(snapshot_seconds / step_seconds))
 
 
 def choose_affordable(

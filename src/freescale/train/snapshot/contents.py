@@ -73,11 +73,11 @@ class SnapshotContents:
         rest |= {f"rest/{name}": value for name, value in collect_random(model.transport).items()}
         state["marks"] = []
         contents = SnapshotContents(rest, state, file, spare, file.current, sends, copies)
-        contents._model, contents._mark = model, model.tables.mark_state()
+        contents._model, contents._mark = model, model.tables.lease.mark_state()
         file.begin()
         try:
             contents._add("replicated")
-        except OSError as error:  # said where the rows are waited for, by all ranks together
+        except OSError as error:  # raised where the rows are waited for, on all ranks
             contents._failure = error
         return contents
 
@@ -86,7 +86,7 @@ class SnapshotContents:
         assert self._model is not None
         if self._failure is not None:
             raise self._failure
-        with self._model.tables.looking_back(self._mark):
+        with self._model.tables.lease.looking_back(self._mark):
             self._add("sharded")
         self._model = None
 

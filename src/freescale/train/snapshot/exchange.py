@@ -3,32 +3,25 @@ training passes between two."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 
 _PIECE = 1 << 23  # bytes of a piece, to each rank
 
 
 def exchange_files(transport: Transport, outgoing: Mapping[int, Tensor]) -> dict[int, int]:
-    """Sends bytes to some ranks and receives what others send. A collective.
-
-    Args:
-        transport: a channel of bulk traffic, or the main thread's.
-        outgoing: rank -> bytes [n] on the host.
-
-    Returns:
-        rank -> descriptor of a memory file with what it sent.
-    """
+    """Sends bytes [n] on the host to some ranks, by rank, and receives what others send: by rank,
+    the descriptors of memory files. A collective, over a channel of bulk traffic or the main
+    thread's."""
     rank, world = transport.rank, transport.world
     sizes = {str(peer): data.numel() for peer, data in outgoing.items()}
-    said = [json.loads(part) for part in transport.gather_bytes(json.dumps(sizes).encode())]
-    table = [[int(part.get(str(peer), 0)) for peer in range(world)] for part in said]
+    everyones = gather_json(transport, sizes)
+    table = [[int(part.get(str(peer), 0)) for peer in range(world)] for part in everyones]
     files: dict[int, int] = {}
     try:
         for peer in range(world):

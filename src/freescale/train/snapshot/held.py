@@ -1,5 +1,5 @@
-"""The memory files that a rank answers for, at the keeper of its machine: its own chain, and those
-of the ranks whose buddy it is."""
+"""The memory files that a rank keeps at the snapshot holder of its machine: its own chain, and
+those of the ranks whose buddy it is."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Collection
 
 from freescale.train.snapshot.chain import merge_chain
 from freescale.train.snapshot.choice import Link, must_merge
-from freescale.train.snapshot.keeper_link import KeeperLink
+from freescale.train.snapshot.holder_link import HolderLink
 from freescale.train.snapshot.segment import Segment
 
 
 class HeldChains:
-    """Chains by owner. Beside each, what was there before it stays until the next snapshot is
+    """Chains by owner. Next to each, what was there before it stays until the next snapshot is
     complete: two states can be restored at any time."""
 
-    def __init__(self, run: str, link: KeeperLink) -> None:
+    def __init__(self, run: str, link: HolderLink) -> None:
         self._run, self.link = run, link
         self._chains: dict[int, list[Link]] = {}
         self._sizes: dict[Link, int] = {}
@@ -27,7 +27,7 @@ class HeldChains:
         return chain[-1] if chain else None
 
     def keep(self, link: Link, segment: Segment) -> None:
-        """Hands a memory file to the keeper. OSError if that has ended."""
+        """Hands a memory file to the holder. OSError if that has ended."""
         self.link.put(link.name, segment.file)
         self._sizes[link] = segment.size
 
@@ -80,11 +80,11 @@ class HeldChains:
         self._chains[owner] = [whole]
 
 
-def open_link(keeper: KeeperLink, link: Link) -> Segment:
-    """A memory file. OSError if the keeper does not have it, Damaged if it is half written."""
-    file = keeper.get(link.name)
+def open_link(holder: HolderLink, link: Link) -> Segment:
+    """A memory file. OSError if the holder does not have it, Damaged if it is half written."""
+    file = holder.get(link.name)
     if file is None:
-        raise OSError(f"the keeper has no {link.name}")
+        raise OSError(f"the holder has no {link.name}")
     return Segment.open(file, f"the snapshot of rank {link.owner} after step {link.step}")
 
 

@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
@@ -53,19 +49,10 @@ def load_state(
     reducer: Reducer | None,
     copy_whole: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, Any]:
-    """Restores a rank. What was deferred is forgotten. A collective.
-
-    Args:
-        state: of the last memory file.
-        chain: the tensors of each.
-        model: placed as it was.
-        optimizer: of its dense parameters; its settings stay as they are.
-        reducer: `pipeline.reducer`.
-        copy_whole: (name, where to) -> copies a large tensor of the first; torch does it if None.
-
-    Returns:
-        The progress that was saved.
-    """
+    """Restores a rank from the state of the last memory file and the tensors of each. The model is
+    placed as it was; the optimizer's settings stay as they are; what was deferred is forgotten. A
+    collective; returns the progress that was saved. `copy_whole`: (name, where to) -> copies a
+    large tensor of the first file; torch does it if None."""
     transport, tables, names = model.transport, model.tables, name_parameters(model)
     rest = {
         name.removeprefix("rest/"): value
@@ -79,7 +66,7 @@ def load_state(
     carried = CompressionState(reducer, names)
     rank, world = transport.rank, transport.world
     errors = carried.allocate(state.get("carried", ()), rank, world, world)
-    tables.discard()
+    tables.lease.discard()
     with torch.no_grad():
         for name, room in (
             collect_dense(list_state(model.module)) | unpacker.tensors | random | errors

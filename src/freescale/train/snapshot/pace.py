@@ -1,5 +1,5 @@
-"""How many steps two snapshots are apart: as many as asked for, or the least number at which they
-cost a small share of training; in any case as many as one takes to complete."""
+"""How many steps two snapshots are apart: as many as the user sets, or the least number at which
+they cost a small share of training; in any case as many as one takes to complete."""
 
 from __future__ import annotations
 
@@ -60,52 +60,47 @@ class Pace:
     """The interval of a run. It grows and does not shrink: a slow moment must not make the next
     ones slower."""
 
-    def __init__(self, asked: Every) -> None:
-        self.asked = asked
-        self.interval = asked if isinstance(asked, int) else _FIRST
-        self._told = not isinstance(asked, int)  # what the interval costs
+    def __init__(self, requested: Every) -> None:
+        self.requested = requested
+        self.interval = requested if isinstance(requested, int) else _FIRST
+        self._reported = not isinstance(requested, int)  # what the interval costs
         self._last: tuple[int, float] | None = None  # the last look: step, time
         self._fastest = 0.0  # seconds of a step, without what else may come between two looks
 
     def look(self, step: int, busy: bool, seconds: float, processor: float) -> Look:
-        """What this rank makes of the last snapshot.
-
-        Args:
-            step: that was made last.
-            busy: whether a snapshot is under way.
-            seconds: that the last one took, with its copy; 0 if that says nothing.
-            processor: that it took of a processor.
-        """
+        """What this rank makes of the last snapshot, after `step`. `busy`: one is under way.
+        `seconds`: that the last one took, with its copy, 0 if that says nothing; `processor`: that
+        it took of a processor."""
         now, per_step = time.perf_counter(), 0.0
         if self._last is not None and step > self._last[0]:
             per_step = (now - self._last[1]) / (step - self._last[0])
             self._fastest = min(per_step, self._fastest or per_step)
         self._last = step, now
         least = choose_interval(self.interval, seconds, per_step)
-        if not isinstance(self.asked, int):
+        if not isinstance(self.requested, int):
             least = choose_affordable(least, processor, self._fastest, _OF_SNAPSHOTS * BUDGET)
         steps = processor / self._fastest if self._fastest else 0.0
         return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
 
     def agree(self, looks: Sequence[Look]) -> dict[str, Any] | None:
-        """Of all ranks. Returns a line for the log if there is something to tell: under
-        `snapshot_interval`, that the interval grows; under `snapshot_cost`, once, that the one
-        which was asked for costs more than the budget."""
+        """Of all ranks. Returns a line for the log if there is something to report: under
+        `snapshot_interval`, that the interval grows; under `snapshot_cost`, once, that the
+        requested one costs more than the budget."""
         least = max(each["steps"] for each in looks)
         grows = least > self.interval
-        if grows and not isinstance(self.asked, int):
+        if grows and not isinstance(self.requested, int):
             least = max(least, math.ceil(_GROWS_BY * self.interval))
         self.interval = max(least, self.interval)
         share = max(each["cost_in_steps"] for each in looks) / self.interval
         about = {
             "steps": self.interval,
-            "asked": self.asked,
+            "asked": self.requested,
             "seconds": round(max(each["seconds"] for each in looks), 3),
             "percent": round(100 * share, 2),
         }
         if grows:
             return {"snapshot_interval": about}
-        if share > BUDGET and not self._told:
-            self._told = True
+        if share > BUDGET and not self._reported:
+            self._reported = True
             return {"snapshot_cost": about}
         return None

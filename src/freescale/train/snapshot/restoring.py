@@ -1,9 +1,8 @@
-"""Restores a run from the snapshots that keepers hold, wherever they are. All of it is done by all
-ranks together."""
+"""Restores a run from the snapshots in memory, on whichever machines. All ranks do everything here
+together."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +18,10 @@ from freescale.train.snapshot.choice import Choice, Link, choose_snapshots, expl
 from freescale.train.snapshot.exchange import exchange_files
 from freescale.train.snapshot.file_reads import FileReads
 from freescale.train.snapshot.held import open_link
-from freescale.train.snapshot.keeper_link import KeeperLink
+from freescale.train.snapshot.holder_link import HolderLink
 from freescale.train.snapshot.loading import load_state, refuse_other
 from freescale.train.snapshot.segment import Segment
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
 
 
@@ -32,14 +31,13 @@ class Restoring:
 
     run: str
     transport: Transport
-    link: KeeperLink | None  # of this machine's keeper, if there is one
+    link: HolderLink | None  # of this machine's holder, if there is one
     machines: list[bytes]
     refused: list[int] = field(default_factory=list)  # steps that turned out to be damaged
 
     def __post_init__(self) -> None:
         names = self.link.list() if self.link is not None else []
-        said = self.transport.gather_bytes(json.dumps(names).encode())
-        self.held: list[list[str]] = [json.loads(part) for part in said]
+        self.held: list[list[str]] = gather_json(self.transport, names)
 
     def choose(self) -> Choice | None:
         """The newest step that is complete for all ranks and not refused. The same on all."""
@@ -50,7 +48,7 @@ class Restoring:
 
     def describe(self, choice: Choice) -> str:
         """Where the state comes from."""
-        far = [rank for rank, holder in enumerate(choice.holders) if holder != rank]
+        far = [rank for rank, reader in enumerate(choice.readers) if reader != rank]
         if not far:
             return "from memory"
         ranks = f"rank{'s' * (len(far) > 1)} {', '.join(map(str, far))}"
@@ -107,13 +105,13 @@ class Restoring:
         return found
 
     def _fetch(self, choice: Choice) -> list[Segment]:
-        """The chain of this rank: from this machine's keeper, or by another rank's hands."""
+        """The chain of this rank: from this machine's holder, or by another rank's hands."""
         transport, rank = self.transport, self.transport.rank
         opened: dict[int, list[Segment]] = {}  # by owner, of those that this rank reads
 
         def read() -> None:
-            for owner, holder in enumerate(choice.holders):
-                if holder == rank:
+            for owner, reader in enumerate(choice.readers):
+                if reader == rank:
                     assert self.link is not None
                     opened[owner] = [open_link(self.link, link) for link in choice.chains[owner]]
 
@@ -125,7 +123,7 @@ class Restoring:
                 for owner, segments in opened.items()
                 if place < len(segments)
             }
-            if all(holder == owner for owner, holder in enumerate(choice.holders)):
+            if all(reader == owner for owner, reader in enumerate(choice.readers)):
                 break
             for file in exchange_files(transport, outgoing).values():
                 mine += self._open_received(file, choice.chains[rank][len(mine)])
@@ -137,10 +135,10 @@ class Restoring:
     def _open_received(self, file: int, link: Link) -> list[Segment]:
         try:
             return [Segment.open(file, label_link(link))]
-        except Damaged:  # said by all ranks together, when they check
+        except Damaged:  # raised on all ranks together, when they check
             return []
 
 
-def clear_snapshots(link: KeeperLink) -> None:
-    """Lets all of a keeper's memory files go: the run goes on from elsewhere."""
+def clear_snapshots(link: HolderLink) -> None:
+    """Drops all memory files of a holder: the run goes on from elsewhere."""
     link.drop(link.list())

@@ -1,4 +1,4 @@
-"""A memory file: named tensors and plain JSON, with checksums, in memory that a keeper can hold.
+"""A memory file: named tensors and plain JSON, with checksums, in memory that a holder can keep.
 
     preamble     magic, where the JSON is, how long, its checksum: written last
     tensors      each from a multiple of 64 bytes on
@@ -101,7 +101,7 @@ class Segment:
             to.copy_(self.read()[name])
 
     def close(self) -> None:
-        """The memory stays as long as a keeper has it, or a tensor."""
+        """The memory stays as long as a holder has it, or a tensor."""
         os.close(self.file)
 
 
@@ -110,16 +110,8 @@ def write_segment(
     tensors: Mapping[str, Tensor],
     amend: Callable[[dict[str, Tensor]], None] | None = None,
 ) -> Segment:
-    """Writes a memory file.
-
-    Args:
-        header: plain JSON.
-        tensors: on the host.
-        amend: changes the tensors of the file before they are sealed.
-
-    Raises:
-        OSError: there is not enough memory.
-    """
+    """Writes a memory file of tensors on the host; the header is plain JSON. `amend` changes the
+    tensors of the file before they are sealed. OSError if there is not enough memory."""
     entries, end = lay_out(tensors)
     file = create_file(end)
     try:

@@ -1,8 +1,7 @@
-"""The snapshots of a run, for the training loop: taken beside training, restored at its start."""
+"""The snapshots of a run, for the training loop: taken during training, restored at its start."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import warnings
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from freescale.embedding.capture import Capture
+from freescale.embedding.lease import Capture
 from freescale.ledger.ledger import ThreadLedger
 from freescale.train.checkpoint.writing import await_rows
 from freescale.train.snapshot.chain import describe_segment
@@ -21,12 +20,12 @@ from freescale.train.snapshot.choice import Link, choose_buddies
 from freescale.train.snapshot.contents import CONSUMER, SnapshotContents
 from freescale.train.snapshot.exchange import exchange_files
 from freescale.train.snapshot.held import HeldChains
-from freescale.train.snapshot.keeper_link import KeeperLink, is_supported, name_keeper
+from freescale.train.snapshot.holder_link import HolderLink, is_supported, name_holder
 from freescale.train.snapshot.pace import Every, Pace, StepCosts
 from freescale.train.snapshot.restoring import Restoring, clear_snapshots
 from freescale.train.snapshot.segment import Segment, write_segment
 from freescale.train.snapshot.state_file import StateFile
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks
 from freescale.transport.machine import identify_machine
 from freescale.transport.threads import start_thread
@@ -75,8 +74,8 @@ class Snapshots:
             raise ValueError("--snapshot-every needs memory files, which only Linux has: leave it")
         self.transport, self.pace, self._costs = transport, Pace(every), StepCosts()
         self.machines = transport.gather_bytes(identify_machine())
-        self._link: KeeperLink | None = None
-        self._run = ""  # whose keeper that is
+        self._link: HolderLink | None = None
+        self._run = ""  # whose holder that is
         self._held: HeldChains | None = None
         self._channel: Transport | None = None
         self.taking: Taking | None = None  # the one under way, or the last
@@ -92,15 +91,15 @@ class Snapshots:
     # ---- restoring
 
     def find(self, run: str | None) -> Restoring | None:
-        """What keepers have of a run; None of one that has no name yet."""
+        """What holders have of a run; None of one that has no name yet."""
         if run is None:
             return None
         if self._link is None:
-            self._link, self._run = KeeperLink.connect(self._name(run)), run
+            self._link, self._run = HolderLink.connect(self._name(run)), run
         return Restoring(run, self.transport, self._link, self.machines)
 
     def clear(self) -> None:
-        """Forgets all that keepers have: the run does not go on from it."""
+        """Forgets all that holders have: the run does not go on from it."""
         if self._link is not None and self._is_first:
             clear_snapshots(self._link)
         self.transport.gather_bytes(b"")  # before anybody adds to it
@@ -121,21 +120,21 @@ class Snapshots:
     # ---- taking
 
     def open(self, run: str, step: int) -> None:
-        """Starts the keepers that are missing, before the first step after `step`."""
+        """Starts the holders that are missing, before the first step after `step`."""
         if self._run != run:  # a run that has begun anew, or gone back
             self.abandon(end=True)
         self._run = run
 
         def start() -> None:
             if self._is_first and self._link is None:
-                self._link = KeeperLink.start(self._name(run))
+                self._link = HolderLink.start(self._name(run))
 
         run_on_all_ranks(self.transport, start)
 
-        def connect() -> KeeperLink:
-            link = self._link or KeeperLink.connect(self._name(run))
+        def connect() -> HolderLink:
+            link = self._link or HolderLink.connect(self._name(run))
             if link is None:
-                raise OSError(f"rank {self.transport.rank} finds no keeper of snapshots")
+                raise OSError(f"rank {self.transport.rank} finds no snapshot holder")
             self._files = [StateFile(f"{CONSUMER}/{number}") for number in range(2)]
             return link
 
@@ -151,16 +150,9 @@ class Snapshots:
         self.due = step + self.interval
 
     def take_if_due(self, state: RunState, failed: bool = False) -> dict[str, Any] | None:
-        """After a step: begins a snapshot if it is due and the one before is complete on all
-        ranks.
-
-        Args:
-            state: of the run.
-            failed: on any rank: the run is about to end, and no rank takes one.
-
-        Returns:
-            A line for the log, if the interval grows or costs much.
-        """
+        """After a step: begins a snapshot if it is due and the one before is complete on all ranks.
+        `failed`, on any rank: the run is about to end, and no rank takes one. Returns a line for
+        the log, if the interval grows or costs much."""
         step = state.position.step
         self._costs.note_step()
         if step < self.due:
@@ -179,8 +171,7 @@ class Snapshots:
         costs = 0.0, 0.0
         if timed is not None:  # what its threads have computed is the least that it costs
             costs = timed.seconds, max(timed.processor, self._costs.estimate())
-        mine = json.dumps(self.pace.look(step, busy, *costs)).encode()
-        looks = [json.loads(part) for part in self.transport.gather_bytes(mine)]
+        looks = gather_json(self.transport, self.pace.look(step, busy, *costs))
         if any(look["busy"] for look in looks):
             return False, None
         self._finish()
@@ -209,7 +200,7 @@ class Snapshots:
         )
         contents.state["checkpoint"] = state.checkpoints.describe_parent()
         capture = Capture(lambda: taking.run(contents.add_sharded))
-        model.tables.capture(capture)
+        model.tables.lease.capture(capture)
         sent = Link(self.transport.world, rank, step, parent)
 
         def run() -> None:
@@ -238,8 +229,8 @@ class Snapshots:
         with suppress(OSError):  # the next one is written over it
             self._held.link.drop([name])
         if self.transport.rank == 0:
-            words = f"the snapshot after step {taking.step} is left out: {taking.error}"
-            warnings.warn(words, stacklevel=2)
+            message = f"the snapshot after step {taking.step} is left out: {taking.error}"
+            warnings.warn(message, stacklevel=2)
 
     # ---- the snapshot's thread, over its channel
 
@@ -279,7 +270,7 @@ class Snapshots:
                 contents.spare.copy_tables(contents.file)
 
     def _keep_own(self, contents: SnapshotContents, own: Link, sent: Link) -> Tensor | None:
-        """Puts this rank's file into the keeper. Returns the bytes for its buddy."""
+        """Puts this rank's file into the holder. Returns the bytes for its buddy."""
         header = describe_segment(self._run, own, contents.state)
         segment = contents.file.seal(header, contents.tensors)
         try:
@@ -311,16 +302,16 @@ class Snapshots:
         try:
             self._held.keep(link, segment)
         except OSError as error:
-            with_it = KeeperLink.start(self._name(self._run))  # for the next one, which is whole
+            with_it = HolderLink.start(self._name(self._run))  # for the next one, which is whole
             self._link = self._held.link = with_it
             raise ValueError(f"{describe_error(error)}; another was started") from error
 
     # ---- the end
 
     def close(self, state: RunState) -> None:
-        """Of a run that is over: the keepers end, and the memory is free."""
+        """Of a run that is over: the holders end, and the memory is free."""
         if self.taking is not None:
-            state.model.tables.finish_captures()
+            state.model.tables.lease.finish_captures()
             self._await_last()
         self.transport.gather_bytes(b"")  # nobody needs them any more
         self.abandon(end=True)
@@ -335,7 +326,7 @@ class Snapshots:
             self.taking = None
 
     def abandon(self, end: bool) -> None:
-        """Of a run that has failed: with `end` its keeper ends at once, otherwise once nobody has
+        """Of a run that has failed: with `end` its holder ends at once, otherwise once nobody has
         come back for a while."""
         if self._link is not None:
             if end and self._is_first:
@@ -351,4 +342,4 @@ class Snapshots:
         return self.machines.index(self.machines[rank]) == rank
 
     def _name(self, run: str) -> str:
-        return name_keeper(run, self.machines[self.transport.rank])
+        return name_holder(run, self.machines[self.transport.rank])

@@ -95,6 +95,6 @@ class StateFile:
         return segment
 
     def close(self) -> None:
-        """The memory stays as long as a keeper has it."""
+        """The memory stays as long as a holder has it."""
         self._close()
         self.tables.clear()

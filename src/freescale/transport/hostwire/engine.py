@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from freescale.streams import current_stream, new_stream, record_event, record_event_on
-from freescale.transport.api import TransportError
+from freescale.transport.api import Sizes, TransportError
 from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
 from freescale.transport.hostwire.pinned import Pinned
-from freescale.transport.hostwire.steps import LARGEST, SLOTS, URGENT_TIMES
+from freescale.transport.hostwire.steps import LARGEST, SLOTS, ChannelParts
 from freescale.transport.hostwire.transfer import make_error
 from freescale.transport.hostwire.wires.api import EngineWire
 
@@ -94,33 +94,20 @@ class EngineTransfer:
 
 
 class EngineChannel:
-    """A `Channel` that the engine drives.
-
-    Args:
-        library: the compiled engine.
-        rank: of this process.
-        device: of the tensors.
-        wires: to all other ranks.
-        ring: SLOTS slots, which ranks of this machine can read.
-        gate: shared by the channels of a rank.
-        piece: the largest of bulk traffic, in bytes.
-        seconds: that a peer may be silent.
-    """
+    """A `Channel` that the engine drives, over wires to all other ranks. The channels of a rank
+    share a gate."""
 
     def __init__(
         self,
         library: EngineLibrary,
-        rank: int,
-        device: torch.device,
+        parts: ChannelParts,
         wires: Sequence[EngineWire],
-        ring: Pinned,
         gate: EngineGate,
-        piece: int,
-        seconds: float,
     ) -> None:
-        self.rank, self.device, self._seconds = rank, device, seconds
+        rank, device, ring, slot = parts.rank, parts.device, parts.ring, parts.slot
+        self.rank, self.device, self._seconds = rank, device, parts.seconds
         self._library, self._wires, self._gate, self._ring = library, wires, gate, ring
-        self._largest = {False: piece, True: min(LARGEST, URGENT_TIMES * piece)}  # by urgency
+        self._largest = {False: parts.piece, True: parts.largest}  # by urgency
         endpoints = {
             peer: endpoint for wire in wires for peer, endpoint in wire.endpoints().items()
         }
@@ -130,8 +117,6 @@ class EngineChannel:
         self._inside = threading.Lock()  # while C has the channel: another thread may close it
         cuda = device.type == "cuda"
         self._streams = [new_stream(device, priority=-1) for _ in range(2)] if cuda else []
-        slot = ring.bytes.numel() // SLOTS
-        assert not slot or self._largest[True] <= slot, (piece, slot)
         # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not
         # wait for each other.
         streams = sum(endpoint.ring is None for endpoint in endpoints.values())
@@ -157,19 +142,13 @@ class EngineChannel:
                 theirs = endpoint.ring.bytes.data_ptr()
             sockets = endpoint.send_socket, endpoint.receive_socket
             library.channel_set_peer(made, peer, *sockets, theirs)
-        if piece < LARGEST:  # what is urgent waits for less than a few milliseconds
+        if parts.piece < LARGEST:  # what is urgent waits for less than a few milliseconds
             for wire in wires:
-                wire.limit_buffers(_WAITING // 2 * piece)  # the kernel doubles it
+                wire.limit_buffers(_WAITING // 2 * parts.piece)  # the kernel doubles it
         self._addresses, self._sizes = c_uint64 * self._world, c_int64 * self._world
 
     def all_to_all(
-        self,
-        kind: str,
-        urgent: bool,
-        tensor: Tensor,
-        send: Sequence[int],
-        output: Tensor,
-        receive: Sequence[int],
+        self, kind: str, urgent: bool, tensor: Tensor, send: Sizes, output: Tensor, receive: Sizes
     ) -> EngineTransfer:
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         out, into = _lay_out(tensor, send, row), _lay_out(output, receive, row)
@@ -265,8 +244,8 @@ class EngineChannel:
         self._hang_up()  # whoever waits for this rank hears of it
 
     def close(self) -> bool:
-        """Whether no thread uses its wires and memory any more: one that waits for a transfer is
-        told to leave."""
+        """Whether no thread uses its wires and memory any more. A thread that waits for a transfer
+        gets the signal to leave."""
         if self._handle is None:
             return True
         self._library.channel_stop(self._handle)

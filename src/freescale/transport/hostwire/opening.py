@@ -4,7 +4,8 @@ collective; if it fails on one rank, it fails on all."""
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from freescale.transport.api import TransportError
 from freescale.transport.descriptors import LINES
+from freescale.transport.failures import find_first_message
 from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.steps import LARGEST, SLOTS
@@ -72,35 +74,24 @@ def find_neighbours(meeting: ProcessGroupTransport) -> list[int]:
 def open_wires(
     meeting: ProcessGroupTransport, wire: str, neighbours: list[int], timeout: timedelta
 ) -> Wires:
-    """Connects a channel's ranks. If it fails it closes what it opened.
-
-    Args:
-        meeting: connects the ranks already.
-        wire: to ranks of other machines: gloo, tcp or ucx.
-        neighbours: ranks to share memory with.
-        timeout: of connecting.
-
-    Raises:
-        TransportError: on all ranks.
-    """
+    """Connects a channel's ranks: those of this machine, `neighbours`, by shared memory, others by
+    `wire` (gloo, tcp or ucx). If it fails it closes what it opened, and raises TransportError on
+    all ranks."""
     rank, world, device = meeting.rank, meeting.world, meeting.device
     elsewhere = [peer for peer in range(world) if peer != rank and peer not in neighbours]
     with ExitStack() as always, ExitStack() as failed:
-        error, file = "", None
-        try:
+        file = None
+        with _needing("memory that copy engines reach", meeting, RuntimeError, OSError):
             if neighbours:
                 file = create_shared_file(SLOTS * LARGEST)
                 always.callback(os.close, file)
             needs_ring = bool(neighbours) or (device.type == "cuda" and bool(elsewhere))
             ring = Pinned(SLOTS * LARGEST if needs_ring else 0, device, file)
             failed.callback(ring.close)
-        except (RuntimeError, OSError) as caught:
-            error = _describe(caught)
-        _raise_if_any_failed(meeting, error, "memory that copy engines reach")
         wires: list[Wire] = []
         routes: dict[int, Wire] = {}
         if any(meeting.gather_bytes(b"y" * len(neighbours))):
-            try:
+            with _needing("shared memory of one machine", meeting, RuntimeError, OSError):
                 shared = connect_shared(
                     rank,
                     neighbours,
@@ -114,9 +105,6 @@ def open_wires(
                 failed.callback(shared.close)
                 wires.append(shared)
                 routes |= dict.fromkeys(neighbours, shared)
-            except (RuntimeError, OSError) as caught:
-                error = _describe(caught)
-            _raise_if_any_failed(meeting, error, "shared memory of one machine")
         network: NetworkWire | None = None
         if any(meeting.gather_bytes(b"y" if elsewhere else b"")):
             network = _open_network_wire(meeting, wire, elsewhere, timeout)
@@ -130,16 +118,20 @@ def open_wires(
         )
 
 
-def _describe(caught: BaseException) -> str:
-    return str(caught) or type(caught).__name__
+@contextmanager
+def _needing(what: str, meeting: ProcessGroupTransport, *kinds: type[Exception]) -> Iterator[None]:
+    """An exception of these kinds inside is a TransportError on all ranks. A collective."""
+    error = ""
+    try:
+        yield
+    except kinds as caught:
+        error = str(caught) or type(caught).__name__
+    _raise_if_missing(what, meeting, error)
 
 
-def _raise_if_any_failed(meeting: ProcessGroupTransport, error: str, what: str) -> None:
-    for rank, text in enumerate(meeting.gather_bytes(error.encode())):
-        if text:
-            raise TransportError(
-                f"hostwire needs {what}, and rank {rank} has none: {text.decode()}"
-            )
+def _raise_if_missing(what: str, meeting: ProcessGroupTransport, error: str) -> None:
+    if (failed := find_first_message(error, meeting.gather_bytes)) is not None:
+        raise TransportError("hostwire needs {}, and rank {} has none: {}".format(what, *failed))
 
 
 def _open_network_wire(
@@ -152,16 +144,10 @@ def _open_network_wire(
     if wire == "tcp":
         why = explain_missing_engine()
         advice = why and f"{why}; hostwire-gloo needs none"
-        _raise_if_any_failed(meeting, advice, "its engine for streams")
-        error = ""
-        try:
-            made = connect_tcp(
-                meeting.rank, peers, meeting.gather_bytes, timeout.total_seconds() / 2
-            )
-        except (OSError, ValueError) as caught:
-            error = _describe(caught)
-        _raise_if_any_failed(meeting, error, "TCP connections")
-        return made
+        _raise_if_missing("its engine for streams", meeting, advice)
+        with _needing("TCP connections", meeting, OSError, ValueError):
+            seconds = timeout.total_seconds() / 2
+            return connect_tcp(meeting.rank, peers, meeting.gather_bytes, seconds)
     ranks = dist.get_process_group_ranks(meeting.group)
     return GlooWire(
         [
@@ -174,19 +160,10 @@ def _open_network_wire(
 def measure_piece(
     meeting: ProcessGroupTransport, wires: Wires, piece_seconds: float, timeout: float
 ) -> tuple[int, float]:
-    """Measures the network once.
-
-    Args:
-        meeting: connects the ranks.
-        wires: of the channel.
-        piece_seconds: that a piece may take.
-        timeout: seconds.
-
-    Returns:
-        (bytes that the slowest pair of ranks moves in `piece_seconds`, seconds that it takes for a
-        byte); between ranks of one machine the largest piece, and 0.
-    """
-    took, error = 0.0, ""
+    """Measures the network once. Returns the bytes that the slowest pair of ranks moves in
+    `piece_seconds`, and the seconds that it takes for a byte; between ranks of one machine the
+    largest piece, and 0."""
+    took = 0.0
     if wires.network is not None:
         # To the next rank and from the one before, where they are elsewhere: of each pair of ranks
         # both or neither take part.
@@ -195,13 +172,10 @@ def measure_piece(
             for peer in ((meeting.rank + 1) % meeting.world, (meeting.rank - 1) % meeting.world)
         )
         probe, limit = wires.network.probe, timeout / 2
-        try:
+        with _needing("an answer of the ranks next to each", meeting, OSError, RuntimeError):
             probe(after, before, _PROBE // 4, limit)  # opens connections
             # a busy machine is not a slow network
             took = min(probe(after, before, _PROBE, limit) for _ in range(_PROBES))
-        except (OSError, RuntimeError) as caught:
-            error = _describe(caught)
-        _raise_if_any_failed(meeting, error, "an answer of the ranks beside each")
     slowest = max(float(text) for text in meeting.gather_bytes(str(took).encode()))
     if not slowest:
         return LARGEST, 0.0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from freescale.packed import view_bytes
+from freescale.transport.api import Sizes
 from freescale.transport.hostwire.gate import Gate
-from freescale.transport.hostwire.pinned import Pinned
-from freescale.transport.hostwire.steps import Ready, TransferSteps
+from freescale.transport.hostwire.steps import ChannelParts, Ready, TransferSteps
 from freescale.transport.hostwire.transfer import Block, Round, Transfer
 from freescale.transport.hostwire.wires.api import PieceWire
 from freescale.transport.threads import start_thread
@@ -30,39 +30,25 @@ _SEND, _RECEIVE = 0, 1
 
 
 class PythonChannel:
-    """A `Channel` that Python drives.
-
-    Args:
-        name: of its threads.
-        rank: of this process.
-        device: of the tensors.
-        routes: [world], the wire to each rank; empty for a single rank.
-        ring: SLOTS slots, which the wires can send from.
-        gate: shared by the channels of a rank.
-        piece: the largest of bulk traffic, in bytes.
-        seconds: that a peer may be silent.
-        caller_drives: the thread that submits waits soon, and does nothing else meanwhile.
-    """
+    """A `Channel` that Python drives, on threads with this name. routes [world]: the wire to each
+    rank; empty for a single rank. The channels of a rank share a gate. `caller_drives`: the thread
+    that submits waits soon, and does nothing else meanwhile."""
 
     def __init__(
         self,
         name: str,
-        rank: int,
-        device: torch.device,
+        parts: ChannelParts,
         routes: Sequence[PieceWire],
-        ring: Pinned,
         gate: Gate,
-        piece: int,
-        seconds: float,
         caller_drives: bool = False,
     ) -> None:
-        self.name, self.rank, self.world = name, rank, max(1, len(routes))
-        self._steps = TransferSteps(rank, device, routes, ring, gate, piece, seconds)
+        self.name, self.rank, self.world = name, parts.rank, max(1, len(routes))
+        self._steps = TransferSteps(parts, routes, gate)
         # All ranks share memory. Sends return at once: what is sent is a copy, in a slot.
         self._by_memory = all(not wire.direct for wire in routes)
-        self._sends_at_once = self._by_memory and device.type == "cpu"
+        self._sends_at_once = self._by_memory and parts.device.type == "cpu"
         self._caller_driven = (
-            CallerDriven(self._steps, seconds) if caller_drives and self._by_memory else None
+            CallerDriven(self._steps, parts.seconds) if caller_drives and self._by_memory else None
         )
         self._sending = threading.Lock()
         self._counting, self._unsent = threading.Lock(), 0  # transfers that the thread has to send
@@ -73,13 +59,7 @@ class PythonChannel:
         self._threads: list[threading.Thread] = []
 
     def all_to_all(
-        self,
-        kind: str,
-        urgent: bool,
-        tensor: Tensor,
-        send: Sequence[int],
-        output: Tensor,
-        receive: Sequence[int],
+        self, kind: str, urgent: bool, tensor: Tensor, send: Sizes, output: Tensor, receive: Sizes
     ) -> Transfer:
         sent, received = _split_bytes(tensor, send), _split_bytes(output, receive)
         if send[self.rank]:
@@ -171,7 +151,7 @@ class PythonChannel:
         while (transfer := waiting.get()) is not None:
             self._run(transfer, self._steps.receive)
             if waiting.empty():
-                _exhaust(self._steps.settle())
+                _exhaust(self._steps.finish_copies())
             transfer = None
 
     def _try_send(self, transfer: Transfer) -> bool:

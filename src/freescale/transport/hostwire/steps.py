@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -48,29 +49,50 @@ Piece = tuple[int, Tensor]  # peer, bytes
 StagedSlot = tuple[torch.cuda.Event | None, int, list[Piece]]  # copied, number, pieces in it
 
 
+@dataclass(frozen=True)
+class ChannelParts:
+    """What a channel is made of, whoever drives it.
+
+    Attributes:
+        rank: of this process.
+        device: of the tensors.
+        ring: SLOTS slots, which wires send from and ranks of this machine can read.
+        piece: the largest of bulk traffic, in bytes.
+        seconds: that a peer may be silent.
+    """
+
+    rank: int
+    device: torch.device
+    ring: Pinned
+    piece: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        assert not self.slot or self.largest <= self.slot, (self.piece, self.slot)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest piece of urgent traffic."""
+        return min(LARGEST, URGENT_TIMES * self.piece)
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot; 0 without a ring."""
+        return self.ring.bytes.numel() // SLOTS
+
+
 class TransferSteps:
     """Transfers of one channel, one after another. `error` is what ended the channel; `late` is set
     by whoever runs the steps once it has waited long enough."""
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        routes: Sequence[PieceWire],
-        ring: Pinned,
-        gate: Gate,
-        piece: int,
-        seconds: float,
-    ) -> None:
-        self.rank, self.device, self.routes = rank, device, routes
+    def __init__(self, parts: ChannelParts, routes: Sequence[PieceWire], gate: Gate) -> None:
+        self.rank, self.device, self.routes = parts.rank, parts.device, routes
         self.error: BaseException | None = None
         self.late = False
-        self._gate, self._piece, self._seconds = gate, piece, seconds
-        self._largest = min(LARGEST, URGENT_TIMES * piece)
-        slot = ring.bytes.numel() // SLOTS
-        assert not slot or self._largest <= slot, (piece, slot)
+        self._gate, self._piece, self._seconds = gate, parts.piece, parts.seconds
+        self._largest, device = parts.largest, parts.device
         cuda = device.type == "cuda"
-        self._slots = torch.split(ring.bytes, slot) if slot else ()
+        self._slots = torch.split(parts.ring.bytes, parts.slot) if parts.slot else ()
         self._into = (
             Pinned(SLOTS * self._largest, device)
             if cuda and any(wire.direct for wire in routes)
@@ -226,10 +248,11 @@ class TransferSteps:
             round_.landed.set()
         # This rank may turn to something else now, while a peer that still sends to others waits
         # for a slot that it has not freed.
-        yield from self.settle()
+        yield from self.finish_copies()
 
-    def settle(self, leave: int = 0) -> Iterator[Ready]:
-        """Until all but `leave` copies to the device have ended; where they came from is free."""
+    def finish_copies(self, leave: int = 0) -> Iterator[Ready]:
+        """Waits until at most `leave` copies to the device are under way, and frees the memory that
+        the others came from."""
         while len(self._landing) > leave:
             yield from _wait_for_copy(self._landing[0][0])
             self._landing.popleft()[1].free()
@@ -240,7 +263,7 @@ class TransferSteps:
             into = piece
             if transfer.cuda:
                 assert self._into is not None
-                for _ in self.settle(SLOTS - AHEAD - 1):  # its slots are used in turn
+                for _ in self.finish_copies(SLOTS - AHEAD - 1):  # its slots are used in turn
                     pass
                 begin = self._taken % SLOTS * self._largest
                 self._taken += 1
@@ -252,9 +275,9 @@ class TransferSteps:
     ) -> Iterator[Ready]:
         """Waits for a piece and copies it to its place."""
         if not arriving.ready():
-            # Nobody may have to wait for a slot of which this rank, itself waiting, has not said
-            # that it read it.
-            yield from self.settle()
+            # This rank may wait long: first it frees the slots that it has read, for which others
+            # may wait.
+            yield from self.finish_copies()
             yield arriving.ready
         came = self._guard(partial(arriving.wait, self._get_patience()), transfer, peer, left)
         # its slot is free at once: nothing waits for a copy of a few bytes
@@ -262,7 +285,7 @@ class TransferSteps:
             pinned = torch.empty(came.shape, dtype=came.dtype, pin_memory=True).copy_(came)
             with _use_stream(self._receive_stream):
                 piece.copy_(pinned, non_blocking=True)
-            yield from self.settle()
+            yield from self.finish_copies()
             arriving.free()
         else:
             if came.data_ptr() != piece.data_ptr():
@@ -270,7 +293,7 @@ class TransferSteps:
                     piece.copy_(came, non_blocking=True)
             copied = record_event_on(transfer.device, self._receive_stream)
             self._landing.append((copied, arriving))
-            yield from self.settle(2 if transfer.cuda else 0)
+            yield from self.finish_copies(2 if transfer.cuda else 0)
         if transfer.urgent:
             self._gate.note_movement()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
-from freescale.transport.api import Handle
+from freescale.transport.api import Handle, Sizes
 from freescale.transport.channel_pool import ExchangeCount
 from freescale.transport.hostwire.bindings import explain_missing_engine, load_engine
 from freescale.transport.hostwire.engine import EngineChannel, EngineGate
 from freescale.transport.hostwire.gate import Gate
 from freescale.transport.hostwire.opening import find_neighbours, measure_piece, open_wires
 from freescale.transport.hostwire.python_channel import PythonChannel
-from freescale.transport.hostwire.steps import URGENT_TIMES
+from freescale.transport.hostwire.steps import URGENT_TIMES, ChannelParts
 from freescale.transport.process_group import ProcessGroupTransport
 
 _LEAVES_AT_ONCE = 1 << 20  # bytes
@@ -52,13 +52,7 @@ class Channel(Protocol):
     TransportError if the channel has failed before."""
 
     def all_to_all(
-        self,
-        kind: str,
-        urgent: bool,
-        tensor: Tensor,
-        send: Sequence[int],
-        output: Tensor,
-        receive: Sequence[int],
+        self, kind: str, urgent: bool, tensor: Tensor, send: Sizes, output: Tensor, receive: Sizes
     ) -> ChannelTransfer:
         """Sends the rows of tensor [sum(send), ...] to the ranks and receives
         output [sum(receive), ...], this rank's rows included; both in rank order."""
@@ -73,26 +67,20 @@ class Channel(Protocol):
         """Whether no thread uses its wires and memory any more. The wires stay open."""
 
 
+@dataclass(eq=False)
 class Pending:
     """A transfer under way: the transport's `Handle`."""
 
-    def __init__(
-        self,
-        transfer: ChannelTransfer,
-        sent: Tensor,
-        output: Tensor,
-        collective: Collective,
-        exchanges: ExchangeCount,
-    ) -> None:
-        self._transfer, self._sent, self._output, self._collective = (
-            transfer,
-            sent,
-            output,
-            collective,
-        )
-        self.path, self.bytes = collective.path, collective.sent
-        self._exchanges: ExchangeCount | None = exchanges
-        exchanges.begun += 1
+    _transfer: ChannelTransfer
+    _sent: Tensor
+    _output: Tensor
+    _collective: Collective
+    _exchanges: ExchangeCount | None  # None once it has ended
+
+    def __post_init__(self) -> None:
+        self.path, self.bytes = self._collective.path, self._collective.sent
+        assert self._exchanges is not None
+        self._exchanges.begun += 1
 
     def wait(self, host: bool = False) -> Tensor:
         with self._collective.wait():
@@ -172,32 +160,15 @@ class HostwireTransport(ProcessGroupTransport):
 
     def _make_channel(self, seconds: float, caller_drives: bool) -> Channel:
         """In C where the engine can drive all wires and this rank has it; ranks need not agree."""
+        parts = ChannelParts(self.rank, self.device, self._wires.ring, self.piece, seconds)
         wires = self._wires.for_engine()
         library = load_engine() if wires else None
         if library is not None:
             if self._engine_gate is None:
                 self._engine_gate = EngineGate(library, self._gate.patience)
-            return EngineChannel(
-                library,
-                self.rank,
-                self.device,
-                wires,
-                self._wires.ring,
-                self._engine_gate,
-                self.piece,
-                seconds,
-            )
-        return PythonChannel(
-            self.ledger.name if isinstance(self.ledger, ThreadLedger) else "main",
-            self.rank,
-            self.device,
-            self._wires.for_python(),
-            self._wires.ring,
-            self._gate,
-            self.piece,
-            seconds,
-            caller_drives,
-        )
+            return EngineChannel(library, parts, wires, self._engine_gate)
+        name = self.ledger.name if isinstance(self.ledger, ThreadLedger) else "main"
+        return PythonChannel(name, parts, self._wires.for_python(), self._gate, caller_drives)
 
     def _report_missing_engines(self) -> None:
         """Rank 0 prints the ranks on which Python drives what C could. A collective."""
@@ -227,9 +198,7 @@ class HostwireTransport(ProcessGroupTransport):
         names = sorted({route.path for peer, route in routes if peer != self.rank})
         return f"hostwire: {' and '.join(names) or 'nothing to carry'}"
 
-    def all_to_all(
-        self, tensor: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
-    ) -> Pending:
+    def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Pending:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         row = tensor.element_size() * math.prod(tensor.shape[1:])

@@ -57,7 +57,7 @@ class Wire(Protocol):
     path: str
 
     def close(self) -> None:
-        """Closes connections: ranks that wait for this one are told."""
+        """Closes connections: ranks that wait for this one notice."""
 
     def release(self) -> None:
         """Gives memory of peers back, once it is closed and nobody reads it any more."""

@@ -20,7 +20,7 @@ _MAX_SILENT = 128  # that may be silent at a time, beside the ranks that are wai
 
 @dataclass
 class Caller:
-    """What it said, with the files that it sent along. Whoever gets it from `accept_callers` closes
+    """Its message, with the files that came along. Whoever gets it from `accept_callers` closes
     what it does not keep."""
 
     connection: socket.socket
@@ -45,18 +45,9 @@ def accept_callers(
     end: float,
     welcome: Callable[[socket.socket], bool] = lambda _: True,
 ) -> Generator[Caller, None, None]:
-    """Yields callers as they complete their greeting.
-
-    Args:
-        listener: a socket that listens.
-        size: bytes of a greeting.
-        ranks: callers that are expected.
-        end: of the monotonic clock.
-        welcome: callers that it refuses are sent away before they say anything.
-
-    Raises:
-        TimeoutError: at `end`.
-    """
+    """Yields callers as they complete their greeting of `size` bytes; so many ranks are expected.
+    Callers that `welcome` refuses are sent away before they say anything. TimeoutError at `end` of
+    the monotonic clock."""
     listener.setblocking(False)
     silent: dict[int, Caller] = {}  # by descriptor, in the order in which they came
     watched = select.poll()  # not select(), which takes no descriptor above 1,023
@@ -102,7 +93,7 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 
 def _read_greeting(caller: Caller, size: int) -> bool:
-    """Reads what the caller has said. Whether it is still there."""
+    """Reads the caller's message. Returns whether the caller is still there."""
     try:
         part, files, _, _ = socket.recv_fds(caller.connection, size - len(caller.hello), 1)
     except BlockingIOError:

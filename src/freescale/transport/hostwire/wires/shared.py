@@ -15,12 +15,13 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 
 import torch
 from torch import Tensor
 
+from freescale.transport.api import Gather
 from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.wires.api import Endpoint
 from freescale.transport.hostwire.wires.greeting import accept_callers
@@ -147,23 +148,12 @@ def connect(
     ring: Pinned,
     file: int,
     device: torch.device,
-    gather: Callable[[bytes], list[bytes]],
+    gather: Gather,
     seconds: float,
 ) -> SharedWire:
-    """Connects the ranks of one machine. A collective of all ranks.
-
-    Args:
-        rank: of this process.
-        peers: the other ranks of this machine.
-        ring: this rank's.
-        file: descriptor of the ring's memory.
-        device: whose copy engines read the peers' rings.
-        gather: exchanges addresses among all ranks, as `Transport.gather_bytes` does.
-        seconds: that peers may take.
-
-    Raises:
-        OSError: a peer did not call, or there is no socket.
-    """
+    """Connects the ranks of one machine, `peers` and this one. A collective of all ranks. `file` is
+    the descriptor of this rank's ring; the copy engines of `device` read the peers' rings. OSError
+    if a peer did not call within `seconds`, or there is no socket."""
     with ExitStack() as always, ExitStack() as failed:
         listener = always.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         # abstract: leaves nothing behind

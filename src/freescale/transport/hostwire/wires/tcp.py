@@ -12,9 +12,10 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 
+from freescale.transport.api import Gather
 from freescale.transport.hostwire.wires.api import Endpoint
 from freescale.transport.hostwire.wires.greeting import accept_callers
 
@@ -123,21 +124,9 @@ def open_listener() -> socket.socket:
     return listener
 
 
-def connect(
-    rank: int, peers: list[int], gather: Callable[[bytes], list[bytes]], seconds: float
-) -> TcpWire:
-    """Connects ranks of different machines. A collective of all ranks; the lower one of a pair
-    calls.
-
-    Args:
-        rank: of this process.
-        peers: ranks to connect to.
-        gather: exchanges addresses among all ranks, as `Transport.gather_bytes` does.
-        seconds: that peers may take.
-
-    Raises:
-        OSError: a peer cannot be reached, or did not call.
-    """
+def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpWire:
+    """Connects ranks of different machines; the lower one of a pair calls. A collective of all
+    ranks. OSError if a peer cannot be reached, or did not call within `seconds`."""
     token, end = secrets.token_bytes(16), time.monotonic() + seconds
     try:
         listener = open_listener()

@@ -15,14 +15,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from freescale.transport.api import TransportError
+from freescale.transport.api import Gather, TransportError
+from freescale.transport.failures import find_first_message
 from freescale.transport.hostwire.wires.api import probe_pieces
 from freescale.transport.machine import identify_machine
 
@@ -74,7 +74,7 @@ class UcxWire:
 
     direct = True
 
-    def __init__(self, rank: int, world: int, gather: Callable[[bytes], list[bytes]]) -> None:
+    def __init__(self, rank: int, world: int, gather: Gather) -> None:
         self._rank, self._world = rank, world
         failure, address = "", b""
         try:
@@ -109,10 +109,8 @@ class UcxWire:
         self._endpoints: dict[int, Any] = {}
         # a file that can be read once a process has ended -> the peer it is
         self._processes: dict[int, int] = {}
-        addresses, places = (
-            gather(address),
-            gather(b"%d " % os.getpid() + _identify_process_namespace()),
-        )
+        addresses = gather(address)
+        places = gather(b"%d " % os.getpid() + _identify_process_namespace())
         for peer in (peer for peer in range(world) if peer != rank):
             try:
                 there = self._api.UCXAddress.create_from_buffer(addresses[peer])
@@ -229,7 +227,7 @@ class UcxWire:
                 piece.finish(self._gone[piece.peer])
                 continue
             piece.finish()
-            if piece.tag == self._world + piece.peer:  # what it said
+            if piece.tag == self._world + piece.peer:  # its message
                 if piece.memory[0] == _HELLO:
                     self._listen(piece.peer)
                 else:
@@ -286,10 +284,9 @@ class UcxWire:
         del memory  # after UCX's worker
 
 
-def _raise_if_any_failed(gather: Callable[[bytes], list[bytes]], failure: str) -> None:
-    for rank, text in enumerate(gather(failure.encode())):
-        if text:
-            raise TransportError(f"UCX fails on rank {rank}: {text.decode()}")
+def _raise_if_any_failed(gather: Gather, failure: str) -> None:
+    if (failed := find_first_message(failure, gather)) is not None:
+        raise TransportError("UCX fails on rank {}: {}".format(*failed))
 
 
 def _identify_process_namespace() -> bytes:

@@ -1,4 +1,4 @@
-"""How ranks reach the keeper of their machine, and start it; how a launcher ends it."""
+"""How ranks start and reach the snapshot holder of their machine, and how a launcher ends it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from freescale.train.snapshot import keeper
+from freescale.train.snapshot import holder
 
-PATIENCE = 600.0  # seconds that a keeper stays when all ranks of its machine are gone
+PATIENCE = 600.0  # seconds that a holder stays when all ranks of its machine are gone
 RUN_ID = ".run-id"  # a run's file with the name that its snapshots have
 _SECONDS = 30.0  # that an answer may take
 
@@ -33,14 +33,14 @@ def read_run_id(folder: Path) -> str | None:
     return None
 
 
-def name_keeper(run: str, machine: bytes) -> str:
-    """The socket of a run's keeper on a machine. Network namespaces of one kernel count as machines
+def name_holder(run: str, machine: bytes) -> str:
+    """The socket of a run's holder on a machine. Network namespaces of one kernel count as machines
     and cannot reach each other's."""
     return f"freescale-keeper-{run}-{hashlib.sha256(machine).hexdigest()[:12]}"
 
 
-class KeeperLink:
-    """A connection to a keeper, which stays as long as there is one. Used by one thread at a
+class HolderLink:
+    """A connection to a holder, which stays as long as there is one. Used by one thread at a
     time."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -48,8 +48,8 @@ class KeeperLink:
         self._lock = threading.Lock()
 
     @staticmethod
-    def connect(name: str) -> KeeperLink | None:
-        """None if there is no keeper of that name."""
+    def connect(name: str) -> HolderLink | None:
+        """None if there is no holder of that name."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_SECONDS)
         try:
@@ -57,18 +57,18 @@ class KeeperLink:
         except OSError:
             connection.close()
             return None
-        if not keeper.is_own(connection):
+        if not holder.is_own(connection):
             connection.close()
             return None
-        return KeeperLink(connection)
+        return HolderLink(connection)
 
     @staticmethod
-    def start(name: str, patience: float = PATIENCE) -> KeeperLink:
-        """Connects to the keeper, which is started if there is none. OSError if it cannot be."""
-        found = KeeperLink.connect(name)
+    def start(name: str, patience: float = PATIENCE) -> HolderLink:
+        """Connects to the holder, which is started if there is none. OSError if it cannot be."""
+        found = HolderLink.connect(name)
         if found is not None:
             return found
-        path = str(Path(keeper.__file__))
+        path = str(Path(holder.__file__))
         # A session of its own: signals to the ranks' group and terminal do not reach it.
         process = subprocess.Popen(
             [sys.executable, "-I", path, name, str(patience)],
@@ -82,15 +82,15 @@ class KeeperLink:
         process.stdout.readline()  # it listens, or another does, or it has failed
         process.stdout.close()
         # Whoever started it does not wait for it.
-        threading.Thread(target=process.wait, name="freescale keeper", daemon=True).start()
-        found = KeeperLink.connect(name)
+        threading.Thread(target=process.wait, name="freescale holder", daemon=True).start()
+        found = HolderLink.connect(name)
         if found is None:
-            raise OSError(f"the keeper of snapshots ({sys.executable} {path}) did not start")
+            raise OSError(f"the snapshot holder ({sys.executable} {path}) did not start")
         return found
 
     @property
     def process(self) -> int:
-        """The keeper's process: with it, the memory ends."""
+        """The holder's process: with it, the memory ends."""
         kind = struct.calcsize("3i")
         found = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, kind)
         return int(struct.unpack("3i", found)[0])
@@ -115,14 +115,14 @@ class KeeperLink:
             self._ask({"do": "drop", "names": list(names[begin : begin + 1000])})
 
     def end(self) -> None:
-        """Ends the keeper, and with it the memory of all files."""
+        """Ends the holder, and with it the memory of all files."""
         with suppress(OSError):
             self._ask({"do": "end"})
             self._connection.recv(1)  # until it is gone
         self.close()
 
     def close(self) -> None:
-        """Leaves the keeper, which stays for a while."""
+        """Leaves the holder, which stays for a while."""
         self._connection.close()
 
     def _ask(
@@ -130,15 +130,15 @@ class KeeperLink:
     ) -> tuple[dict[str, object], Sequence[int]]:
         with self._lock:
             socket.send_fds(self._connection, [json.dumps(message).encode()], list(files))
-            answer, found, _, _ = socket.recv_fds(self._connection, keeper.LARGEST, 1)
+            answer, found, _, _ = socket.recv_fds(self._connection, holder.LARGEST, 1)
         if not answer:
-            raise OSError("the keeper of snapshots has ended")
+            raise OSError("the snapshot holder has ended")
         return json.loads(answer), found
 
 
-def end_keeper(folder: Path, machine: bytes) -> None:
-    """Ends the keeper of a run that is over, on this machine, if there is one."""
+def end_holder(folder: Path, machine: bytes) -> None:
+    """Ends the holder of a run that is over, on this machine, if there is one."""
     run = read_run_id(folder)
-    link = KeeperLink.connect(name_keeper(run, machine)) if run and is_supported() else None
+    link = HolderLink.connect(name_holder(run, machine)) if run and is_supported() else None
     if link is not None:
         link.end()

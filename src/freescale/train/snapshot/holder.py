@@ -1,5 +1,5 @@
-"""The keeper: a process that holds memory files for the ranks of a run on this machine, so that
-they outlive those.
+"""The snapshot holder: a process that holds memory files for the ranks of a run on this machine.
+The files outlive the ranks.
 
 It is started by its path and imports nothing but the standard library. It listens on an abstract
 Unix socket, which exists in one network namespace and ends with the process. A message is plain
@@ -9,8 +9,8 @@ JSON, a memory file comes with it as a descriptor:
     {"do": "list"}                         {"do": "drop", "names": [NAME, ...]}
     {"do": "end"}
 
-The files are anonymous (memfd): no folder has them, and when the keeper ends, however it does,
-their memory is free. It ends when it is told to, or once nobody has been connected for `patience`
+The files are anonymous (memfd): no folder has them, and when the holder ends, however it does,
+their memory is free. It ends on a message, or once nobody has been connected for `patience`
 seconds.
 """
 
@@ -37,7 +37,7 @@ def is_own(connection: socket.socket) -> bool:
     return bool(struct.unpack("3i", found)[1] == os.getuid())
 
 
-class Keeper:
+class SnapshotHolder:
     def __init__(self, listener: socket.socket, patience: float) -> None:
         self._listener, self._patience = listener, patience
         self._files: dict[str, int] = {}
@@ -47,7 +47,7 @@ class Keeper:
         self._last = time.monotonic()  # that somebody was there
 
     def run(self) -> None:
-        """Until it is told to end, or nobody has been there for long."""
+        """Serves until a message ends it, or nobody has been connected for long."""
         while True:
             left = self._last + self._patience - time.monotonic()
             if not self._connected and left <= 0:
@@ -68,16 +68,16 @@ class Keeper:
         self._connected += 1
 
     def _serve(self, connection: socket.socket) -> bool:
-        """Answers a message. Returns whether the keeper goes on."""
+        """Answers a message. Returns whether the holder goes on."""
         files: list[int] = []
         ends = False
         try:
             message, files, _, _ = socket.recv_fds(connection, LARGEST, 1)
             if not message:
                 raise ConnectionError
-            asked = json.loads(message)
-            ends = asked["do"] == "end"
-            answer, sent = self._do(asked, files)
+            request = json.loads(message)
+            ends = request["do"] == "end"
+            answer, sent = self._do(request, files)
             socket.send_fds(connection, [json.dumps(answer).encode()], sent)
         except (OSError, ValueError, KeyError, TypeError):
             for file in files:
@@ -90,19 +90,19 @@ class Keeper:
         return not ends
 
     def _do(
-        self, asked: dict[str, object], files: list[int]
+        self, request: dict[str, object], files: list[int]
     ) -> tuple[dict[str, object], list[int]]:
-        what, name = asked["do"], str(asked.get("name"))
+        what, name = request["do"], str(request.get("name"))
         if what == "put":
             self._drop([name])
             self._files[name] = files[0]
         elif what == "drop":
-            self._drop([str(each) for each in asked["names"]])  # type: ignore[attr-defined]
+            self._drop([str(each) for each in request["names"]])  # type: ignore[attr-defined]
         elif what == "list":
             return {"names": list(self._files)}, []
         elif what == "get":
             return {}, [self._files[name]] if name in self._files else []
-        elif what == "end":  # before the answer: whoever gets it finds no keeper any more
+        elif what == "end":  # before the answer: whoever gets it no longer finds the holder
             self._listener.close()
         else:
             raise ValueError(what)
@@ -129,7 +129,7 @@ def main(name: str, patience: float) -> None:
     with contextlib.suppress(OSError):
         os.write(1, b"listening\n")
         os.close(1)
-    Keeper(listener, patience).run()
+    SnapshotHolder(listener, patience).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The keeper and its memory files: they outlive who wrote them, and end with the keeper; a file
+"""The holder and its memory files: they outlive who wrote them, and end with the holder; a file
 that is half written or damaged is refused."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from freescale.train.checkpoint.files import Damaged
 from freescale.train.snapshot.chain import describe_segment, merge_chain
 from freescale.train.snapshot.choice import Link
-from freescale.train.snapshot.keeper_link import (
+from freescale.train.snapshot.holder_link import (
     RUN_ID,
-    KeeperLink,
-    end_keeper,
+    HolderLink,
+    end_holder,
     is_supported,
-    name_keeper,
+    name_holder,
 )
 from freescale.train.snapshot.segment import Segment, sum_tensor, write_segment
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files are Lin
 def name():
     made = f"freescale-keeper-test-{secrets.token_hex(8)}"
     yield made
-    if (link := KeeperLink.connect(made)) is not None:
+    if (link := HolderLink.connect(made)) is not None:
         link.end()
 
 
@@ -44,15 +44,15 @@ def is_gone(process, seconds=120.0):
     return False
 
 
-def test_files_outlive_their_writer_and_end_with_the_keeper(name, tmp_path):
+def test_files_outlive_their_writer_and_end_with_the_holder(name, tmp_path):
     writer = os.fork()
     if writer == 0:  # in a process of its own, which dies
         segment = write_segment({"step": 3}, {"rows": torch.arange(5.0)})
-        KeeperLink.start(name).put("2/0/3/whole", segment.file)
+        HolderLink.start(name).put("2/0/3/whole", segment.file)
         os._exit(0)
     os.waitpid(writer, 0)
-    link = KeeperLink.start(name)
-    other = KeeperLink.start(name)  # the same
+    link = HolderLink.start(name)
+    other = HolderLink.start(name)  # the same
     assert link.process == other.process
     assert other.list() == ["2/0/3/whole"]
     segment = Segment.open(other.get("2/0/3/whole"), "it")
@@ -69,15 +69,15 @@ def test_files_outlive_their_writer_and_end_with_the_keeper(name, tmp_path):
 
 
 def test_it_stays_for_who_comes_back(name):
-    link = KeeperLink.start(name)
+    link = HolderLink.start(name)
     process = link.process
     link.close()
-    again = KeeperLink.connect(name)
+    again = HolderLink.connect(name)
     assert again is not None and again.process == process
 
 
 def test_it_ends_when_nobody_comes_back(name):
-    link = KeeperLink.start(name, patience=1.0)  # it starts to count before we are there
+    link = HolderLink.start(name, patience=1.0)  # it starts to count before we are there
     process = link.process
     time.sleep(1.2)
     assert link.list() == []  # it stays: somebody is there
@@ -85,13 +85,13 @@ def test_it_ends_when_nobody_comes_back(name):
     assert is_gone(process)
 
 
-def test_a_launcher_ends_the_keeper_of_a_run(tmp_path):
+def test_a_launcher_ends_the_holder_of_a_run(tmp_path):
     run, machine = secrets.token_hex(8), b"machine"
-    end_keeper(tmp_path, machine)  # a folder without a run
+    end_holder(tmp_path, machine)  # a folder without a run
     (tmp_path / RUN_ID).write_text(run)
-    end_keeper(tmp_path, machine)  # a run without a keeper
-    link = KeeperLink.start(name_keeper(run, machine))
-    end_keeper(tmp_path, machine)
+    end_holder(tmp_path, machine)  # a run without a holder
+    link = HolderLink.start(name_holder(run, machine))
+    end_holder(tmp_path, machine)
     assert is_gone(link.process)
 
 
