@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import freescale
 from freescale.embedding import exchange, local
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.kernels.dispatch import rows as dispatch
 from freescale.kernels.requests import triton as triton_requests
 from freescale.kernels.row_sums import triton as triton_row_sums
-from freescale.kernels.rows import dispatch
 from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.transport.local import LocalTransport
 from helpers.gpu_training import CudaClicks

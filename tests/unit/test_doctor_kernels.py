@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from freescale.cli.doctor import TESTED_TORCH, _check_kernels, examine
-from freescale.kernels.attention.dispatch import fits_triton_attention, plan_attention
 from freescale.kernels.attention.reference import AttentionPlan
-from freescale.kernels.versions import has_triton
+from freescale.kernels.dispatch.attention import fits_triton_attention, plan_attention
+from freescale.kernels.dispatch.versions import has_triton
 
 
 @pytest.mark.parametrize("triton", [None, "3.6.0"])

@@ -8,7 +8,7 @@ import torch
 from freescale.embedding import collision
 from freescale.embedding.collision import MarkedRows, divide_rows
 from freescale.kernels import native as bindings
-from freescale.kernels.requests import dispatch
+from freescale.kernels.dispatch import requests as dispatch
 from freescale.kernels.requests import native as requests
 from freescale.kernels.requests import reference as unique
 from freescale.kernels.rows import reference as rows

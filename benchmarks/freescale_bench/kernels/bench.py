@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from freescale.kernels.versions import has_triton
+from freescale.kernels.dispatch.versions import has_triton
 from freescale.ledger.machine import describe_machine, get_gpu_name, get_versions
 from freescale_bench.common.results import Destination, make_claims, write
 from freescale_bench.common.terminal import show_table

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from freescale.kernels.versions import has_triton
+from freescale.kernels.dispatch.versions import has_triton
 from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import describe_machine, get_gpu_settings, get_versions
 from freescale_bench.common.ranks import join, start_ranks

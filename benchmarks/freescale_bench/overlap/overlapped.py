@@ -20,7 +20,7 @@ from statistics import mean, median
 
 import torch
 
-from freescale.kernels.attention.dispatch import plan_attention
+from freescale.kernels.dispatch.attention import plan_attention
 from freescale.pipeline.lane import Job
 from freescale_bench.kernels.layers import make_layer_step
 from freescale_bench.kernels.measure import make_events

@@ -129,7 +129,7 @@ def _check_gpus(torch: Any) -> list[Row]:
 
 def _find_triton() -> str | None:
     """Its version; None where the kernels would not find it."""
-    from freescale.kernels.versions import has_triton
+    from freescale.kernels.dispatch.versions import has_triton
 
     return (_find_version("triton") or "yes") if has_triton() else None
 

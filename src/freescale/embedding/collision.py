@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.kernels.requests.dispatch import collision_masks, tag_rows
+from freescale.kernels.dispatch.requests import collision_masks, tag_rows
 from freescale.kernels.requests.native import divide, fits_division
 from freescale.kernels.requests.reference import MarkedRows, group_by_tag
 

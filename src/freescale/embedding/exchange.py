@@ -52,9 +52,9 @@ from freescale.embedding.request import (
     mark_draws,
 )
 from freescale.embedding.storage import UpdateOptions
-from freescale.kernels.requests.dispatch import deduplicate, put_rows
+from freescale.kernels.dispatch.requests import deduplicate, put_rows
+from freescale.kernels.dispatch.rows import group_duplicates
 from freescale.kernels.requests.reference import Unique
-from freescale.kernels.rows.dispatch import group_duplicates
 from freescale.transport.api import Handle, Transport
 from freescale.transport.failures import raise_in_step
 

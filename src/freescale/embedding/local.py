@@ -34,10 +34,10 @@ from freescale.embedding.request import (
     sum_readings,
 )
 from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions
-from freescale.kernels.requests.dispatch import deduplicate
+from freescale.kernels.dispatch.requests import deduplicate
+from freescale.kernels.dispatch.rows import gather_rows, keeps_gradients, read_rows
 from freescale.kernels.row_sums import triton as triton_row_sums
 from freescale.kernels.row_sums.reference import SortedRows
-from freescale.kernels.rows.dispatch import gather_rows, keeps_gradients, read_rows
 from freescale.kernels.rows.gradients import RowGradients
 
 # rows, and a gradient for each; or all readings, with those of a row side by side

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from freescale.config import TrainConfig
+from freescale.kernels.dispatch.rows import choose_optimizers
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.kernels.row_updates.reference import counted_adam
-from freescale.kernels.rows.dispatch import choose_optimizers
 
 State = dict[str, Tensor]
 Rows = Tensor | SortedRows

@@ -14,7 +14,7 @@ from freescale.embedding.layout import ShardLayout, TableSpec, spread_ids
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import Index, Request, RequestPart, collect_ids
 from freescale.embedding.storage import DeviceStorage, RowStorage, TableRange, UpdateOptions
-from freescale.kernels.rows.dispatch import select_marked_rows
+from freescale.kernels.dispatch.rows import select_marked_rows
 from freescale.transport.api import Transport
 
 

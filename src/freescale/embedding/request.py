@@ -12,7 +12,7 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.dynamic.draws import SAMPLE
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import TableSpec, find_feature_ids
-from freescale.kernels.rows.dispatch import keeps_gradients, read_rows, sum_by_row
+from freescale.kernels.dispatch.rows import keeps_gradients, read_rows, sum_by_row
 from freescale.kernels.rows.gradients import RowGradients
 from freescale.transport.api import Handle
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec, find_ids
 from freescale.embedding.optimizers import RowOptimizer, RowWiseAdagrad, has_kernel
-from freescale.kernels.row_sums.reference import SortedRows
-from freescale.kernels.rows.dispatch import (
+from freescale.kernels.dispatch.rows import (
     choose_optimizers,
     gather_rows,
     keeps_gradients,
     sum_sorted,
 )
+from freescale.kernels.row_sums.reference import SortedRows
 from freescale.random import derive, hash_name, normal
 
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
-from freescale.kernels.attention.dispatch import plan_attention
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
-from freescale.kernels.layer.dispatch import fits_fused_layer, run_layers
+from freescale.kernels.dispatch.attention import plan_attention
+from freescale.kernels.dispatch.layer import fits_fused_layer, run_layers
 from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 

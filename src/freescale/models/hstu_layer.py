@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from freescale.kernels.attention.dispatch import hstu_attention
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
-from freescale.kernels.layer.dispatch import gated_norm, layer_norm, silu_split
+from freescale.kernels.dispatch.attention import hstu_attention
+from freescale.kernels.dispatch.layer import gated_norm, layer_norm, silu_split
 from freescale.kernels.layer.triton_fused import LayerParameters
 
 EPS = 1e-6  # of both norms

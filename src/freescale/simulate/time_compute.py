@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.kernels.requests.dispatch import collision_masks, deduplicate
-from freescale.kernels.rows.dispatch import (
+from freescale.kernels.dispatch.requests import collision_masks, deduplicate
+from freescale.kernels.dispatch.rows import (
     choose_optimizers,
     gather_rows,
     read_rows,

@@ -23,23 +23,23 @@ from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage import DeviceStorage, TableRange, UpdateOptions
-from freescale.kernels.id_map import triton as triton_id_map
-from freescale.kernels.id_map.dispatch import choose_draws, choose_id_map
-from freescale.kernels.jit.compile import compile_recorded
-from freescale.kernels.requests.dispatch import collision_masks, deduplicate, tag_rows
-from freescale.kernels.requests.reference import MarkedRows
-from freescale.kernels.row_moves import triton as row_copies
-from freescale.kernels.row_moves import triton as row_exchange
-from freescale.kernels.row_sums import triton as triton_row_sums
-from freescale.kernels.row_sums.reference import SortedRows
-from freescale.kernels.rows.dispatch import (
+from freescale.kernels.dispatch.id_map import choose_draws, choose_id_map
+from freescale.kernels.dispatch.requests import collision_masks, deduplicate, tag_rows
+from freescale.kernels.dispatch.rows import (
     gather_rows,
     read_rows,
     sum_by_row,
     sum_duplicates,
     sum_in_order,
 )
-from freescale.kernels.versions import has_triton
+from freescale.kernels.dispatch.versions import has_triton
+from freescale.kernels.id_map import triton as triton_id_map
+from freescale.kernels.jit.compile import compile_recorded
+from freescale.kernels.requests.reference import MarkedRows
+from freescale.kernels.row_moves import triton as row_copies
+from freescale.kernels.row_moves import triton as row_exchange
+from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.kernels.row_sums.reference import SortedRows
 from freescale.train.build import build_module, build_row_optimizer, parse_tables
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables

@@ -30,7 +30,7 @@ from freescale.embedding.dynamic.directory import (
 )
 from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
-from freescale.kernels.id_map.dispatch import choose_id_map
+from freescale.kernels.dispatch.id_map import choose_id_map
 from freescale.kernels.id_map.reference import EMPTY, Contents, Uses
 from freescale.kernels.id_map.triton import read_rows
 from freescale.streams import InTurn

@@ -35,9 +35,9 @@ from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directo
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
 from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions, draw_initial_rows
+from freescale.kernels.dispatch.rows import choose_row_exchange, fits_exchange
 from freescale.kernels.row_moves.triton import insert_drawn, insert_zeros
 from freescale.kernels.row_sums.reference import SortedRows
-from freescale.kernels.rows.dispatch import choose_row_exchange, fits_exchange
 from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 

@@ -38,7 +38,7 @@ from freescale.embedding.host_tables.plan import (
 from freescale.embedding.host_tables.tiers import Host, Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage import Recorder, RowStorage, TableRange
-from freescale.kernels.versions import has_triton
+from freescale.kernels.dispatch.versions import has_triton
 from freescale.streams import InTurn
 
 _CHUNK_BYTES = 64 << 20  # of rows that are made together

@@ -33,7 +33,7 @@ def require_gpu(device: torch.device, instead: str) -> None:
 
 def is_interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter, on the CPU."""
-    from freescale.kernels.rows.triton_kernels import INTERPRETED
+    from freescale.kernels.jit.interpreter import INTERPRETED
 
     return INTERPRETED
 

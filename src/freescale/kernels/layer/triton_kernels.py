@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.rows.triton_kernels import INTERPRETED
+from freescale.kernels.jit.interpreter import INTERPRETED
 
 INLINE = tl.constexpr(not INTERPRETED)  # assembly
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of kernels.random

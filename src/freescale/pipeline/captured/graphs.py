@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.local import Collected
-from freescale.kernels.versions import has_triton
+from freescale.kernels.dispatch.versions import has_triton
 from freescale.models.columns import measure_time_span
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.captured.sizes import choose_size

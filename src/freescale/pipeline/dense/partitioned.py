@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freescale.kernels.rows.dispatch import sum_in_order
+from freescale.kernels.dispatch.rows import sum_in_order
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.lane import Job, Lane
 from freescale.transport.api import Handle, Transport

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.memory import get_available_memory
-from freescale.kernels.checksums.dispatch import choose_checksums
 from freescale.kernels.checksums.reference import Words, as_bytes
+from freescale.kernels.dispatch.checksums import choose_checksums
 from freescale.train.checkpoint.files import Damaged
 from freescale.train.snapshot.file_reads import FileReads
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from freescale.kernels.checksums.dispatch import choose_checksums
 from freescale.kernels.checksums.reference import Words
+from freescale.kernels.dispatch.checksums import choose_checksums
 from freescale.train.snapshot.segment import (
     ALIGN,
     Entries,

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from freescale.kernels.dispatch.versions import Versions, runs_triton
 from freescale.kernels.requests import native as native_requests
 from freescale.kernels.row_moves import reference as row_moves
 from freescale.kernels.row_moves import triton as triton_row_moves
@@ -19,7 +20,6 @@ from freescale.kernels.row_updates import reference as row_updates
 from freescale.kernels.row_updates import triton as triton_updates
 from freescale.kernels.rows import reference, triton
 from freescale.kernels.rows.gradients import RowGradients
-from freescale.kernels.versions import Versions, runs_triton
 
 
 class RowUpdates(Protocol):

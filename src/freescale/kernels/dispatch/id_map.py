@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from freescale.kernels.dispatch.versions import runs_triton
 from freescale.kernels.draws import reference as draws
 from freescale.kernels.draws import triton as triton_draws
 from freescale.kernels.id_map import reference, triton
 from freescale.kernels.id_map.reference import IdMap
-from freescale.kernels.versions import runs_triton
 
 
 class IdMapVersion(Protocol):

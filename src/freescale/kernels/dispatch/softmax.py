@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freescale.kernels.dispatch.versions import runs_triton
 from freescale.kernels.softmax import native, reference, triton
 from freescale.kernels.softmax.reference import Negatives
-from freescale.kernels.versions import runs_triton
 
 
 def sampled_softmax(

@@ -12,10 +12,10 @@ from freescale.kernels.attention import native_plan, reference, triton, triton_p
 from freescale.kernels.attention import plan as reference_plan
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.dispatch.versions import has_triton, is_on_gpu
 from freescale.kernels.layer import native as native_layer
 from freescale.kernels.summary_attention import reference as summary_reference
 from freescale.kernels.summary_attention import triton as summary_triton
-from freescale.kernels.versions import has_triton, is_on_gpu
 
 
 def plan_attention(

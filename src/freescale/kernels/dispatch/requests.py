@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from freescale.kernels.dispatch.versions import runs_triton
 from freescale.kernels.requests import native, reference, triton
 from freescale.kernels.requests.reference import MarkedRows, Unique
-from freescale.kernels.versions import runs_triton
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> Unique:

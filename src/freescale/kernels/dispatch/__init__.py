@@ -1,0 +1,1 @@
+"""Chooses the version of an operation, a module per operation."""
