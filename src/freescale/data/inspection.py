@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.data.batches.loader import Histories
+from freescale.data.batches.specs import ReadSpec, SampleSpec, SplitSpec
 from freescale.data.batches.splits import LEAST_EVENTS
 from freescale.data.histories import HistoriesFile
 from freescale.data.synthetic.collision_rate import CollisionCounter
@@ -70,7 +71,12 @@ def inspect_histories(
     """
     file = HistoriesFile(path, num_items)
     if labels:
-        Histories(path, global_batch, num_items=num_items, task="ranking", tasks=tuple(labels))
+        Histories(
+            path,
+            global_batch,
+            sample=SampleSpec(task="ranking", tasks=labels),
+            read=ReadSpec(num_items=num_items),
+        )
     lengths, counts = [], np.zeros(file.num_items, np.int64)
     first, last = [], []
     for number in range(file.num_groups):
@@ -97,7 +103,13 @@ def inspect_histories(
 def _count_collisions(
     path: Path, global_batch: int, max_length: int, num_items: int | None
 ) -> tuple[float | None, float | None]:
-    data = Histories(path, global_batch, max_length=max_length, num_items=num_items, split="none")
+    data = Histories(
+        path,
+        global_batch,
+        sample=SampleSpec(max_length=max_length),
+        split=SplitSpec("none"),
+        read=ReadSpec(num_items=num_items),
+    )
     own, all_rows = CollisionCounter(data.num_items), CollisionCounter(data.num_items)
     for number in range(min(_BATCHES, data.batches_per_epoch)):
         batch = data.batch(number)

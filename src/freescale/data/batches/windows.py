@@ -13,7 +13,8 @@ from torch import Tensor
 
 from freescale.batch import concat_ranges
 from freescale.data.batches.epoch_order import EpochOrder
-from freescale.data.batches.splits import Split, Window, find_window
+from freescale.data.batches.specs import ReadSpec, SplitSpec
+from freescale.data.batches.splits import Window, find_ends, find_later, find_window
 from freescale.data.histories import HistoriesFile, RowGroup
 
 
@@ -24,34 +25,31 @@ class WindowReader:
     Args:
         file: The histories.
         order: Of the samples in an epoch.
-        split: Which events belong to a part.
-        part: The part that is read.
+        split: Which events belong to the part that is read.
         columns: List columns of the file.
+        read: How much is shuffled together and kept in memory.
         max_length: Of a history.
         tail: Events beyond the history, at most.
-        kept_groups: Decoded row groups in memory, at most, unless
-        kept_bytes: of them take no more than this.
     """
 
     def __init__(
         self,
         file: HistoriesFile,
         order: EpochOrder,
-        split: Split,
-        part: str,
+        split: SplitSpec,
         columns: Sequence[str],
+        read: ReadSpec,
         *,
         max_length: int,
         tail: int,
-        kept_groups: int,
-        kept_bytes: int,
     ) -> None:
         self._file, self._order, self._split = file, order, split
-        self._part, self._max_length, self._tail = part, max_length, tail
-        self._columns, self._kept_groups = tuple(columns), kept_groups
-        self._kept_bytes, self._bytes = kept_bytes, 0
+        self._max_length, self._tail = max_length, tail
+        # decoded row groups in memory, at most, unless all take no more than these bytes
+        self._kept_groups, self._kept_bytes = read.shuffle_groups + 2, read.kept_bytes
+        self._columns, self._bytes = tuple(columns), 0
         events = file.mean_length * file.num_samples
-        self._whole = 8 * events * len(self._columns) <= kept_bytes  # of at most 8 bytes each
+        self._whole = 8 * events * len(self._columns) <= read.kept_bytes  # at most 8 bytes each
         self._windows: dict[int, Window] = {}  # of all samples of a row group, by its number
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
@@ -107,10 +105,10 @@ class WindowReader:
     def _find_window(self, number: int, rows: NDArray[Any]) -> Window:
         group = self._read_group(number)
         if number not in self._windows:
-            ends = self._split.find_ends(group, self._part)
+            ends = find_ends(self._split, group, self._split.part)
             tails = np.full_like(ends, self._tail)
-            if self._part == "test":
-                later = self._split.find_later(group, self._tail - 1)
+            if self._split.part == "test":
+                later = find_later(self._split, group, self._tail - 1)
                 ends, tails = ends + later, later + 1
             self._windows[number] = find_window(group.offsets[:-1], ends, self._max_length, tails)
         begin, end, tail = self._windows[number]
@@ -162,7 +160,7 @@ class WindowReader:
         """Item ids of the train part, of one row group after the other."""
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))
-            lengths = torch.from_numpy(self._split.find_ends(group, "train") - group.offsets[:-1])
+            lengths = torch.from_numpy(find_ends(self._split, group, "train") - group.offsets[:-1])
             index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
             yield group.values["item_id"][index]
 
@@ -177,7 +175,7 @@ class WindowReader:
         shares, empty = np.zeros(self._file.num_items), 0
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))
-            ends = self._split.find_ends(group, "train")
+            ends = find_ends(self._split, group, "train")
             window = find_window(group.offsets[:-1], ends, self._max_length, 1)
             lengths = window.end - window.begin - window.tail
             index = list_ranges(window.begin + 1, lengths)
