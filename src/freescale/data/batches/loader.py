@@ -237,8 +237,7 @@ class Histories:
             if name != "next" and state.get(name) != ours:
                 raise ValueError(
                     f"the data position was saved with {name} {state.get(name)!r}, this run has "
-                    f"{ours!r}; "
-                    "resume with the same data and options"
+                    f"{ours!r}; resume with the same data and options"
                 )
         self._seek(state["next"])
 

@@ -177,8 +177,7 @@ def build_histories(
             if num_items is not None and largest >= num_items:
                 raise ValueError(
                     f"{interactions.files[0]}: item id {largest} is not below num_items "
-                    f"{num_items}; "
-                    "raise num_items or leave it out"
+                    f"{num_items}; raise num_items or leave it out"
                 )
             events += batch.num_rows
             spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction

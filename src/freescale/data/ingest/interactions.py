@@ -204,8 +204,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if schema is not None and batch.schema != schema:
                     raise ValueError(
                         f"{file}: columns {_describe_schema(batch.schema)} differ from those of "
-                        f"{self.files[0]}: "
-                        f"{_describe_schema(schema)}; give files of one kind"
+                        f"{self.files[0]}: {_describe_schema(schema)}; give files of one kind"
                     )
                 schema = batch.schema
                 self._note_labels(batch, file, layout)

@@ -272,6 +272,5 @@ def _cast_time(values: pa.Array, kind: pa.DataType) -> pa.Array:
 def _make_error(times: TimestampFormat, what: str, other: TimestampFormat) -> ValueError:
     return ValueError(
         f"{times.path}: column {times.column!r} holds {times.shown}, {what}, beside {other.shown} "
-        f"of {other.path}; "
-        "cast both to timestamps of one kind"
+        f"of {other.path}; cast both to timestamps of one kind"
     )

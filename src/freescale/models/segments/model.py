@@ -111,8 +111,7 @@ class SegmentedHSTU(HSTU):
             sample = int(rest.argmax())
             raise ValueError(
                 f"sample {sample} has {rest[sample]} events after its last full segment of "
-                f"{self.segments.length}: "
-                "compress whole segments and score with the rest"
+                f"{self.segments.length}: compress whole segments and score with the rest"
             )
         earlier = EarlierSegments(rows, memory, self.segment_weight, keep=True)
         self._run(x, rows, earlier, None, timestamps)
