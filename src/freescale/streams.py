@@ -54,8 +54,7 @@ def record_event_on(
 
 
 def begin_reading(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """Integers [n] on their way to the host. Returns what waits for them: what the current stream
-    is given meanwhile, it does not wait for."""
+    """Starts copying integers [n] to the host and returns a function that waits for them alone."""
     if not numbers.is_cuda:
         return numbers.tolist
     there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -76,14 +75,14 @@ def has_happened(event: torch.cuda.Event) -> bool:
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream of its own. A negative `priority` goes before the default streams' work."""
+    """A new stream. A negative `priority` runs before the default streams."""
     stream: torch.cuda.Stream = _stream(device, priority=priority)
     return stream
 
 
 class InTurn:
-    """Work on tensors of a device that several threads and streams share: the device does it in the
-    order of the calls. The caller sees to it that there is one at a time."""
+    """Orders the work of several threads and streams on shared device tensors. The caller ensures
+    that there is one call at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,8 +91,7 @@ class InTurn:
 
     @contextmanager
     def __call__(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """The current stream goes on after the last work; the next one after this. `tensors`: made
-        on another stream, maybe."""
+        """Runs the current stream after the last work. `tensors` may be from another stream."""
         if self._reached is None:
             yield
             return
@@ -109,6 +107,6 @@ class InTurn:
             self._reached.record(stream)  # streams that wait for it wait for what it was before
 
     def wait(self) -> None:
-        """The host waits for the last work."""
+        """Waits for the last work on the host."""
         if self._reached is not None:
             self._reached.synchronize()

@@ -48,7 +48,7 @@ class Record(IntEnum):
 
 
 class WorkerServer:
-    """Starts at once. Ends with `close`, or with this object."""
+    """Starts at once; ends on `close` or with this object."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -75,8 +75,8 @@ class WorkerServer:
         return self._end.alive
 
     def fork(self, connections: Sequence[socket.socket], shared: Sequence[int]) -> None:
-        """Forks a worker for each connection, once the server is up: nothing waits for it. All
-        workers get the file descriptors `shared`."""
+        """Forks a worker per connection once the server is up, without waiting. All get
+        `shared`."""
         if len(connections) > MOST_WORKERS:
             raise ValueError(
                 f"workers is {len(connections)}; it may be {MOST_WORKERS} at most for a rank"
@@ -87,8 +87,8 @@ class WorkerServer:
             socket.send_fds(self._control, [record], fds)
 
     def find_status(self, worker: int) -> int:
-        """The exit status of a worker that has ended; negative: of the signal that killed it. Of
-        the server's own, if that has ended."""
+        """The exit status of a dead worker (negative: its signal), or of the server if that
+        ended."""
         with suppress(OSError):
             self._control.sendall(RECORD.pack(Record.STATUS, worker))
             while (answer := self._control.recv(RECORD.size, socket.MSG_WAITALL)) != b"":
@@ -99,7 +99,7 @@ class WorkerServer:
         return self._process.wait()
 
     def stop(self) -> None:
-        """Ends the workers, whatever they are doing. More can be forked."""
+        """Kills the workers. More can be forked."""
         with suppress(OSError):
             self._control.sendall(RECORD.pack(Record.STOP, 0))
 
@@ -148,13 +148,12 @@ def count_workers(config: RunConfig, device: str) -> int:
 
 
 def count_cores(ranks: int | None = None) -> int:
-    """The cores of each of `ranks` ranks of this machine; by default, of this rank. torch's own
-    number is 1 under torchrun."""
+    """Cores per rank of this machine. torch's own number is 1 under torchrun."""
     return max(1, _count_all_cores() // (ranks or _count_ranks()))
 
 
 def _count_all_cores() -> int:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -165,8 +164,7 @@ def _count_ranks() -> int:
 
 
 def start_early(config: RunConfig) -> WorkerServer | None:
-    """The server of a run, before it is known for sure whether there is a GPU; None where a run
-    will have no workers."""
+    """The server of a run, before a GPU is certain; None for a run without workers."""
     device = config.train.device
     if device == "auto":
         device = "cuda" if may_have_gpu() else "cpu"
@@ -174,6 +172,6 @@ def start_early(config: RunConfig) -> WorkerServer | None:
 
 
 def may_have_gpu() -> bool:
-    """Without asking the driver, which takes torch."""
+    """Whether a GPU is likely, without the driver, which needs torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return not hidden and any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))

@@ -58,8 +58,8 @@ class Shuffle:
         self._coming = np.zeros((0, 0), np.int64)  # [ranks, tensors]: sizes of what comes from each
 
     def send_sizes(self, lengths: np.ndarray) -> None:
-        """After stage I. Plans, packs; stage II starts. lengths [n, COLUMNS]: of all samples, in
-        rank order."""
+        """Plans and packs after stage I; starts stage II. lengths [n, COLUMNS]: all samples, by
+        rank."""
         ranks, tensors = self._transport.world, len(self._batch.tensors())
         # to each rank: sizes, bytes, digest, whether this rank could plan
         message = np.zeros((ranks, tensors + 3), np.int64)
@@ -89,16 +89,14 @@ class Shuffle:
                 "must depend on its argument alone"
             )
         self._coming = message[:, :-3]
-        # From host to host: samples come from there, their sizes are needed there, and no
-        # multiprocessor has to move them.
+        # From host to host: samples and sizes are needed there, and no SM has to move them.
         self._pending = self._transport.all_to_all(
             self._message, self._bytes, message[:, -3].tolist(), "samples"
         )
         del self._message
 
     def finish(self) -> SequenceBatch:
-        """Waits for stage III; this rank's samples, on the host, in the order of the global
-        batch."""
+        """Waits for stage III. Returns this rank's samples on the host, in global order."""
         return unpack(self._batch, self._pending.wait(), self._coming)
 
     def _plan(self, lengths: np.ndarray) -> int:
@@ -118,13 +116,13 @@ class Shuffle:
 
 
 def list_homes(counts: Sequence[int]) -> np.ndarray:
-    """[n]: the rank that holds each sample of a global batch, of which the ranks have so many."""
+    """[n]: the rank that holds each sample of a global batch, from the ranks' counts."""
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def count_events(batch: SequenceBatch, feature: str | None) -> np.ndarray | None:
-    """[samples]: the length of a sequence feature of a batch on the host, or the number of ids
-    (integers) in all of them; None if the batch has no such feature."""
+    """[samples]: length of a sequence feature of a host batch, or number of ids in all of them;
+    None if the batch lacks the feature."""
     if feature is not None:
         return batch.sequences[feature].lengths.numpy() if feature in batch.sequences else None
     counted = [each for each in batch.sequences.values() if not each.values.is_floating_point()]
@@ -132,8 +130,8 @@ def count_events(batch: SequenceBatch, feature: str | None) -> np.ndarray | None
 
 
 def measure_samples(batch: SequenceBatch, feature: str | None) -> np.ndarray:
-    """[samples, 3]: length of the feature (see `count_events`), candidates, tokens (of the feature,
-    and all values of the candidates)."""
+    """[samples, 3]: length of the feature (`count_events`), candidates, tokens (with candidates'
+    values)."""
     table = np.zeros((len(batch), COLUMNS), np.int64)
     events = count_events(batch, feature)
     if events is not None:
@@ -148,5 +146,5 @@ def measure_samples(batch: SequenceBatch, feature: str | None) -> np.ndarray:
 
 
 def copy_to_host(batch: SequenceBatch) -> SequenceBatch:
-    """The batch on the host, where it is planned. Waits for the device if the batch is there."""
+    """The batch on the host, where planning happens. Waits for the device if it was there."""
     return batch if batch.device.type == "cpu" else batch.map(Tensor.cpu)

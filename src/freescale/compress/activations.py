@@ -39,8 +39,7 @@ class ThresholdedExchange(nn.Module):
     def forward(
         self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> Tensor:
-        """`send`: rows for each rank; `receive`: rows from each, asked of the others if not
-        given."""
+        """`send`: rows for each rank; `receive`: rows from each, exchanged if not given."""
         if x.dim() != 2:
             raise ValueError(f"a thresholded exchange takes [rows, width], not {list(x.shape)}")
         if self.keep > x.shape[1]:

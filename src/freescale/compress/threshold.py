@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 SMALL = 1024  # entries of a tensor below which indices cost more than they save: it is summed whole
-# whole tensors take at most one part in so many of the budget: the large ones would have to wait
-# for them
+# whole tensors take at most this fraction of the budget, so that large ones need not wait
 _WHOLE_SHARE = 10
 
 
@@ -29,14 +28,14 @@ def check_period(every: int) -> None:
 
 
 def compute_budget(entries: int, eta: float) -> int:
-    """How many of so many entries a step may send: a share of 1 - eta, rounded down."""
+    """How many entries a step may send: a share of 1 - eta, rounded down."""
     check_share(eta)
     return math.floor(round((1 - eta) * entries, 6))  # 0.1 of 2,000 is 200, not 199.99999999999997
 
 
 def compute_remaining_budget(sizes: Sequence[int], eta: float) -> int:
-    """What of the budget is left to tensors that are thresholded. Where the whole ones would take
-    more than a tenth of it, the model is small, and the others have a budget of their own."""
+    """Budget of the thresholded tensors. If whole ones would take over a tenth of it, the model is
+    small, and the others have their own budget."""
     whole = sum(size for size in sizes if size < SMALL)
     allowed = compute_budget(sum(sizes), eta)
     if _WHOLE_SHARE * whole <= allowed:
@@ -45,14 +44,14 @@ def compute_remaining_budget(sizes: Sequence[int], eta: float) -> int:
 
 
 def distribute_budget(sizes: Sequence[int], allowed: int) -> list[int]:
-    """How many entries of each tensor a step may send: one, so that none waits for ever, and of
-    what is left by their sizes. The sum is at most what is allowed, or the number of tensors."""
+    """Entries that each tensor may send: one, so that none starves, and a share of the rest by
+    size. Their sum is at most `allowed`, or the number of tensors."""
     left, entries = max(0, allowed - len(sizes)), sum(sizes) - len(sizes)
     return [1 + left * (size - 1) // max(1, entries) for size in sizes]
 
 
 def get_smallest_threshold(dtype: torch.dtype) -> float:
-    """The least threshold: zeros are never worth sending."""
+    """The least threshold: zeros are never sent."""
     return torch.finfo(dtype).tiny
 
 

@@ -28,7 +28,7 @@ KEY = b"freescale"
 
 @dataclass(frozen=True)
 class HistoriesMetadata:
-    """What the metadata says about a histories file."""
+    """The metadata of a histories file."""
 
     num_items: int  # largest id plus 1, or more; with any_ids, how many different ids there are
     num_users: int
@@ -37,8 +37,7 @@ class HistoriesMetadata:
     columns: tuple[str, ...]  # list columns
     fingerprint: str
     version: int = VERSION
-    # Columns whose source holds something else than 0 and 1: its file, its name there, the value.
-    # None: not looked for.
+    # Columns with values other than 0 and 1: file, name there, value. None: not checked.
     no_labels: Mapping[str, Sequence[str]] | None = None
     read: tuple[str, ...] = ()  # lines that say what was read as what
     any_ids: bool = False  # items are any numbers of 64 bits
@@ -53,12 +52,12 @@ class RowGroup:
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """A short name for data that is made of `parts`."""
+    """A short fingerprint of data that is made of `parts`."""
     return f"{hash_name(json.dumps(parts, default=str)) % (1 << 64):016x}"
 
 
 def is_histories(path: Path) -> bool:
-    """Whether a Parquet file has the form of histories, by its metadata or its list columns."""
+    """Whether a Parquet file holds histories, by its metadata or its list columns."""
     try:
         metadata, schema = pq.read_metadata(path), pq.read_schema(path)
     except pa.ArrowException as error:
@@ -72,7 +71,7 @@ def is_histories(path: Path) -> bool:
 
 
 class HistoriesFile:
-    """Reads a histories file row group by row group; only the sizes of row groups stay in memory.
+    """Reads a histories file by row group; only the sizes of row groups stay in memory.
 
     Args:
         path: Of the file.
@@ -125,7 +124,7 @@ class HistoriesFile:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that opens the file itself."""
+        """For another process, which opens the file itself."""
         return {name: value for name, value in vars(self).items() if name != "file"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -138,7 +137,7 @@ class HistoriesFile:
 
     @property
     def mean_length(self) -> float:
-        """Events of a history, on average, as the file's footer counts them."""
+        """Mean events of a history, from the file's footer."""
         metadata = self.file.metadata
         events: int = sum(
             next(
@@ -200,8 +199,7 @@ class HistoriesFile:
         return largest
 
     def find_largest(self, name: str) -> int:
-        """Largest value of an integer column, -1 without any: from the row groups' statistics if
-        they are there."""
+        """Largest value of an integer column, from statistics if present; -1 without any."""
         largest = -1
         for group in range(self.num_groups):
             extremes = self.read_extremes(group, name)
@@ -213,8 +211,7 @@ class HistoriesFile:
         return largest
 
     def read_extremes(self, group: int, name: str) -> tuple[int, int] | None:
-        """Smallest and largest value of an integer column in a row group, if its statistics say
-        so."""
+        """Smallest and largest value of an integer column in a row group, from its statistics."""
         kind = self.file.schema_arrow.field(name).type.value_type
         if pa.types.is_floating(kind):
             return None
@@ -226,8 +223,7 @@ class HistoriesFile:
         return int(column.statistics.min), int(column.statistics.max)
 
     def read(self, group: int, columns: tuple[str, ...]) -> RowGroup:
-        """Decodes the columns of one row group and checks them: equal lengths, ids in range, time
-        order, no nulls."""
+        """Decodes columns of one row group; checks lengths, id range, time order and nulls."""
         table = self.file.read_row_group(group, columns=list(columns))
         offsets: NDArray[Any] | None = None
         values = {}

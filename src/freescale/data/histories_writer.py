@@ -1,4 +1,4 @@
-"""Writes histories files (histories.py says what they are) as row groups of bounded size."""
+"""Writes histories files (see histories.py) as row groups of bounded size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ GROUP_EVENTS = 1_000_000  # a row group ends with the user that reaches this
 
 
 class HistoriesWriter:
-    """Writes users, given in their final order in tables of any size, as row groups of bounded
-    size."""
+    """Writes users, in final order and tables of any size, as row groups of bounded size."""
 
     def __init__(self, path: Path, schema: pa.Schema):
         self._writer = pq.ParquetWriter(path, schema, compression="zstd")

@@ -1,4 +1,4 @@
-"""What a histories file holds, as a person wants to know it before training."""
+"""What a histories file holds: a report before training."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Inspection:
     dropped_users: int
     max_length: int
     global_batch: int
-    # Share of a batch's rows that the batch before reads too: of histories and targets, and of all
-    # with negatives. None: there is only one batch.
+    # Share of a batch's rows that the previous batch reads too: of histories and targets, and with
+    # negatives. None: only one batch.
     collisions: float | None
     collisions_with_negatives: float | None
 
@@ -124,7 +124,7 @@ def _count_collisions(
 
 
 def describe_inspection(found: Inspection) -> list[str]:
-    """Lines for people."""
+    """Report lines."""
     lengths, counts = found.lengths, found.item_counts
     middle = np.percentile(lengths, [50, 90, 99]).astype(int)
     lines = [
@@ -153,7 +153,7 @@ def describe_inspection(found: Inspection) -> list[str]:
 
 
 def draw_lengths(lengths: NDArray[Any]) -> list[str]:
-    """A picture of the lengths: a bar for each power of two."""
+    """A histogram of lengths, by powers of two."""
     powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     counts = np.bincount(powers)
     lines = []

@@ -27,8 +27,7 @@ from freescale.ledger.trace import make_header, make_step_events, write_trace
 
 
 def measure_peak_memory(device: torch.device | str = "cpu") -> dict[str, int]:
-    """Returns the peak bytes of this process: `host` (resident) and, with a GPU, `gpu`
-    (allocated)."""
+    """Peak bytes of this process: `host` (resident) and, with a GPU, `gpu` (allocated)."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if torch.device(device).type == "cuda":
@@ -91,16 +90,15 @@ class Collector:
                     self.summary.add(json.loads(line))
 
     def restart(self) -> None:
-        """Goes on with the steps that `ledger.jsonl` holds, and forgets those after them: they are
-        made again."""
+        """Continues with the steps in `ledger.jsonl` and drops those after them, which are
+        repeated."""
         for queue in self._queues:
             queue.clear()
         self.summary = Summary(self._world)
         self._read_steps()
 
     def take_slow_steps(self) -> list[dict[str, Any]]:
-        """On rank 0: of the steps collected since the last call that took much longer than those
-        before them, the slowest."""
+        """On rank 0: the slowest outlier among the steps collected since the last call."""
         return self._slow.take()
 
     def collect(self) -> None:

@@ -27,8 +27,7 @@ _KEPT = 1024  # finished steps that wait to be drained; without draining the las
 
 
 OTHER = "other"  # between the spans
-# Spans in which the main thread waits for the rank's other threads. What is no wait for their
-# collectives there is a wait for their own work.
+# Spans in which the main thread waits for other threads: for their collectives, or their work.
 LANE_WAITS = ("arrive", "await batch", "await sums")
 
 
@@ -94,13 +93,12 @@ class Collective:
         self.window: tuple[Any, Any] | None = None
 
     def wait(self) -> AbstractContextManager[None]:
-        """Surrounds the blocking part. The collective is recorded in the step that waits for it,
-        which may be a later one."""
+        """Surrounds the blocking part. The step that waits records the collective."""
         return _Wait(self)
 
 
-# Spans and waits are classes: beside an exchange of a few rows, a generator's context manager and
-# a label that no profiler reads would be a good part of the work.
+# Spans and waits are classes: a generator's context manager and an unread label would take a good
+# part of a small exchange.
 
 
 class _Wait(AbstractContextManager[None]):

@@ -88,11 +88,8 @@ def _sum_waits(steps: Sequence[StepRecord]) -> tuple[list[float], dict[str, list
 
 def _sum_bytes(steps: Sequence[StepRecord]) -> dict[str, int]:
     """Bytes that all ranks sent, by kind."""
-    sent = dict.fromkeys(KINDS, 0)
-    for step in steps:
-        for collective in step.collectives:
-            sent[collective.kind] += collective.sent
-    return sent
+    collectives = [collective for step in steps for collective in step.collectives]
+    return {kind: sum(c.sent for c in collectives if c.kind == kind) for kind in KINDS}
 
 
 def _sum_paths(steps: Sequence[StepRecord]) -> dict[str, dict[str, int]]:
@@ -117,7 +114,7 @@ def _average_spans(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _merge_counters(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Sums over ranks; of counters called `max_...` the largest."""
+    """Sums over ranks; for counters `max_...` the maximum."""
     counters: dict[str, float] = {}
     for step in steps:
         for name, value in step.counters.items():
@@ -129,15 +126,13 @@ def _merge_counters(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _list_busy(steps: Sequence[StepRecord]) -> dict[str, list[float]]:
-    """What the main threads did when they did not wait: milliseconds of each rank by name, to the
-    microsecond."""
+    """Milliseconds of each rank's main thread by span, without waits, to the microsecond."""
     names = dict.fromkeys(name for step in steps for name in step.busy)
     return {name: [round(step.busy.get(name, 0) / 1e6, 3) for step in steps] for name in names}
 
 
 def _list_shares(steps: Sequence[StepRecord]) -> dict[str, dict[str, list[float]]]:
-    """What each rank had of the batch `before` balancing and `after` it, which is empty where
-    nothing was balanced."""
+    """Each rank's share of the batch `before` and `after` balancing, empty without balancing."""
     shares: dict[str, dict[str, list[float]]] = {"before": {}, "after": {}}
     for name, counters in _SHARES.items():
         for when, counter in zip(shares, counters, strict=True):
@@ -147,7 +142,7 @@ def _list_shares(steps: Sequence[StepRecord]) -> dict[str, dict[str, list[float]
 
 
 def _derive_ratios(counters: Mapping[str, float], costs: Sequence[float]) -> dict[str, float]:
-    """Figures that only some steps have. `costs`: predicted, of each rank before balancing."""
+    """Figures of some steps only. `costs`: predicted per rank before balancing."""
     ratios: dict[str, float] = {}
     if counters.get("max_length"):
         padded = counters["samples"] * counters["max_length"]

@@ -56,8 +56,7 @@ class StepRecord:
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> StepRecord:
-        """A record from `Ledger.drain`, from JSON or from the simulator, which leaves some parts
-        out."""
+        """Parses a record of `Ledger.drain`, JSON or the simulator, which leaves parts out."""
         collectives = [CollectiveRecord(*entry) for entry in plain["collectives"]]
         unknown = [(None, None)] * len(collectives)
         return cls(

@@ -24,7 +24,7 @@ class SlowSteps:
         self.found: list[dict[str, Any]] = []  # the slowest of the run, in their order
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Takes the figures of the next step."""
+        """Adds the figures of the next step."""
         lasts = figures["step_ms"]
         if len(self._before) >= _ENOUGH:
             usual = statistics.median(self._before)
@@ -35,7 +35,7 @@ class SlowSteps:
         self._before.append(lasts)
 
     def take(self) -> list[dict[str, Any]]:
-        """Of those found since the last call the slowest: one warning is enough."""
+        """Returns the slowest found since the last call: one warning is enough."""
         fresh, self._fresh = self._fresh, []
         slowest = sorted([*self.found, *fresh], key=_get_seconds)[-_KEPT:]
         self.found = sorted(slowest, key=lambda entry: int(entry["step"]))
@@ -74,7 +74,7 @@ def explain(figures: Mapping[str, Any]) -> str:
 
 
 def _find_work(busy: Mapping[str, Sequence[float]], straggler: Sequence[float]) -> tuple[str, int]:
-    """What the rank that waited least for others did longest, in words, and which rank it is."""
+    """The longest span of the rank that waited least, as text, and that rank."""
     late = min(range(len(straggler)), key=lambda rank: straggler[rank])
     if not busy:
         return "", late

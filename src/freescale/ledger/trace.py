@@ -20,7 +20,7 @@ _FORMER_LANES = {"coming": "input"}  # in the files of earlier versions
 
 
 def rename_lane(name: str) -> str:
-    """The present name of a lane, or of a span `lane/span`, out of a file of any version."""
+    """The current name of a lane, or of a span `lane/span`, from a file of any version."""
     lane, slash, span = name.partition("/")
     return _FORMER_LANES.get(lane, lane) + slash + span
 
@@ -29,13 +29,12 @@ def make_header(ranks: int) -> list[dict[str, Any]]:
     """Events that name the ranks and their lanes."""
     events: list[dict[str, Any]] = []
     for rank in range(ranks):
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        for lane, name in enumerate(LANES):
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
-            )
+        of_rank = {"ph": "M", "pid": rank}
+        events.append({**of_rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events += [
+            {**of_rank, "name": "thread_name", "tid": lane, "args": {"name": name}}
+            for lane, name in enumerate(LANES)
+        ]
     return events
 
 

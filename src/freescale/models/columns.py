@@ -14,8 +14,7 @@ from freescale.kernels.reference.sampled_softmax import Negatives, Per
 
 
 def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Jagged:
-    """A sequence of the batch, checked to have the lengths of `like`, which were checked
-    themselves."""
+    """A sequence of the batch, checked against the lengths of `like`."""
     if name not in batch.sequences:
         raise ValueError(
             f"the batch has no sequence {name!r}; it has "
@@ -38,8 +37,7 @@ def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -
 
 
 def measure_time_span(*parts: Jagged) -> int | None:
-    """The longest time between two events of a sample, over all parts; None if the host does not
-    know the times."""
+    """The longest time span of a sample, over all parts; None if the host lacks the times."""
     hosts = [part.host for part in parts if part.host is not None]
     if len(hosts) < len(parts):
         return None
@@ -59,8 +57,7 @@ def measure_time_span(*parts: Jagged) -> int | None:
 
 
 def sum_values(rows: Tensor, of: Jagged) -> Tensor:
-    """[values, width] -> [candidates, width]: the sum of each candidate's rows, in an order that is
-    fixed on every device."""
+    """[values, width] -> [candidates, width]: each candidate's rows, summed in a fixed order."""
     if not rows.shape[0]:
         return torch.cat([rows, rows.new_zeros(len(of), rows.shape[1])])
     # unsafe: torch would check the lengths where they are, on the device; the host has checked them
@@ -77,8 +74,8 @@ def find_candidates(batch: SequenceBatch) -> Nested:
 
 
 def find_negatives(batch: SequenceBatch, like: Jagged) -> Negatives:
-    """The negatives of the samples (dense), of their positions (sequences, with the lengths of
-    `like`) or of the batch (shared), as ids; with their log-q if the batch has it beside them."""
+    """Negatives as ids, with log-q if present: of samples (dense), of positions (sequences, as long
+    as `like`) or of the batch (shared)."""
     name, log_q = "negatives", "negatives_log_q"
     found: tuple[Per, dict[str, Tensor]]
     if name in batch.sequences:
@@ -93,7 +90,7 @@ def find_negatives(batch: SequenceBatch, like: Jagged) -> Negatives:
 
 
 def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Finds the rows of ids without copying them, where the table can.
+    """Finds the rows of ids, without copying them if possible.
 
     Args:
         table: An nn.Embedding, a module with `locate(ids) -> (rows, index)`, or any other that maps
@@ -120,13 +117,13 @@ def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def find_log_q(table: nn.Module, ids: Tensor) -> Tensor | None:
-    """[...] log-q of ids [...], from a table that counts them; None from any other."""
+    """Log-q [...] of ids [...] if the table counts them, else None."""
     find: Any = getattr(table, "find_log_q", None)
     return None if find is None else find(ids)
 
 
 def _find_first(ids: Tensor) -> Tensor:
-    """ids [n] -> [n]: the first place of each one's id, without a read of the device."""
+    """ids [n] -> [n]: place of the first equal id, without reading the device."""
     ordered, order = ids.sort(stable=True)
     places = torch.arange(ids.numel(), device=ids.device)
     begins = torch.where(ordered == ordered.roll(1), 0, places)  # where a run of equal ids begins
@@ -135,7 +132,7 @@ def _find_first(ids: Tensor) -> Tensor:
 
 
 def _is_plain(table: nn.Embedding) -> bool:
-    """Whether its rows are used as they are, and get a dense gradient."""
+    """Whether its rows are used unchanged and get a dense gradient."""
     return (
         table.padding_idx is None
         and table.max_norm is None

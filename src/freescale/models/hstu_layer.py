@@ -13,8 +13,8 @@ from freescale.kernels.triton.attention_plan import TilePlan
 from freescale.kernels.triton.fused_layer import LayerParameters
 
 EPS = 1e-6  # of both norms
-# Of the projection's first values: small gates and values leave the inputs in charge of the first
-# outputs, and a model learns faster from there than from layers that drown them.
+# Initial std of the projection: with small gates and values the inputs dominate at first, and a
+# model learns faster than from layers that drown them.
 PROJECTION_STD = 0.02
 
 
@@ -45,15 +45,14 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 class InputNorm(nn.LayerNorm):
-    """LayerNorm in the dtype of the projection that follows."""
+    """LayerNorm in the dtype of the following projection."""
 
     def forward(self, x: Tensor, plan: AttentionPlan | TilePlan) -> Tensor:  # type: ignore[override]
         return layer_norm(plan, x, self.weight, self.bias, self.eps, get_product_dtype(self.weight))
 
 
 class GatedNorm(nn.LayerNorm):
-    """LayerNorm, gate and dropout, in the dtype of the projection that follows. Drops nothing
-    without keys."""
+    """LayerNorm, gate and, with keys, dropout, in the dtype of the following projection."""
 
     def forward(  # type: ignore[override]
         self,
@@ -69,7 +68,7 @@ class GatedNorm(nn.LayerNorm):
 
 
 class Earlier(Protocol):
-    """What a layer's tokens attend to beyond the samples of its plan; the result is added."""
+    """What tokens attend to beyond their samples; the result is added."""
 
     def attend(
         self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
@@ -77,8 +76,7 @@ class Earlier(Protocol):
 
 
 class HSTULayer(nn.Module):
-    """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back,
-    residual."""
+    """LayerNorm, projection to u, v, q, k, attention, gate, dropout, projection back, residual."""
 
     def __init__(
         self,

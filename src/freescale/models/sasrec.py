@@ -7,10 +7,8 @@ model whose results with a sampled softmax stand beside HSTU's in the published 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
@@ -20,7 +18,7 @@ from freescale.kernels.reference.softmax_attention import (
     plan_softmax_attention,
     softmax_attention,
 )
-from freescale.models.encoder import Encoder
+from freescale.models.encoder import Encoder, run_each
 from freescale.random import derive, draw_keep_mask
 
 EPS = 1e-8  # of the norms
@@ -83,16 +81,8 @@ class SASRec(Encoder):
         )
         self._check_sizes(x, plan.tokens, plan.longest_history)
         x, token_keys = self._prepare_inputs(plan, x, keys)
-        token_keys = token_keys if self.dropout > 0 else None
-        for layer in self.layers:
-            if self.checkpoint and torch.is_grad_enabled():
-                # dropout is a function of keys: there is no generator state to keep
-                x = recompute(
-                    layer, x, token_keys, plan, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x = layer(x, token_keys, plan)
-        return x
+        inputs = token_keys if self.dropout > 0 else None, plan
+        return run_each(self.layers, x, inputs, self.checkpoint)
 
 
 class SASRecLayer(nn.Module):

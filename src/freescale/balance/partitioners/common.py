@@ -38,8 +38,8 @@ def trade_samples(problem: Problem, rank_of: np.ndarray, goal: float | None = No
             return
         gap = loads[full] - loads[empty]
         mine, theirs = np.flatnonzero(rank_of == full), np.flatnonzero(rank_of == empty)
-        # Giving i and taking j (or nothing: the last column) changes both loads by costs[i] -
-        # costs[j]; best is half the gap.
+        # Swapping i for j (or nothing: the last column) shifts costs[i] - costs[j]; half the gap is
+        # best.
         shift = costs[mine][:, None] - np.append(costs[theirs], 0.0)[None, :]
         extra = tokens[mine][:, None] - np.append(tokens[theirs], 0)[None, :]
         allowed = (

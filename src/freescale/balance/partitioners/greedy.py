@@ -59,8 +59,8 @@ _FEW = 256  # samples: up to here a loop over samples is faster than array opera
 
 
 def place_longest_first(problem: Problem) -> np.ndarray:
-    """Longest processing time first: the most expensive sample goes to the least loaded rank that
-    has room. Returns rank_of [n]."""
+    """Longest processing time first: each sample to the least loaded rank with room. rank_of
+    [n]."""
     if len(problem.costs) <= _FEW:
         return _place_one_at_a_time(problem)
     return _place_many_at_a_time(problem)

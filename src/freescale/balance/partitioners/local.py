@@ -63,8 +63,8 @@ def local(problem: Problem) -> np.ndarray:
 def _choose_samples_to_give(
     problem: Problem, loads: np.ndarray, held: np.ndarray, goal: float, cap: float
 ) -> np.ndarray:
-    """Samples that overloaded ranks give away, indices [k]: as many of the most expensive as fit
-    into the excess, then the cheapest that covers the remainder."""
+    """Samples [k] that overloaded ranks give away: the most expensive that fit into the excess,
+    then the cheapest that covers the remainder."""
     # Rank by rank, by falling cost; equal costs keep the order of the batch.
     order = np.lexsort((-problem.costs, problem.home))
     ends = np.cumsum(np.bincount(problem.home))

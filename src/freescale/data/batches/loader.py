@@ -142,7 +142,7 @@ class Histories:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process of its own: without what was read."""
+        """For another process: without cached data."""
         return {k: v for k, v in vars(self).items() if k not in ("_order", "_reader")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -207,11 +207,11 @@ class Histories:
 
     @property
     def stop(self) -> int:
-        """Behind the last batch of the last epoch."""
+        """One past the last batch of the last epoch."""
         return self.read.epochs * self.batches_per_epoch
 
     def __len__(self) -> int:
-        """How many batches an iteration yields: those from `start` to the end of the last epoch."""
+        """Batches from `start` to the end of the last epoch."""
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[SequenceBatch]:
@@ -221,8 +221,8 @@ class Histories:
             yield batch
 
     def state_dict(self, next: int | None = None) -> dict[str, Any]:
-        """`next`: the batch to go on with; by default the one after the last yielded (prefetching
-        runs ahead)."""
+        """`next`: the batch to resume at, if not the one after the last yielded (prefetching runs
+        ahead)."""
         return {
             "next": self.position if next is None else next,
             "fingerprint": self.file.fingerprint,
@@ -248,8 +248,7 @@ class Histories:
         size = self.batch_size(number)
         low, high = size * self.rank // self.world, size * (self.rank + 1) // self.world
         own = high - low
-        # The slice, then the samples after it (round the batch) that its in-batch negatives may
-        # come from.
+        # The slice, then the samples after it (cyclically) for its in-batch negatives.
         beyond = self._find_sampler().count_beyond(size, own) if self._has_negatives else 0
         samples = self._find_samples(epoch, first, size, low, min(own + beyond, size))
         keys = derive(self.read.seed, number, samples[:own])
@@ -295,8 +294,8 @@ class Histories:
         return SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
 
     def _find_samples(self, epoch: int, first: int, size: int, low: int, count: int) -> Tensor:
-        """Sample indices at `count` places from `low` on, round a global batch of `size` samples
-        that begins at position `first` of the epoch."""
+        """`count` sample indices from place `low` on, cyclically within a global batch of `size`
+        samples that begins at position `first` of the epoch."""
         wrapped = max(0, low + count - size)
         begin = first + low
         samples = self._order.samples(epoch, begin, begin + count - wrapped)
@@ -305,8 +304,8 @@ class Histories:
         return torch.cat([samples, self._order.samples(epoch, first, first + wrapped)])
 
     def _find_sampler(self) -> NegativeSampler:
-        """Made when the first batch needs it: it may have to read the whole file. Workers get it
-        with the source."""
+        """Built for the first batch, since it may read the whole file. Workers get it with the
+        source."""
         if self._sampler is None:
             self._sampler = build_sampler(self.negatives, self.file, self._reader, self.read.seed)
         return self._sampler
@@ -334,7 +333,7 @@ class Histories:
 
 
 def _note_span(times: Jagged) -> Jagged:
-    """The times of samples, each in order, with the longest between two of a sample."""
+    """Sorted times per sample, with the longest span of a sample."""
     values, lengths = times.values.numpy(), times.lengths.numpy()
     some = lengths > 0
     ends = np.cumsum(lengths)

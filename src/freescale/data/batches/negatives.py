@@ -27,8 +27,7 @@ from freescale.data.histories import HistoriesFile
 # Mean events per history below which a batch shares its negatives. A sample's own are rows that
 # few positions use: 256 rows for 6 positions cost many times what the positions do.
 SHORT = 32.0
-# Largest catalogue whose items can all be negatives. Every rank fetches all rows in every step and
-# multiplies every position with them.
+# Largest catalogue for the full softmax: every rank fetches all rows in every step.
 LARGEST_CATALOGUE = 1 << 17
 # Largest catalogue that is counted by default: 84 MB in every process.
 LARGEST_UNASKED = 1 << 22
@@ -74,8 +73,8 @@ def choose_negatives_from(source: str, per: str, num_items: int | None, log_q: b
 
 
 def choose_negatives(count: int | None, per: str) -> int:
-    """How many negatives each sample, position or batch (`per`) has, if they are drawn. A batch has
-    more, since positions of all samples share them."""
+    """Negatives per sample, position or batch (`per`). A batch has more: all its positions share
+    them."""
     if count is not None:
         return count
     return 1024 if per == "batch" else 256
@@ -179,7 +178,7 @@ class NegativeSampler:
     def draw(
         self, number: int, keys: Tensor, targets: Jagged, low: int, size: int
     ) -> DrawnNegatives:
-        """The negatives of a slice of batch `number`, with what corrects for their probabilities.
+        """Draws the negatives of a slice of batch `number`, and looks up their log-q.
 
         Args:
             number: Of the global batch.
@@ -220,8 +219,7 @@ class NegativeSampler:
         return DrawnNegatives({}, sequences, {name: rows[0] for name, rows in columns.items()})
 
     def count_beyond(self, size: int, own: int) -> int:
-        """Samples after a slice of `own` samples that its in-batch negatives may come from: the
-        halo, or all of the batch for those that it shares."""
+        """How many samples after a slice of `own` its in-batch negatives may come from."""
         if not self.in_batch:
             return 0
         if self.spec.per == "batch":

@@ -70,7 +70,7 @@ class SplitSpec:
 
 @dataclass(frozen=True)
 class NegativeSpec:
-    """Which items the targets compete with, for retrieval.
+    """Which items targets compete with, for retrieval.
 
     Args:
         count: Negatives of each sample, position or batch. None: 1,024 of a batch, else 256.
@@ -132,7 +132,7 @@ class ReadSpec:
         check_least(0, kept_bytes=self.kept_bytes)
 
 
-def check_least(least: int, **options: int) -> None:
+def check_least(least: int, **options: float) -> None:
     """Raises ValueError for an option below `least`."""
     for name, value in options.items():
         if value < least:

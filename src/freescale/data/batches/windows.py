@@ -19,8 +19,8 @@ from freescale.data.histories import HistoriesFile, RowGroup
 
 
 class WindowReader:
-    """Reads the events of samples; keeps the row groups that it read last. A file that fits in
-    memory is one row group: of short histories, a batch is of many groups and takes little of each.
+    """Reads the events of samples and caches row groups. A file that fits in memory is one row
+    group: with short histories, a batch reads a little of many groups.
 
     Args:
         file: The histories.
@@ -91,8 +91,7 @@ class WindowReader:
         return columns, lengths, tails
 
     def _list_members(self, epoch: int, group_of: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
-        """The row groups of samples in the epoch's order, so that each is read once, with the
-        samples of each."""
+        """Row groups in the epoch's order, so that each is read once, with the samples of each."""
         read_order = self._order.groups(epoch).numpy()
         place = np.empty_like(read_order)
         place[read_order] = np.arange(len(read_order))
@@ -165,7 +164,7 @@ class WindowReader:
             yield group.values["item_id"][index]
 
     def share_targets(self) -> tuple[NDArray[np.float64], float]:
-        """How the targets of the samples divide among the items. Reads the whole file.
+        """Computes how targets divide among items. Reads the whole file.
 
         Returns:
             ([num_items]: the probability of each item to be a target of a sample, where samples

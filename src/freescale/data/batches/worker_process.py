@@ -96,14 +96,14 @@ def _fork(control: socket.socket, fds: list[int], own: int) -> int:
 
 
 def _wait(workers: list[int], index: int) -> int:
-    """The exit status of a worker that has ended or is about to."""
+    """The exit status of a worker that has ended or is ending."""
     _, status = os.waitpid(workers[index], 0)
     workers[index] = 0
     return os.waitstatus_to_exitcode(status)
 
 
 def _end(workers: list[int]) -> None:
-    """Whatever they are doing: they have nothing to put away."""
+    """Kills the workers: they have nothing to clean up."""
     for worker in filter(None, workers):
         os.kill(worker, signal.SIGKILL)
     for worker in filter(None, workers):
@@ -112,7 +112,7 @@ def _end(workers: list[int]) -> None:
 
 
 def _be_worker(fd: int, memory: int, source: int) -> NoReturn:
-    """Works until the connection `fd` is closed."""
+    """Runs until the connection `fd` is closed."""
     status = 1
     try:
         with suppress(EOFError, ConnectionError):  # the trainer has ended
@@ -164,7 +164,7 @@ def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> Made:
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """The error with its traceback as a note; in words, if it cannot be pickled."""
+    """The error with its traceback as a note; as text if it cannot be pickled."""
     note = f"in a data worker:\n{''.join(traceback.format_exception(error)).rstrip()}"
     error.add_note(note)
     try:

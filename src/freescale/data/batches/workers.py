@@ -135,19 +135,19 @@ class WorkerLoader:
         return batch
 
     def wait_for_next(self) -> None:
-        """Waits until the worker has made the next batch, if it is up."""
+        """Waits until the worker has made the next batch, if it is running."""
         if self._workers and self._number < self._source.stop:
             index = (self._number - self._source.start) % len(self._workers)
             self._workers[index].wait_for(self._number)
 
     def wait_until_up(self) -> None:
-        """Waits for the workers, instead of making their first batches here. Before the first
-        batch; for those who count or compare batches, not for those who train on them."""
+        """Waits for the workers before the first batch, for callers that count or compare
+        batches."""
         for worker in self._workers[: self._source.stop - self._number]:
             worker.wait_until_up()
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing."""
+        """Kills the workers."""
         for worker in self._workers:
             worker.close()
         self._workers = []
@@ -178,7 +178,7 @@ class _Lease:
 
 
 class _Worker:
-    """The trainer's end of one worker."""
+    """One worker, as the trainer sees it."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class _Worker:
         return self._open(made, number + 1)
 
     def wait_for(self, number: int) -> None:
-        """Until the batch has arrived; not at all while the worker is not up."""
+        """Waits for the batch; returns at once if the worker is not running."""
         self._reclaim(number)
         while self._arrived is None or self._arrived.number < number:
             if self._arrived is not None:

@@ -1,4 +1,4 @@
-"""Which column of a table plays which role, by the names that are usual in public data."""
+"""Which column of a table plays which role, by the usual names in public data."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def find_roles(
 def require_roles(
     file: object, names: Sequence[str], given: Mapping[str, str], found: Mapping[str, str]
 ) -> None:
-    """Raises ValueError, with an example of `--columns`, if user, item or time is not found, or one
-    column would be two of these."""
+    """Raises ValueError if user, item or time is missing, or one column has two of these roles."""
     for role, name in found.items():
         if name not in names and (role, name) != ("time", ORDER):
             raise ValueError(
@@ -91,7 +90,7 @@ def require_roles(
 
 
 def refuse_repeated(file: object, name: str, names: Sequence[str]) -> None:
-    """Raises ValueError if a column that is read has the name of another one."""
+    """Raises ValueError if another column has the same name."""
     if (count := list(names).count(name)) > 1:
         raise ValueError(
             f"{file}: {count} columns are named {name!r} among {', '.join(names)[:200]}; "

@@ -28,20 +28,9 @@ _BLOCK = 1 << 18
 _THREADS = 4
 _SETTLED_S = 2.0  # no file system that keeps its own times counts them more coarsely
 _KEPT_S = 30 * 24 * 3600  # of what is remembered
-_DISKS = {
-    "ext2",
-    "ext3",
-    "ext4",
-    "xfs",
-    "btrfs",
-    "f2fs",
-    "jfs",
-    "zfs",
-    "bcachefs",
-    "tmpfs",
-    "ramfs",
-}
-_SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"}
+# file systems that set change times themselves: of disks, and shared ones
+_DISKS = set(["ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "zfs", "bcachefs", "tmpfs", "ramfs"])
+_SHARED = set(["nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"])
 
 Stamp = tuple[int, ...]  # device, inode, size, mtime, ctime
 
@@ -55,8 +44,7 @@ class Content:
     stamp: Stamp
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if size or times changed: what was made of the file belongs to no
-        digest then."""
+        """Raises ValueError if size or times changed: results would not match the digest."""
         if _make_stamp(os.stat(self.path))[2:] != self.stamp[2:]:
             raise _make_changed_error(self.path)
 
@@ -108,7 +96,7 @@ def _read_content(path: Path, memory: Path, report: Callable[[int], None]) -> Co
 
 
 def _compute_digest(file: FileIO, report: Callable[[int], None]) -> str:
-    """The digest of the digests of the blocks, which several threads compute."""
+    """The digest of the block digests, computed by several threads."""
     whole, pending, read = hashlib.blake2b(digest_size=16), deque[Future[bytes]](), 0
     with ThreadPoolExecutor(_THREADS) as threads:
         while block := file.read(_BLOCK):
@@ -126,7 +114,7 @@ def _compute_digest(file: FileIO, report: Callable[[int], None]) -> str:
 
 
 def _find_known(path: Path, memory: Path) -> Path | None:
-    """The file in which the digest of `path` is remembered; None where times prove nothing."""
+    """Where the digest of `path` is cached; None if times prove nothing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
@@ -139,8 +127,7 @@ def _find_known(path: Path, memory: Path) -> Path | None:
 
 
 def keeps_own_times(path: Path, mounts: str) -> bool:
-    """Whether the file system under `path` sets the time of a change itself. `mounts`: as
-    /proc/self/mountinfo."""
+    """Whether the file system under `path` sets change times itself, by /proc/self/mountinfo."""
     best, answer = -1, False
     for line in mounts.splitlines():
         fields = line.split()
@@ -155,7 +142,7 @@ def keeps_own_times(path: Path, mounts: str) -> bool:
 
 
 def _remember(known: Path, content: Content) -> None:
-    """Writes the digest where it can; otherwise the next start reads the file again."""
+    """Caches the digest if possible; otherwise the next start reads the file again."""
     with suppress(OSError):
         known.parent.mkdir(parents=True, exist_ok=True)
         for other in known.parent.iterdir():

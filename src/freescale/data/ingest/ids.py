@@ -25,7 +25,7 @@ _ROWS_PER_EVENT = 10  # of the item table; beyond it, ids are numbers drawn from
 
 @dataclass(frozen=True)
 class Reading:
-    """What has been found out about columns that does not show at their beginning."""
+    """Findings about columns that their first values do not show."""
 
     coded: Mapping[str, str] = field(default_factory=dict)  # id column -> why it is coded
     finer: Mapping[str, int] = field(default_factory=dict)  # file -> how often times were refined
@@ -38,7 +38,7 @@ class Reading:
 
 
 class ReadDifferently(ValueError):
-    """What was read so far has to be read again, in another way."""
+    """The file has to be read again, in another way."""
 
     def __init__(self, message: str, reading: Reading):
         super().__init__(message)
@@ -46,7 +46,7 @@ class ReadDifferently(ValueError):
 
 
 class NotIntegers(Exception):
-    """Ids that cannot stay as they are, and why."""
+    """Ids that must be coded, and why."""
 
 
 def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
@@ -98,8 +98,7 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
 
 
 def _drop_zeros_behind_points(texts: pa.Array) -> pa.Array:
-    """Whole numbers with a point, 12.0, as programs write integers of a column with gaps: 12, as in
-    a Parquet file of floats. Other texts stay as they are."""
+    """Turns 12.0, as written for integer columns with gaps, into 12. Other texts are unchanged."""
     whole = pc.match_substring_regex(texts, r"^-?\d+\.0+$")
     if not pc.any(whole).as_py():
         return texts
@@ -107,8 +106,8 @@ def _drop_zeros_behind_points(texts: pa.Array) -> pa.Array:
 
 
 def _refuse_words_for_nothing(texts: pa.Array) -> None:
-    """Raises BadValue for words like NaN among integers: as an id they would make all the others
-    strings, too."""
+    """Raises BadValue for NaN and the like among integers, which would turn all ids into
+    strings."""
     words = pc.is_in(pc.utf8_lower(texts), pa.array(_NOTHING, texts.type))
     row = pc.index(words, pa.scalar(True)).as_py()
     if row < 0:
@@ -125,7 +124,7 @@ def _refuse_words_for_nothing(texts: pa.Array) -> None:
 
 
 def is_huge(largest: int, events: int) -> bool:
-    """Whether a table with a row for every id up to `largest` would be nearly all unused."""
+    """Whether a table with a row for every id would be almost unused."""
     return largest >= _SMALL and largest >= _ROWS_PER_EVENT * events
 
 
@@ -148,8 +147,7 @@ class Vocabulary:
         return known.take(encoded.indices)
 
     def write(self, path: Path, hashed: Iterable[tuple[pa.Array, pa.Array]] = ()) -> None:
-        """Writes the columns `column`, `id` and `text`. `hashed`: ids and texts of items that are
-        not numbered."""
+        """Writes the columns `column`, `id` and `text`. `hashed`: ids and texts of hashed items."""
         schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
         with pq.ParquetWriter(path, schema) as writer:
             for name, codes in self.columns.items():
@@ -165,14 +163,14 @@ class Vocabulary:
 
 
 def find_vocabulary(histories: Path) -> Path | None:
-    """The vocabulary beside a prepared histories file; None if ids are as in the source."""
+    """The vocabulary of a prepared histories file; None if ids are unchanged."""
     path = histories.parent / VOCABULARY
     return path if path.is_file() else None
 
 
 def check_vocabulary(histories: Path, expected: Path, columns: Sequence[str]) -> None:
-    """Raises ValueError if the ids of a prepared file are numbered otherwise than `expected`, a
-    vocabulary, says. `columns`: those whose numbers a model knows."""
+    """Raises ValueError if ids of a prepared file differ from the `expected` vocabulary in the
+    `columns` that a model knows."""
     known = _read_vocabulary(expected, columns)
     found = find_vocabulary(histories)
     if known.num_rows and (found is None or not _read_vocabulary(found, columns).equals(known)):
@@ -183,8 +181,8 @@ def check_vocabulary(histories: Path, expected: Path, columns: Sequence[str]) ->
 
 
 def restore_ids(vocabulary: Path | None, column: str, ids: Sequence[int]) -> list[str | int]:
-    """Ids of a prepared file as its source has them. An id that the vocabulary does not hold is a
-    number of the source, or a hash whose text was not kept."""
+    """Original ids of a prepared file. Ids outside the vocabulary are integers, or hashes without
+    text."""
     if vocabulary is None:
         return list(ids)
     table = _read_vocabulary(vocabulary, [column])

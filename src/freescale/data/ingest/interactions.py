@@ -101,8 +101,8 @@ def take_side(values: pa.Array) -> pa.Array:
 
 
 class Interactions(Iterator[pa.RecordBatch]):
-    """The record batches of one or several files. `vocabulary`, `fraction`, `no_labels` and
-    `missing_rows` grow while it is read."""
+    """Record batches of files. `vocabulary`, `fraction`, `no_labels` and `missing_rows` grow on
+    reading."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class Interactions(Iterator[pa.RecordBatch]):
         any_ids: bool = False,
         vocabulary: bool = True,
     ):
-        """`any_ids`: items are numbers of 64 bits, or hashed to them; the texts are kept if a
-        `vocabulary` of them is wanted."""
+        """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed
+        texts."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = [file for file in files if not is_empty(file)]
@@ -140,7 +140,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         self.restart(Reading())
 
     def restart(self, reading: Reading) -> None:
-        """Reads from the beginning, with what has been found out."""
+        """Reads from the beginning again, with new findings."""
         self.reading = reading
         self.vocabulary = Vocabulary()
         self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
@@ -170,7 +170,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 return batch
 
     def _find_sides(self) -> tuple[list[str], list[str]]:
-        """Numeric columns of Parquet files that are kept, and those that are not."""
+        """Numeric columns of Parquet files: kept, and not kept."""
         complete: dict[str, None] = {}
         broken: dict[str, None] = {}
         for file, layout in zip(self.files, self.layouts):
@@ -227,7 +227,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         return list(dict.fromkeys(needed))
 
     def _detect_times(self) -> dict[SourceFile, TimestampFormat]:
-        """What the timestamps of each file are, by its first block."""
+        """The timestamp format of each file, from its first block."""
         found = {}
         for file, layout in zip(self.files, self.layouts):
             column = layout.roles.get("time")

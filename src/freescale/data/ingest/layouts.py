@@ -1,4 +1,4 @@
-"""How a file of events is laid out: which format, which columns. Told by name and first lines."""
+"""The layout of a file of events: format and columns, from its name and first lines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def is_lines(self) -> bool:
-        """Ids between blanks, without columns of their own."""
+        """Ids separated by blanks, without columns."""
         return self.format in ("pairs", "sequences", "user-sequences")
 
 
@@ -216,8 +216,7 @@ def _lay_out_amazon(file: SourceFile, lines: Sequence[bytes]) -> Layout:
         raise ValueError(
             f"{file}: {len(names)} columns, not the 4 of user,item,rating,timestamp; see --format"
         )
-    # The release of 2018 has item first; an item there has 10 characters, a user more, beginning
-    # with A.
+    # Release 2018 starts with the item: 10 characters; users are longer and begin with A.
     swapped = len(names[0]) == 10 and len(names[1]) > 10 and names[1].startswith("A")
     both = ["item", "user"] if swapped else ["user", "item"]
     return _make_amazon(file, [*both, "rating", "timestamp"], header=False)
@@ -229,8 +228,7 @@ def _make_amazon(
     found = {role: next((n for n in known if n in names), "") for role, known in _AMAZON.items()}
     require_columns(file, ["|".join(_AMAZON[r]) for r, name in found.items() if not name], names)
     named = header or separator == b"{"
-    # Seconds in 2014 and 2018, milliseconds in 2023; other files with names of their own may count
-    # anything.
+    # Seconds in 2014 and 2018, milliseconds in 2023; named columns of other files: unknown.
     seconds = found["time"] == "unixReviewTime" or not named
     unit = "ms" if "parent_asin" in names else "s" if seconds else None
     return Layout("amazon", names, found, separator, header, unit=unit)
@@ -241,8 +239,7 @@ def _is_amazon(names: Sequence[str]) -> bool:
 
 
 def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataType]:
-    """The keys of the objects in the first lines (one may lack what another has), each with its
-    type; null where no value says it."""
+    """Keys of the first objects (some may lack one) with their types; null if unknown."""
     types: dict[str, pa.DataType] = {}
     known = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
     for number, line in enumerate(lines, start=1):
@@ -263,13 +260,13 @@ def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataTy
 
 
 def _is_numbered(given: Mapping[str, str]) -> bool:
-    """Whether `--columns` counts columns, since there is no header."""
+    """Whether `--columns` gives numbers because there is no header."""
     numbers = [name for name in given.values() if name and name != ORDER]
     return bool(numbers) and all(map(str.isdecimal, numbers))
 
 
 def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:
-    """Whether lines are user, item and a time, by its magnitude."""
+    """Whether lines are user, item and a time of plausible magnitude."""
     rows = [split_line(line, separator) for line in lines]
     return all(len(row) == 3 and _is_number(row[2]) for row in rows) and all(
         guess_unit(float(row[2])) is not None for row in rows
@@ -277,7 +274,7 @@ def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:
 
 
 def find_separator(lines: Sequence[bytes]) -> bytes:
-    """What separates columns: the sign that the first line has most of."""
+    """The column separator: the most frequent sign of the first line."""
     if b"::" in lines[0]:
         return b"::"
     if b"\t" in lines[0]:
@@ -288,7 +285,7 @@ def find_separator(lines: Sequence[bytes]) -> bytes:
 
 
 def split_line(line: bytes, separator: bytes) -> list[str]:
-    """The fields of a line; the header of a CSV file, for one."""
+    """The fields of a line, such as a CSV header."""
     text, sign = line.decode(errors="replace"), separator.decode()
     fields = text.split(sign) if len(sign) > 1 else next(csv.reader([text], delimiter=sign))
     return [field.strip().strip('"') for field in fields]

@@ -92,14 +92,13 @@ def prepare(
     made = ",".join(label.text for label in interactions.labels)
     given = [columns, made, missing] if (columns, made, missing) != _USUAL else []
     members = [file.member for file in files if file.member]
-    # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it
-    # holds names them in errors.
+    # A run resumes with the same data at any path. The cache key has paths, which errors name.
     about: list[Any] = [[source.digest for source in sources], interactions.formats, num_items]
     about += [*([given] if given else []), *([members] if members else [])]
     about += ["any ids"] if any_ids else []
 
     def make_fingerprint() -> str:
-        # Files of integers in Amazon's format were coded once: runs on such data are told apart.
+        # Earlier versions coded integers in Amazon's format: keep such runs apart.
         usual = set(interactions.formats) == {"amazon"}
         other = [name for name in IDS if (name in interactions.reading.coded) != usual]
         return compute_digest(*about, *([other] if other else []))

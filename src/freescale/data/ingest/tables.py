@@ -35,7 +35,7 @@ class TableBlock:
     share: float  # of the file that has been read
 
     def convert(self, column: str, function: Callable[[pa.Array], T]) -> T:
-        """Applies a function to a column. A bad value is an error that says where it is."""
+        """Applies a function to a column. The error for a bad value says where it is."""
         chunks = self.table.column(column)
         values = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
         if isinstance(values, pa.ChunkedArray):
@@ -49,7 +49,7 @@ class TableBlock:
             ) from error
 
     def drop_rows(self, columns: Sequence[str]) -> TableBlock:
-        """The rows that have a value in all of the columns."""
+        """The rows with a value in all of the columns."""
         keep = np.ones(self.table.num_rows, bool)
         for name in columns:
             keep &= self.table.column(name).is_valid().to_numpy()
@@ -62,9 +62,9 @@ class TableBlock:
 
 def lay_out(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
     """Detects how a file of any format is laid out."""
-    if format == "parquet" or (format == "auto" and file.is_parquet):
-        return _lay_out_parquet(file, given)
-    if format == "auto" and _starts_like_parquet(file):
+    if format == "parquet" or (
+        format == "auto" and (file.is_parquet or _starts_like_parquet(file))
+    ):
         return _lay_out_parquet(file, given)
     return detect_layout(file, format, given)
 
@@ -158,8 +158,8 @@ def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
 
 
 def list_side_columns(file: SourceFile, layout: Layout) -> tuple[list[str], list[str]]:
-    """The numeric columns of a Parquet file beside those of the roles: those that are complete,
-    and those with missing values, as far as the file's statistics say it."""
+    """Further numeric columns of a Parquet file: complete ones, and by statistics incomplete
+    ones."""
     used = {*layout.roles.values(), *_OWN.values(), "action"}
     with _open_parquet(file) as opened:
         schema, metadata = opened.schema_arrow, opened.metadata

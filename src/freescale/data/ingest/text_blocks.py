@@ -38,7 +38,7 @@ class TextBlock:
     quoted: bool = False  # a row may go on in the next line, inside of quotation marks
 
     def locate(self, row: int) -> str:
-        """The place of a row in the file, by its first line; empty lines are no rows."""
+        """The line on which a row starts; empty lines are not rows."""
         rows, is_open = -1, False
         for number, line in enumerate(self.data.split(b"\n")):
             rows += bool(not is_open and line.strip())
@@ -76,7 +76,7 @@ def read_blocks(file: SourceFile, quoted: bool = False) -> Iterator[TextBlock]:
 
 
 def read_head(file: SourceFile) -> list[bytes]:
-    """The first lines of a file that are not empty: at least one, by which the format is told.
+    """The first non-empty lines of a file, at least one, which show the format.
 
     Raises:
         ValueError: The file is empty, broken, or not the text that it should be.
@@ -97,7 +97,7 @@ def read_head(file: SourceFile) -> list[bytes]:
 
 
 def _refuse_other_text(file: SourceFile, start: bytes) -> None:
-    """Raises ValueError for what parsers would take for strange columns."""
+    """Raises ValueError for input that would parse as garbage columns."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{file}: text in UTF-16; save the file as UTF-8")
     for signature, (program, mend) in _PACKED.items():
@@ -124,7 +124,7 @@ def _cut(text: bytes, quoted: bool) -> tuple[bytes, bytes]:
 
 @contextmanager
 def _open(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The file itself, by which progress is measured, and the stream of its text."""
+    """The raw file, for progress, and the stream of its text."""
     with open(file.path, "rb") as raw:
         if file.member is not None:
             with zipfile.ZipFile(raw) as archive, _open_member(file, archive) as stream:

@@ -21,7 +21,7 @@ from freescale.data.values import BadValue
 def parse_csv(
     block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
 ) -> pa.Table:
-    """The columns as strings, null where they are empty."""
+    """The columns as strings; null if empty."""
     data, separator = block.data, layout.separator
     # two characters: more than the parser takes, and none of its values has a tab
     if separator == b"::":
@@ -59,7 +59,7 @@ def parse_csv(
 
 
 def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Without blanks around each; null where nothing is left."""
+    """Stripped of blanks; null if nothing is left."""
     texts = pc.ascii_trim_whitespace(values)
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 
@@ -67,7 +67,7 @@ def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
 def parse_json(
     block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
 ) -> pa.Table:
-    """The columns as JSON has them: numbers or strings, null where an object lacks them."""
+    """The columns as in JSON: numbers or strings; null if missing."""
     types = {name: layout.types.get(name, pa.null()) for name in columns}
     expected = pa.json.ParseOptions(
         explicit_schema=pa.schema(types), unexpected_field_behavior="ignore"
@@ -86,7 +86,7 @@ def parse_json(
 
 
 def _explain_json(error: pa.ArrowException, block: TextBlock, file: SourceFile) -> ValueError:
-    """The parser's message, with the line of the file and the value in it."""
+    """The parser's message with line and value."""
     message = str(error).splitlines()[0][:200].removeprefix("JSON parse error: ")
     found = re.search(r" in row (\d+)", message)
     if found is None:

@@ -26,23 +26,22 @@ _FINER = {None: "us", "s": "us", "ms": "us", "us": "ns", "ns": "ns"}
 _MEND = "write seconds since 1970, or 2024-05-31 or 2024-05-31T13:45:00"
 # Least magnitude of a moment in a unit: 1973 in each; in the next coarser one it is after 5000.
 _LEAST = {"s": 1e8, "ms": 1e11, "us": 1e14, "ns": 1e17}
-# Numbers are 0 or less, or between two of these bounds. The second, fourth, ... gap holds the
-# moments from 1990 to 2100 in a unit, the others hold no such moment in any unit.
+# Gaps between these bounds: even ones (the second, fourth, ...) hold the moments from 1990 to 2100
+# in one unit, the others hold none in any unit.
 _BOUNDS = np.array([1, *(y * 1000**n for n in range(4) for y in (631_152_000, 4_102_444_800))])
 _STRAY = 0.01  # share of other numbers up to which a column with two units is a mixture
 
 
 class UnitCheck:
-    """Refuses a column of seconds and milliseconds, which would be sorted as they stand. Numbers
-    that count something else may fall into the range of several units, but most of them fall
-    between. Sees a column block by block."""
+    """Rejects a column that mixes units, such as seconds and milliseconds, block by block. Other
+    counts may fall into several units' ranges, but mostly fall between."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(len(_BOUNDS) + 1, np.int64)
         self._first: tuple[int, float] | None = None  # gap and value
 
     def check(self, numbers: pa.Array) -> None:
-        """BadValue for the first moment in another unit than the first one of the column."""
+        """Raises BadValue for the first moment in a unit other than the column's first."""
         if not len(numbers):
             return
         values = numbers.to_numpy(zero_copy_only=False)
@@ -75,7 +74,7 @@ class FinerTimes(Exception):
 
 @dataclass(frozen=True)
 class TimestampFormat:
-    """What is known about a file's timestamps."""
+    """The timestamp format of a file."""
 
     path: object  # the file, as text what the user calls it
     column: str
@@ -89,7 +88,7 @@ class TimestampFormat:
 
     @property
     def meaning(self) -> str:
-        """For people: what the values are taken for."""
+        """Description of the values for the user."""
         unit = _WORDS[self.unit] if self.unit else "of no known unit"
         if self.kind == "dates":
             zone = "with a time zone" if self.zoned else "without a time zone"
@@ -99,7 +98,7 @@ class TimestampFormat:
         return f"integers, {unit}{' since 1970' if self.unit else ''}"
 
     def refine(self) -> TimestampFormat:
-        """The format where values have a part below the unit."""
+        """The format of values with a finer part."""
         if self.kind == "dates":
             return replace(self, unit="us" if self.unit == "s" else "ns")
         unit = _FINER[self.unit]
@@ -153,11 +152,10 @@ class TimestampFormat:
         try:
             return values.cast(pa.timestamp(self.unit, zone)).cast(pa.int64())
         except pa.ArrowInvalid:
+            finest = values.cast(pa.string())
+            parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
             if self.unit != "ns":
-                finest = values.cast(pa.string())
-                _ = parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
                 raise FinerTimes from None
-            parse_text(values, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
             raise
 
     def convert(self, values: pa.Array, unit: str | None) -> pa.Array:
@@ -205,7 +203,7 @@ def detect_timestamps(
 
 
 def guess_unit(value: float) -> str | None:
-    """The unit in which a number is a moment after 1973, by its magnitude; None for small ones."""
+    """The unit in which a number is a moment after 1973; None for small ones."""
     fitting = [unit for unit in _UNITS if abs(value) >= _LEAST[unit]]
     return fitting[-1] if fitting else None
 
@@ -235,7 +233,7 @@ def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
 
 
 def _guess_units(values: pa.Array) -> str | None:
-    """By the median, so that a zero in between does not count."""
+    """The unit of the median, so that a stray zero does not matter."""
     if not len(values):
         return None
     try:

@@ -16,7 +16,7 @@ _CLOSE = 0.002  # to the target: good enough to stop looking
 
 
 class CollisionCounter:
-    """Counts the requests of each batch that the batch before also made."""
+    """Counts requests of each batch that the previous batch also made."""
 
     def __init__(self, items: int):
         self._seen = np.zeros(items, bool)
@@ -50,8 +50,8 @@ def _measure_rate(source: SyntheticSource, batches: Iterable[DrawnBatch], mixing
 
 
 def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, float]:
-    """Finds the point of [0, 2] where an increasing function comes closest to the target. Returns
-    the point and the value there."""
+    """Finds where in [0, 2] an increasing function is closest to the target. Returns point and
+    value."""
     low, high = 0.0, 2.0
     best = (0.0, measure(0.0))
     for _ in range(26):

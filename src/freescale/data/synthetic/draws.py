@@ -27,7 +27,7 @@ RUN_ENDS = 0.2  # probability that an event starts a new run
 
 @dataclass
 class DrawnBatch:
-    """One global batch with everything that its items depend on, drawn once."""
+    """One global batch with everything that its items depend on."""
 
     users: Tensor  # [users] int64
     lengths: Tensor  # [users] int64
@@ -110,8 +110,8 @@ class SyntheticSource:
         )
 
     def choose_items(self, batch: DrawnBatch, mixing: float | None) -> NDArray[Any]:
-        """[events] item ids. mixing: 0 binds every event, 1 none, 2 makes every event hot; None
-        leaves them alone."""
+        """[events] item ids. `mixing`: 0 binds every event, 1 none, 2 makes all hot; None changes
+        none."""
         ranks = batch.ranks
         if mixing is not None:
             pairs = self.items // 2  # with an odd number, the least popular item is left out
@@ -122,5 +122,5 @@ class SyntheticSource:
         return ids
 
     def list_requests(self, batch: DrawnBatch, items: NDArray[Any]) -> NDArray[Any]:
-        """Item ids that the batch asks for, once per rank that asks."""
+        """Item ids that the batch requests, once per requesting rank."""
         return np.unique(batch.consumer * self.items + items) % self.items

@@ -16,7 +16,7 @@ SHORTEST = 2  # events of a history
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """How long histories are. What falls outside of [SHORTEST, cap] counts as the bound."""
+    """Lengths of histories, clipped to [SHORTEST, cap]."""
 
     ends: NDArray[np.float64]  # [cap + 1]: probability of a length of at most l
 

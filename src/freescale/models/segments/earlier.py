@@ -44,8 +44,7 @@ class EarlierSegments:
     def attend(
         self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor | None:
-        """q [rows, heads, d_qk], k and v of the same rows -> [rows, heads, d_v]; None without
-        summaries."""
+        """q [rows, heads, d_qk], k, v -> [rows, heads, d_v]; None without summaries."""
         k, v = self._collect_summaries(layer, k, v)
         if self.kept is not None:
             self.kept.append((k, v))
@@ -57,8 +56,7 @@ class EarlierSegments:
         )
 
     def _collect_summaries(self, layer: HSTULayer, *of_rows: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values [summaries, heads, d] of all summaries, from those of the rows and the
-        remembered ones."""
+        """Keys and values [summaries, heads, d]: those of the rows and the remembered ones."""
         if self.memory is None:
             return tuple(part.index_select(0, self.rows.summaries) for part in of_rows)
         remembered = self.memory.keys[layer.number], self.memory.values[layer.number]
