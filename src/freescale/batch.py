@@ -36,9 +36,9 @@ class SequenceBatch:
     `weights` holds the supervised weight of each sample, per task: what a task's summed loss is
     divided by, once it is added up over all ranks. `keys` are the samples' random keys, a function
     of (seed, step, sample): whatever is random about a sample (dropout, negatives) is drawn from
-    its key, so that it does not matter where it is computed. `shared` belongs to the batch as a
-    whole and is the same on all ranks (negatives that every sample uses, say): moves of samples
-    leave it alone.
+    its key, so that results do not depend on the rank. `shared` belongs to the batch as a whole and
+    is the same on all ranks (negatives that every sample uses, say): moves of samples leave it
+    alone.
     """
 
     sequences: Mapping[str, Jagged] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class SequenceBatch:
         return self._parts
 
     @cached_property
-    def _parts(self) -> dict[str, Jagged | Nested | Tensor]:  # asked for many times a step
+    def _parts(self) -> dict[str, Jagged | Nested | Tensor]:  # read many times a step
         parts: dict[str, Jagged | Nested | Tensor] = {}
         for kind, columns in (
             ("s", self.sequences),

@@ -1,10 +1,10 @@
 """Samples as bytes, for an AllToAll: every feature of a batch, whatever its dtype, in one message
 per destination.
 
-All happens on the host, where batches come from and where their lengths are known: no device is
-waited for. Names, dtypes and trailing shapes are not sent, every rank has the same features; sizes
-travel apart, so that whoever unpacks need not read the message. What a batch shares travels with
-every part that has samples: a rank that had no data gets it with its first ones.
+All happens on the host, which has the batches and their lengths: no device is waited for. Names,
+dtypes and trailing shapes are not sent, every rank has the same features; sizes travel separately,
+so that unpacking need not read the message. What a batch shares travels with every part that has
+samples: a rank that had no data gets it with its first ones.
 """
 
 from __future__ import annotations

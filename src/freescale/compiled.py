@@ -31,7 +31,7 @@ def find_compiler() -> str | None:
 def compile_and_load(
     source: Path, load: Callable[[str], _T], flags: Sequence[str] = FLAGS
 ) -> tuple[_T | None, str]:
-    """Loads the compiled `source` from the cache, and compiles it first where it is not there.
+    """Loads the compiled `source` from the cache; compiles it first if needed.
 
     Every folder that it may be kept in is tried: one can be full, another user's, or on a mount
     that nothing is executed from.

@@ -47,7 +47,7 @@ def open_own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:
-        raise PermissionError(f"{folder} belongs to somebody else, or others may write to it")
+        raise PermissionError(f"{folder} belongs to another user, or others may write to it")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written to")
     return folder

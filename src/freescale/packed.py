@@ -97,7 +97,7 @@ class Packed:
     buffer: Tensor  # [bytes] uint8
     layout: Layout
     lease: Lease | None = field(default=None, compare=False)
-    bounds: Bounds | None = None  # of its tensors, if whoever packed them has looked
+    bounds: Bounds | None = None  # of its tensors, if known
 
     @staticmethod
     def of(tensors: Sequence[Tensor], pin: bool = False) -> Packed:

@@ -50,7 +50,7 @@ class HostSizes:
     lengths: Tensor  # [samples] int64, candidates included
     candidate_counts: Tensor | None = None  # [samples] int64
     time_span: int | None = None  # the longest between two timestamps of a sample; None: not known
-    plans: Any = None  # where the attention's plans are kept, for batches of one padded size
+    plans: Any = None  # holder of attention plans, for batches of one padded size
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Jagged:
 
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [samples] int64
-    # the same on the CPU, where it moved from
+    # the copy on the CPU that it moved from
     host: Jagged | None = field(default=None, repr=False, compare=False)
-    # most that two values of a sample differ by, where whoever made it knows
+    # largest difference of two values of a sample, if known
     span: int | None = field(default=None, repr=False, compare=False)
     # of a padded batch: see HostSizes
     plans: Any = field(default=None, repr=False, compare=False)
@@ -130,7 +130,7 @@ class Nested:
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [candidates] int64: values per candidate
     counts: Tensor  # [samples] int64: candidates per sample
-    # the same on the CPU, where it moved from
+    # the copy on the CPU that it moved from
     host: Nested | None = field(default=None, repr=False, compare=False)
 
     @cached_property

@@ -33,12 +33,8 @@ def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
 
 
 def record_event(stream: torch.cuda.Stream | None = None, **options: bool) -> torch.cuda.Event:
-    """Records an event on a stream.
-
-    Args:
-        stream: the current one of the current device if None.
-        options: of torch.cuda.Event.
-    """
+    """Records an event (`options` as of torch.cuda.Event) on a stream, by default the current
+    one."""
     event: torch.cuda.Event = _event(**options)
     event.record(stream if stream is not None else current_stream())
     return event

@@ -4,9 +4,9 @@ A worker needs torch, whose import takes seconds. One process imports it, while 
 it too and builds its model; then workers are forked from it, in milliseconds each, as often as a
 run needs them. This module imports no torch: a command starts the server before anything else.
 
-    trainer -> server   FORK: fork so many workers, with a connection each and what all share
+    trainer -> server   FORK: fork workers, each with a connection and shared descriptors
                         STATUS: how did this worker end?  STOP: end all workers
-    server -> trainer   UP: torch is there; or the status that was asked for
+    server -> trainer   UP: torch is imported; or the requested status
 
 Not a child of the trainer's own by fork: CUDA does not survive it, nor do threads. The server and
 its workers end with the connection, however the trainer ends.
@@ -82,7 +82,7 @@ class WorkerServer:
                 f"workers is {len(connections)}; it may be {MOST_WORKERS} at most for a rank"
             )
         fds = [*shared, *(each.fileno() for each in connections)]
-        with suppress(BrokenPipeError, ConnectionResetError):  # seen by whoever waits for a worker
+        with suppress(BrokenPipeError, ConnectionResetError):  # seen when waiting for a worker
             record = RECORD.pack(Record.FORK, len(connections))
             socket.send_fds(self._control, [record], fds)
 
@@ -108,7 +108,7 @@ class WorkerServer:
         if not self._end.alive:
             return
         if self._is_up or select.select([self._control], [], [], 0)[0]:
-            # it ends its children and waits for them: nobody else may
+            # only the server can end and reap its children
             with suppress(OSError):
                 self._control.shutdown(socket.SHUT_WR)
             with suppress(subprocess.TimeoutExpired):
@@ -124,11 +124,11 @@ def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
         process.wait()
 
 
-def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> int:
+def choose_workers(workers: int | None, device: str, cores: int, ranks: int) -> int:
     """Worker processes of a rank.
 
     Args:
-        asked: What the user wants; None leaves it to this rule.
+        workers: As configured; None leaves it to this rule.
         device: Type of the device that computes.
         cores: Of this machine, for all its ranks.
         ranks: On this machine.
@@ -137,8 +137,8 @@ def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> in
         0: a thread of the trainer. On CPUs the trainer leaves the interpreter free while it
         computes, and the cores are busy with that.
     """
-    if asked is not None:
-        return asked
+    if workers is not None:
+        return workers
     return 0 if device == "cpu" else max(0, min(8, cores // ranks - 1))
 
 

@@ -277,7 +277,7 @@ FLAGS = "user_id,video_id,time_ms,is_click\n"
         ),
         pytest.param(
             bad_text("a.jsonl", '{"user_id":"a","asin":"b","rating":"five","timestamp":1}\n'),
-            ["a.jsonl", "rating", "mend or drop"],
+            ["a.jsonl", "rating", "fix or drop"],
             id="rating is no number",
         ),
         pytest.param(

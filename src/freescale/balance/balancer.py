@@ -20,7 +20,7 @@ from freescale.balance.cost import AdaptiveCost, CostModel, features
 from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.local import local
 from freescale.balance.partitioners.lookup import find_partitioner
-from freescale.balance.problem import Assignment, Partitioner, Problem, assign
+from freescale.balance.problem import Assignment, Partitioner, Problem, assign, find_lower_bound
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.segments import Segments
@@ -140,7 +140,7 @@ class Balancer:
         rows, tokens = self._measure(table)
         costs = self.cost.of(rows)
         loads = np.bincount(home, costs, ranks)
-        bound = max(float(costs.sum()) / ranks, float(costs.max()))
+        bound = find_lower_bound(costs, ranks)
         if loads.max() - bound >= self.least_gain:
             return None
         if self.cap is not None and np.bincount(home, tokens, ranks).max() > self.cap:
@@ -230,7 +230,7 @@ def make_balancer(
         device: where the model computes: `fixed` plans there if it is a GPU.
 
     Returns:
-        The balancer; None where samples stay on their ranks.
+        The balancer; None if samples stay on their ranks.
 
     Raises:
         TypeError, ValueError: it is none of these.

@@ -198,7 +198,7 @@ class AdaptiveCost:
             rows[:, :, None] * rows[:, None, :]
         ).sum(axis=0)
         self._moment = self.forgetting * self._moment + (rows * seconds[:, None]).sum(axis=0)
-        # What the measurements say nothing about (a feature that is always zero) stays where it is.
+        # Features without information (always zero) keep their weights.
         self._weights = np.array(
             _solve(
                 (self._information + _HOLD).tolist(),

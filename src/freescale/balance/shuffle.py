@@ -80,9 +80,7 @@ class Shuffle:
         name = self.assignment.partitioner if self.assignment is not None else "?"
         failed = np.flatnonzero(message[:, -1] == 0)
         if failed.size:
-            raise ValueError(
-                f"partitioner {name!r} failed on rank {failed[0]}: its message says why"
-            )
+            raise ValueError(f"partitioner {name!r} failed on rank {failed[0]}: see its message")
         if (message[:, -2] != message[0, -2]).any():
             raise ValueError(
                 f"partitioner {name!r} decided differently on different ranks: it "

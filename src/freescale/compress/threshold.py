@@ -24,7 +24,7 @@ def check_share(eta: float) -> None:
 
 def check_period(every: int) -> None:
     if every < 1:
-        raise ValueError(f"thresholds are reset every so many steps: at least 1, got {every}")
+        raise ValueError(f"thresholds are reset every N steps: N must be at least 1, got {every}")
 
 
 def compute_budget(entries: int, eta: float) -> int:
@@ -65,15 +65,17 @@ def compute_threshold(magnitudes: Tensor, most: int) -> Tensor:
 
 
 def select_largest(magnitudes: Tensor, threshold: Tensor, most: int) -> Tensor:
-    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold; where more
-    than `most` do, of the largest, and of equal ones the first: errors grow, and an old threshold
-    would let ever more through. What is not a number always goes: it would stay unseen in the error
-    for ever, where the exact step shows it at once."""
+    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold.
+
+    If more than `most` do, only the largest, and of equal ones the first: errors grow, and an old
+    threshold would let ever more through. NaN is always sent: kept in the error it would stay
+    unseen, while the exact step shows it at once.
+    """
     found = (magnitudes < threshold).logical_not_().nonzero().view(-1)
     if found.numel() <= most:
         return found
     reached = magnitudes[found]
-    # not a number, where `most` or more are not
+    # NaN if `most` or more are
     least = reached.kthvalue(found.numel() - most + 1).values
     sure = (reached > least) | reached.isnan()
     equal = reached == least

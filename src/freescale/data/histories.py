@@ -1,7 +1,7 @@
 """The histories file: Parquet with one row per user, ordered by the time of the user's last event.
 
 Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each
-history in time order. Under the key `freescale` the file's metadata says, as JSON: version,
+history in time order. The metadata key `freescale` has, as JSON: version,
 num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels, read, any_ids.
 Files made elsewhere need the columns only.
 """
@@ -9,7 +9,8 @@ Files made elsewhere need the columns only.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,23 @@ def make_fingerprint(*parts: Any) -> str:
 
 def is_histories(path: Path) -> bool:
     """Whether a Parquet file holds histories, by its metadata or its list columns."""
-    try:
+    with explain_damage(path):
         metadata, schema = pq.read_metadata(path), pq.read_schema(path)
-    except pa.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{path}: not a readable Parquet file ({reason}); write it again"
-        ) from error
     return KEY in (metadata.metadata or {}) or any(
         field.name == "item_id" and is_list(field.type) for field in schema
     )
+
+
+@contextmanager
+def explain_damage(path: object) -> Iterator[None]:
+    """Turns pyarrow's error about a Parquet file into one line with the fix."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"{path}: not a readable Parquet file ({reason}); write it again"
+        ) from error
 
 
 class HistoriesFile:
@@ -236,12 +244,10 @@ class HistoriesFile:
                 )
             ends, values[name] = _flatten(column)
             if offsets is not None and not np.array_equal(offsets, ends):
-                user = self._read_user(
-                    group, int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
-                )
+                row = int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
                 raise ValueError(
-                    f"{self.path}: user {user} has lists of different lengths in "
-                    f"{name!r}; mend that row"
+                    f"{self._name_user(group, row)} has lists of different lengths in {name!r}; "
+                    "fix that row"
                 )
             offsets = ends
         assert offsets is not None
@@ -256,10 +262,9 @@ class HistoriesFile:
             items = None
         if items is not None and len(items) and (items.min() < 0 or items.max() >= self.num_items):
             at = int(np.flatnonzero((items < 0) | (items >= self.num_items))[0])
-            user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
             raise ValueError(
-                f"{self.path}: user {user} has item id {items[at]}, not in [0, {self.num_items}); "
-                "raise num_items or renumber the items"
+                f"{self._name_user(group, _find_row(offsets, at))} has item id {items[at]}, not in "
+                f"[0, {self.num_items}); raise num_items or renumber the items"
             )
         if times is not None and len(times) > 1:
             back = np.diff(times) < 0
@@ -267,15 +272,20 @@ class HistoriesFile:
             back[offsets[1:-1][(offsets[1:-1] > 0) & (offsets[1:-1] < len(times))] - 1] = False
             if back.any():
                 at = int(np.flatnonzero(back)[0])
-                user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
+                user = self._name_user(group, _find_row(offsets, at))
                 raise ValueError(
-                    f"{self.path}: user {user} has timestamp {times[at + 1]} after {times[at]}; "
-                    "sort each history by time"
+                    f"{user} has timestamp {times[at + 1]} after {times[at]}; sort each history by "
+                    "time"
                 )
 
-    def _read_user(self, group: int, row: int) -> int:
+    def _name_user(self, group: int, row: int) -> str:
+        """File and user, for errors."""
         users = self.file.read_row_group(group, columns=["user_id"]).column("user_id")
-        return int(users[row].as_py())
+        return f"{self.path}: user {users[row].as_py()}"
+
+
+def _find_row(offsets: NDArray[Any], event: int) -> int:
+    return int(np.searchsorted(offsets, event, "right")) - 1
 
 
 def count_events(column: pa.Array) -> NDArray[Any]:

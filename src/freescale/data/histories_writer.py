@@ -46,7 +46,7 @@ class HistoriesWriter:
             start = stop
         # what waits for the next call is copied out: it must not hold the whole table
         if self._rest and len(counts):
-            self._rest[-1] = _compact(self._rest[-1])
+            self._rest[-1] = self._rest[-1].take(pa.array(np.arange(len(self._rest[-1]))))
 
     def _flush(self) -> None:
         if self._rest:
@@ -67,7 +67,3 @@ def make_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     return pa.schema(
         [("user_id", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())]
     )
-
-
-def _compact(table: pa.Table) -> pa.Table:
-    return table.take(pa.array(np.arange(table.num_rows)))

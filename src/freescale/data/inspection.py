@@ -141,7 +141,7 @@ def describe_inspection(found: Inspection) -> list[str]:
     if found.collisions is not None and found.collisions_with_negatives is not None:
         lines.append(
             f"collisions, global batch {found.global_batch}: {found.collisions:.0%} of the rows "
-            f"that a batch reads for histories and targets, the batch before reads too "
+            f"that a batch reads for histories and targets, the previous batch reads too "
             f"({found.collisions_with_negatives:.0%} with its negatives)"
         )
     else:

@@ -9,9 +9,9 @@ import pyarrow.compute as pc
 class BadValue(ValueError):
     """An unusable value; `row` None: the whole column. The reader adds file and line."""
 
-    def __init__(self, row: int | None, problem: str, mend: str):
-        super().__init__(f"{problem}; {mend}")
-        self.row, self.problem, self.mend = row, problem, mend
+    def __init__(self, row: int | None, problem: str, fix: str):
+        super().__init__(f"{problem}; {fix}")
+        self.row, self.problem, self.fix = row, problem, fix
 
 
 def refuse_nulls(values: pa.Array) -> None:
@@ -26,14 +26,14 @@ def refuse_nulls(values: pa.Array) -> None:
         )
 
 
-def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, mend: str) -> pa.Array:
+def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, fix: str) -> pa.Array:
     """Parses strings as numbers or times. BadValue names the first invalid one."""
     try:
         return values.cast(kind)
     except pa.ArrowInvalid as error:
         row = find_first_failing(values, kind) or 0
         text = values[row].as_py()[:80]
-        raise BadValue(row, f"holds {text!r}, not {wanted}", mend) from error
+        raise BadValue(row, f"holds {text!r}, not {wanted}", fix) from error
 
 
 def find_first_failing(values: pa.Array, kind: pa.DataType) -> int | None:
@@ -61,16 +61,14 @@ def parse_numbers(values: pa.Array) -> pa.Array:
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.int8())
     numbers = (
-        parse_text(values, pa.float64(), "a number", "mend or drop such rows")
+        parse_text(values, pa.float64(), "a number", "fix or drop such rows")
         if is_text(values.type)
         else cast_values(values, pa.float64(), "numbers")
     )
     wrong = pc.invert(pc.is_finite(numbers))
     row = pc.index(wrong, pa.scalar(True)).as_py()
     if row >= 0:
-        raise BadValue(
-            row, f"holds {values[row].as_py()!r}, not a number", "mend or drop such rows"
-        )
+        raise BadValue(row, f"holds {values[row].as_py()!r}, not a number", "fix or drop such rows")
     return numbers
 
 

@@ -168,11 +168,11 @@ def _group_machines(machines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lists the different machines, each with its ranks."""
     found: list[dict[str, Any]] = []
     for rank, one in enumerate(machines):
-        alike = next(
+        same = next(
             (other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None
         )
-        if alike is None:
+        if same is None:
             found.append({**one, "ranks": [rank]})
         else:
-            alike["ranks"].append(rank)
+            same["ranks"].append(rank)
     return found

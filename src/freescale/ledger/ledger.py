@@ -37,7 +37,7 @@ def sum_busy(
     """Sums the time of the main thread by the name of the innermost span.
 
     Waits for collectives are left out, and so are spans of other threads (`thread/name`). With the
-    waits, where these do not overlap, the sum is the duration of the step.
+    waits, if these do not overlap, the sum is the duration of the step.
 
     Args:
         begin: Of the step, in nanoseconds.
@@ -211,12 +211,8 @@ class Ledger:
             self._step.collectives.append(collective)
 
     def record_wait(self, collectives: list[Collective], begin: Any) -> None:
-        """Adds collectives of another thread for which compute stopped from `begin` until now.
-
-        Args:
-            collectives: From `ThreadLedger.take`.
-            begin: A stamp of `clock`.
-        """
+        """Adds collectives of another thread (`ThreadLedger.take`) that stopped compute since
+        `begin`."""
         end = self.clock.stamp()
         for collective in collectives:
             collective.window = (begin, end)
@@ -228,13 +224,8 @@ class Ledger:
             self._step.counters[name] = self._step.counters.get(name, 0) + value
 
     def drain(self) -> list[dict[str, Any]]:
-        """Returns the finished steps and forgets them.
-
-        Waits for nothing: steps that the device has not finished stay for the next call.
-
-        Returns:
-            A plain record per step (see record.py), times in nanoseconds of this host's clock.
-        """
+        """Returns and forgets the finished steps as plain records (see record.py), with times in
+        nanoseconds of this host's clock. Never waits: steps unfinished on the device stay."""
         records: list[dict[str, Any]] = []
         while self._finished:
             record = self._read_step(self._finished[0])
@@ -259,7 +250,7 @@ class Ledger:
                 spans.append(Span(name, first, last))
         collectives = [collective for collective in step.collectives if collective.done is not None]
         records = [self._read_collective(collective) for collective in collectives]
-        # Here and not where ranks are merged: each rank sums its own.
+        # Here and not in the merge: each rank sums its own.
         busy = sum_busy(begin, end, spans, records)
         lanes = sum(busy.pop(name, 0) for name in LANE_WAITS)
         return {

@@ -37,7 +37,7 @@ class CollectiveRecord(NamedTuple):
 class Carrier(NamedTuple):
     """Which thread waited for a collective, and what carried it."""
 
-    thread: str | None  # empty for the main thread; None where it was not recorded
+    thread: str | None  # empty for the main thread; None if not recorded
     path: str | None
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 _HISTORY = 100  # steps that a step is compared with
 _ENOUGH = 10  # steps before the first comparison
-_TIMES = 3.0  # a slow step takes so many times the usual time,
-_MORE_MS = 1000.0  # and so much more: what is short varies
+_TIMES = 3.0  # a slow step takes this many times the usual time
+_MORE_MS = 1000.0  # and at least this much more: short steps vary
 _KEPT = 20  # of a run, in ledger.json
 
 
@@ -43,11 +43,7 @@ class SlowSteps:
 
 
 def explain(figures: Mapping[str, Any]) -> str:
-    """What a step waited for, and which rank made it wait.
-
-    Args:
-        figures: of the step, as in a line of ledger.jsonl.
-    """
+    """What a step waited for and which rank caused it, from its line of ledger.jsonl."""
     straggler, exposed = figures["straggler_ms"], figures["exposed_ms"]
     ranks = len(straggler)
     busy, late = _find_work(figures["busy_ms"], straggler)
@@ -69,7 +65,7 @@ def explain(figures: Mapping[str, Any]) -> str:
         return f"{seconds:.2f} s of waiting for {kind} on their way, longest on rank {worst}"
     if largest == "lanes":
         rank = _find_largest(figures["lane_ms"])
-        return f"rank {rank} waited {seconds:.2f} s for its own lanes, beside the main thread"
+        return f"rank {rank} waited {seconds:.2f} s for its own lanes"
     return f"rank {late} worked{busy}"
 
 

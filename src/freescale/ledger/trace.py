@@ -1,7 +1,7 @@
 """Writes the records of all ranks as a Chrome/Perfetto trace.
 
 A rank is a process of the trace. Its lanes are compute, communication, and each thread that
-communicates beside the compute.
+communicates alongside the compute.
 """
 
 from __future__ import annotations
@@ -39,14 +39,10 @@ def make_header(ranks: int) -> list[dict[str, Any]]:
 
 
 def make_step_events(records: Sequence[Mapping[str, Any]], origin: int) -> list[dict[str, Any]]:
-    """Makes the events of one step.
+    """Trace events of one step, from a plain record per rank on one clock.
 
-    A collective lasts from this rank's arrival to its end; `wait_us` says how long compute stood
-    still for it.
-
-    Args:
-        records: A plain record per rank, on one clock.
-        origin: The time 0 of the trace, in nanoseconds.
+    A collective lasts from this rank's arrival to its end; `wait_us` is how long compute waited for
+    it. `origin` is the trace's time 0 in nanoseconds.
     """
     events: list[dict[str, Any]] = []
 

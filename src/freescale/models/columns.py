@@ -60,7 +60,7 @@ def sum_values(rows: Tensor, of: Jagged) -> Tensor:
     """[values, width] -> [candidates, width]: each candidate's rows, summed in a fixed order."""
     if not rows.shape[0]:
         return torch.cat([rows, rows.new_zeros(len(of), rows.shape[1])])
-    # unsafe: torch would check the lengths where they are, on the device; the host has checked them
+    # unsafe: skips torch's check on the device; the host has checked the lengths
     return torch.segment_reduce(rows, "sum", lengths=of.lengths, axis=0, initial=0.0, unsafe=True)
 
 
@@ -84,7 +84,7 @@ def find_negatives(batch: SequenceBatch, like: Jagged) -> Negatives:
     elif name in batch.shared:
         found = "batch", dict(batch.shared)
     else:
-        batch.values(name)  # which says what the batch has instead
+        batch.values(name)  # raises with the names that exist
         found = "sample", dict(batch.dense)
     return Negatives(found[1][name], found[0], found[1].get(log_q))
 

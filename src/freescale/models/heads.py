@@ -118,9 +118,8 @@ class Retrieval(_SequenceHead):
     "timestamps" with a time bias, optionally "target_weights" (0 leaves a position out). Negatives
     are the batch's "negatives", wherever it has them: of a sample in `dense` [samples, K], of a
     position in `sequences` [tokens, K], of all in `shared` [K]. A negative that is the target
-    counts as absent. "negatives_log_q" beside them and "targets_log_q" in `sequences`, both
-    optional, are subtracted from the logits; where the batch has neither, what the item table
-    estimates, if it does.
+    counts as absent. "negatives_log_q" in the same place and "targets_log_q" in `sequences`,
+    both optional, are subtracted from the logits; without them, the item table's own estimates.
     """
 
     _item_features = ("history", "targets", "negatives")

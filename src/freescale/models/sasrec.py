@@ -2,7 +2,7 @@
 
 Queries are normalised, keys and values are not; the residual of the attention is its normalised
 query, that of the feed-forward network its normalised input. Norms have no parameters. This is the
-model whose results with a sampled softmax stand beside HSTU's in the published tables.
+model with a sampled softmax that published tables compare with HSTU.
 """
 
 from __future__ import annotations

@@ -13,16 +13,8 @@ from freescale.balance.problem import Problem
 def greedy(problem: Problem) -> np.ndarray:
     """Places the most expensive sample first, on the least loaded rank; then trades samples.
 
-    Counts are free; the cap is kept. The default: closest to the lower bound.
-
-    Args:
-        problem: Costs [n], tokens [n], ranks and the cap.
-
-    Returns:
-        rank_of [n] int64.
-
-    Raises:
-        ValueError: If a sample fits on no rank under the cap.
+    Counts are free; the cap is kept. The default: closest to the lower bound. Raises ValueError if
+    a sample fits on no rank under the cap.
     """
     rank_of = place_longest_first(problem)
     trade_samples(problem, rank_of)
@@ -33,12 +25,6 @@ def greedy_equal(problem: Problem) -> np.ndarray:
     """Places one sample per rank and round, the most expensive of a round on the least loaded rank.
 
     Counts differ by at most one. Ignores the cap.
-
-    Args:
-        problem: Costs [n] and the number of ranks.
-
-    Returns:
-        rank_of [n] int64.
     """
     order = sort_descending(problem.costs)
     loads = np.zeros(problem.ranks)

@@ -12,21 +12,12 @@ _TOLERANCE = 0.004  # how far above the lower bound a load may stay
 
 
 def local(problem: Problem) -> np.ndarray:
-    """Moves samples only from overloaded ranks, within a node where possible.
+    """Moves samples only from overloaded ranks, within a node if possible.
 
-    Every rank above the goal gives away its most expensive samples (they relieve most for the
-    tokens that move) until it is below. A sample goes to the least loaded rank of its node if that
-    stays below the goal, otherwise to the least loaded rank of all. Trades follow. Counts are free;
-    the cap is kept.
-
-    Args:
-        problem: Costs [n], tokens [n], home [n], ranks, the cap and the nodes [ranks].
-
-    Returns:
-        rank_of [n] int64.
-
-    Raises:
-        ValueError: If a sample fits on no rank under the cap.
+    Every rank above the goal gives away its most expensive samples (most relief per token moved)
+    until it is below. A sample goes to the least loaded rank of its node if that stays below the
+    goal, otherwise to the least loaded of all. Trades follow. Counts are free; the cap is kept.
+    Raises ValueError if a sample fits on no rank under it.
     """
     rank_of = problem.home.copy()
     if not len(rank_of):

@@ -30,7 +30,7 @@ class AliasTable:
         scaled = weights * (len(weights) / weights.sum())  # 1 is the width of a column
         filled, aliases = np.minimum(scaled, 1.0), np.arange(len(weights))
         is_heavy = scaled >= 1
-        is_heavy[np.argmax(scaled)] = True  # also where rounding leaves none
+        is_heavy[np.argmax(scaled)] = True  # even if rounding leaves none
         light, heavy = np.flatnonzero(~is_heavy), np.flatnonzero(is_heavy)
         missing, left = np.cumsum(1 - scaled[light]), np.cumsum(scaled[heavy] - 1)
         before = np.concatenate([[0.0], missing[:-1]])[: len(light)]

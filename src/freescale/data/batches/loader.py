@@ -7,7 +7,7 @@ the file, the options and n: to resume is to start at another n.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,17 +156,14 @@ class Histories:
         labels = [name for name in self.file.columns if name not in ("item_id", "timestamp")]
         missing = [name for name in tasks if name not in labels]
         if missing or not tasks:
+            why = "is read for ranking, and no label is named"
+            if missing:
+                why = f"has no label column {', '.join(map(repr, missing))}"
             raise ValueError(
-                f"{self.file.path} {self._describe_missing(missing)}; it has "
-                f"{', '.join(map(repr, labels)) or 'none'}: name labels that it has"
+                f"{self.file.path} {why}; it has {', '.join(map(repr, labels)) or 'none'}: name "
+                "labels that it has"
             )
         check_labels(self.file, tasks)
-
-    @staticmethod
-    def _describe_missing(labels: Sequence[str]) -> str:
-        if not labels:
-            return "is read for ranking, and no label is named"
-        return f"has no label column {', '.join(map(repr, labels))}"
 
     def _seek(self, start: int) -> None:
         total = self.stop
@@ -311,23 +308,12 @@ class Histories:
         return self._sampler
 
     def count_items(self) -> Tensor:
-        """Counts how often each item occurs in the train part, whatever `part` this is. Reads the
-        whole file.
-
-        Returns:
-            [num_items] int64.
-        """
+        """[num_items] int64: how often each item occurs in the train part, whatever part this is.
+        Reads the whole file."""
         return self._reader.count_items()
 
     def count_items_of(self, ids: Tensor) -> Tensor:
-        """As `count_items`, of some ids.
-
-        Args:
-            ids: [n] different ones.
-
-        Returns:
-            [n] int64, on their device.
-        """
+        """As `count_items`, for distinct ids [n]: [n] int64 on their device."""
         found = self._reader.count_items_of(ids.cpu().numpy())
         return torch.from_numpy(found).to(ids.device)
 

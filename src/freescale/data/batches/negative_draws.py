@@ -85,10 +85,10 @@ def _draw_targets(
     some[: len(targets.lengths)] = targets.lengths > 0
     before = torch.cat([torch.zeros(1, dtype=torch.int64), some.repeat(2).cumsum(0)])
     first = homes % batch_size + 1  # of the halo, [n]
-    able = before[first + halo] - before[first]  # samples of it that have targets
+    able = before[first + halo] - before[first]  # samples of the halo with targets
     numbers = torch.arange(count)
     step = integers(derive(keys[:, None], _SAMPLE, numbers), able.clamp(min=1)[:, None])
-    wanted = before[first][:, None] + step  # so many samples with targets are before it
+    wanted = before[first][:, None] + step  # samples with targets before it
     chosen = (torch.searchsorted(before, wanted, right=True) - 1) % batch_size
     chosen = torch.where(able[:, None] > 0, chosen, 0)
     lengths = targets.lengths[chosen]

@@ -180,16 +180,12 @@ class NegativeSampler:
     ) -> DrawnNegatives:
         """Draws the negatives of a slice of batch `number`, and looks up their log-q.
 
-        Args:
-            number: Of the global batch.
-            keys: [own] of the slice's samples.
-            targets: Of the slice's samples, then of those after them (`count_beyond`).
-            low: Place of the slice's first sample in the global batch.
-            size: Samples of the global batch.
+        The slice has samples of `keys` [own], from place `low` on in a batch of `size`. `targets`
+        are theirs, then those of the samples after them (`count_beyond`).
         """
         if self.spec.source == "all" and self.num_items is not None:
             return DrawnNegatives({}, {}, {"negatives": torch.arange(self.num_items)})
-        own = int(targets.lengths.numpy()[: len(keys)].sum())  # of all targets
+        own = int(targets.lengths.numpy()[: len(keys)].sum())  # targets of the slice
         homes, halo = None, min(self.spec.halo, size - 1)  # a sample is never in its own halo
         if self.spec.per == "position":
             keys, homes = derive_position_keys(keys, targets.lengths[: len(keys)])
@@ -263,14 +259,13 @@ def mix_log_q(
     """The log of the probability that a draw is each item, over all batches.
 
     Args:
-        catalogue: [items] of a draw from the catalogue.
-        batch: [items] of a sample's target: a sample, then one of its targets; of samples without
-            targets nothing.
-        empty: Share of samples without targets, for which the catalogue steps in.
+        catalogue: [items] of drawing from the catalogue.
+        batch: [items] of drawing a sample, then one of its targets; 0 for samples without any.
+        empty: Share of samples without targets; the catalogue replaces them.
         share: Of the draws that are targets of samples.
 
     Returns:
-        [items] float32; -inf where it is 0.
+        [items] float32; -inf for probability 0.
     """
     mixed = share * batch + (1 - share + share * empty) * catalogue
     with np.errstate(divide="ignore"):

@@ -164,13 +164,9 @@ class WindowReader:
             yield group.values["item_id"][index]
 
     def share_targets(self) -> tuple[NDArray[np.float64], float]:
-        """Computes how targets divide among items. Reads the whole file.
-
-        Returns:
-            ([num_items]: the probability of each item to be a target of a sample, where samples
-            are equally likely and so are the targets of each; and the share of samples that have
-            none, which is what the others add up to less than 1).
-        """
+        """[num_items] probability of each item to be a target, if samples are equally likely and so
+        are the targets of each, and the share of samples without targets (these add up to 1). Reads
+        the whole file."""
         shares, empty = np.zeros(self._file.num_items), 0
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))

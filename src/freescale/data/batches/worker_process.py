@@ -54,13 +54,13 @@ class Made:
 
 def main(fd: int) -> None:
     """The server: forks workers until the connection `fd` is closed."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the trainer may need more batches to stop well
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the trainer may need batches to stop
         signal.signal(stop, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it hands that on
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it passes that on
     torch.set_num_threads(1)
-    import freescale.data.batches.loader  # noqa: F401 - what most sources are of: once, not in each worker
+    import freescale.data.batches.loader  # noqa: F401 - once for all workers
 
-    gc.freeze()  # what was imported stays in pages that all workers share
+    gc.freeze()  # imports stay in pages that all workers share
     control = socket.socket(fileno=fd)
     workers: list[int] = []  # process ids; 0: it was waited for
     with suppress(ConnectionError):  # the trainer has ended
@@ -121,7 +121,7 @@ def _be_worker(fd: int, memory: int, source: int) -> NoReturn:
     except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
     finally:
-        os._exit(status)  # without what the server would do at its own end
+        os._exit(status)  # without the server's exit handlers
 
 
 def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
@@ -131,7 +131,7 @@ def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
         with mmap.mmap(pickled, 0, access=mmap.ACCESS_READ) as whole:
             source: BatchSource = pickle.loads(whole)
         number, free = source.start + index, deque[int]()
-        while True:  # the end is the trainer's: it closes the connection
+        while True:  # the trainer ends it by closing the connection
             while not free or number >= source.stop or connection.poll():
                 slot, needed = pickle.loads(connection.recv_bytes())
                 free.extend([] if slot is None else [slot])
@@ -144,7 +144,7 @@ def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - raised in the trainer
         connection.send_bytes(_pickle_error(error))
-        connection.recv_bytes()  # it is read before the connection ends
+        connection.recv_bytes()  # wait until it has been read
 
 
 def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> Made:

@@ -5,14 +5,14 @@ run, packed, in slots of its own. The training process builds tensors that view 
 last of them is gone and no device copies from it any more, the slot goes back to its worker. With
 CUDA all slots are pinned once.
 
-    trainer -> worker   its share; then, again and again, a free slot, or none, and the first batch
-                        that is still needed
+    trainer -> worker   its share; then repeatedly a free slot, or none, and the first batch that
+                        is still needed
     worker -> trainer   a batch's number, slot and layout, or the error instead
 
 Workers are forked from a server (freescale.worker_server), a fresh interpreter: scripts need no
-main guard. Until they are up, the caller's thread makes the batches: steps that take a little
-longer end sooner than steps that wait. Workers end with the connection, however the trainer ends,
-and the shared memory has no name that could be left behind.
+main guard. Until they are up, the caller's thread makes the batches: that is slower, but faster
+than waiting. Workers end with the connection, however the trainer ends, and the shared memory is
+unnamed, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from freescale.data.batches.worker_process import BatchSource, Made
 from freescale.packed import Packed
 from freescale.worker_server import WorkerServer
 
-_HELD = 6  # batches that a schedule has under way, about
-_SPARE = 4  # a slot has room for so many times the first batch
+_HELD = 6  # batches in flight in a schedule, about
+_SPARE = 4  # slot size, in first batches
 _LEAST = 1 << 20  # bytes of a slot
 
 
@@ -83,9 +83,9 @@ class WorkerLoader:
         self._source, self._number = source, source.start
         self._workers: list[_Worker] = []
         self._server: WorkerServer | None = None
-        self._lasts = server is not None  # beyond this loader
+        self._lasts = server is not None  # outlives this loader
         self._first: SequenceBatch | None = None
-        self.made_here = 0  # batches that did not wait for a worker to be up
+        self.made_here = 0  # batches made before a worker was up
         if source.start >= source.stop:
             return
         self._server = WorkerServer() if server is None else server
@@ -192,7 +192,7 @@ class _Worker:
         self._number, self._workers, self._arena = number, workers, arena
         self._server = server
         self._lent = 0  # slots that the worker may fill or has filled
-        self._returned: deque[_Lease] = deque()  # by whatever thread drops the last tensor
+        self._returned: deque[_Lease] = deque()  # by any thread that drops the last tensor
         self._arrived: Made | None = None
         self._has_delivered = False
         self._connection: Connection[Any, Any] = Connection(connection.detach())
@@ -201,10 +201,10 @@ class _Worker:
             self._give(slot, 0)
 
     def take(self, number: int) -> SequenceBatch | None:
-        """The batch; None if the worker is not up, or skips it: it is not asked for again."""
+        """The batch; None if the worker is not running yet, or skips it."""
         self.wait_for(number)
         if self._arrived is None or self._arrived.number != number:
-            # what it begins with if it comes up now; nobody may read that for a long time
+            # where to begin if it starts now; the message may stay unread for long
             if select.select([], [self._connection], [], 0)[1]:
                 self._send(pickle.dumps((None, number + self._workers)))
             return None
@@ -229,7 +229,7 @@ class _Worker:
         """The batch that the worker has made next."""
         try:
             message = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):  # it may have died in the middle of a message
+        except (EOFError, OSError):  # it may have died while sending
             raise self._explain_death() from None
         if isinstance(message, BaseException):
             raise message
@@ -255,7 +255,7 @@ class _Worker:
         if self._lent:
             lease = _Lease(made.slot)
             weakref.finalize(view, self._returned.append, lease).atexit = False
-        else:  # its last slot: whoever keeps all these batches must not stop it
+        else:  # its last slot: keeping all batches must not stop the worker
             buffer = buffer.clone()
             self._give(made.slot, needed)
         packing = Packed(buffer, made.layout, lease, made.bounds)
@@ -278,7 +278,7 @@ class _Worker:
             for message in messages:
                 self._connection.send_bytes(message)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # what it said last is still to be read
+            pass  # its last message is still unread
 
     def _explain_death(self) -> RuntimeError:
         status = self._server.find_status(self._number)

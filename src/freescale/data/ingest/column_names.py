@@ -39,11 +39,11 @@ def find_roles(
 
     Args:
         names: Columns of the table.
-        given: What the user says: columns of roles. An empty column leaves the role out.
+        given: The user's columns of roles. An empty column leaves the role out.
         roles: What to look for.
     """
     found = {}
-    plain = {_simplify(name): name for name in reversed(names)}  # of two alike, the first
+    plain = {_simplify(name): name for name in reversed(names)}  # of two equal ones, the first
     taken = set(given.values())
     for role in roles:
         if role in given:
@@ -76,16 +76,13 @@ def require_roles(
     missing = [role for role in ("user", "item", "time") if role not in found]
     if not missing:
         return
-    asked = ",".join(f"{role}=NAME" for role in missing)
+    wanted = ",".join(f"{role}=NAME" for role in missing)
     kept = "".join(f"{role}={name}," for role, name in given.items())
-    hint = (
-        f"; if rows are in order of time: --columns {kept}time={ORDER}"
-        if missing == ["time"]
-        else ""
-    )
+    in_order = f"; if rows are in order of time: --columns {kept}time={ORDER}"
+    hint = in_order if missing == ["time"] else ""
     raise ValueError(
         f"{file}: no column is recognised as {' and '.join(missing)} among "
-        f"{', '.join(map(repr, names))[:200]}; say which: --columns {kept}{asked}{hint}"
+        f"{', '.join(map(repr, names))[:200]}; say which: --columns {kept}{wanted}{hint}"
     )
 
 

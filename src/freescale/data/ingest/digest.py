@@ -3,9 +3,9 @@ same.
 
 Name, size and modification time do not tell files apart, since archives and images preserve
 modification times. They cannot preserve the kernel's own time of the last change (ctime), so a
-cached digest is used where path, inode, size and both times are unchanged in the same boot of the
-machine. Files are read whole at every start where the file system takes times from elsewhere
-(images, overlays, FUSE), and where a file is so new that another change might get the same time.
+cached digest is valid if path, inode, size and both times are unchanged in the same boot of the
+machine. Files are read whole at every start if the file system takes times from elsewhere (images,
+overlays, FUSE), or if a file is so new that another change might get the same time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 _BLOCK = 1 << 18
 _THREADS = 4
 _SETTLED_S = 2.0  # no file system that keeps its own times counts them more coarsely
-_KEPT_S = 30 * 24 * 3600  # of what is remembered
-# file systems that set change times themselves: of disks, and shared ones
-_DISKS = set(["ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "zfs", "bcachefs", "tmpfs", "ramfs"])
-_SHARED = set(["nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"])
+_KEPT_S = 30 * 24 * 3600  # cached digests
+# file systems that set change times themselves
+_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "zfs", "bcachefs"}
+_OTHERS = {"tmpfs", "ramfs", "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"}
 
 Stamp = tuple[int, ...]  # device, inode, size, mtime, ctime
 
@@ -61,7 +61,7 @@ def read_contents(
     Args:
         paths: The files.
         memory: A folder of known digests, which other processes and machines may use too.
-        report: Called with the share done, where files have to be read.
+        report: Called with the share done, if files have to be read.
 
     Raises:
         ValueError: A file changed while it was read.
@@ -137,7 +137,7 @@ def keeps_own_times(path: Path, mounts: str) -> bool:
         if path.is_relative_to(point) and len(point.parts) >= best:
             # the file system itself, not this view of it
             written = "ro" not in fields[after + 3].split(",")
-            best, answer = len(point.parts), fields[after + 1] in _DISKS | _SHARED and written
+            best, answer = len(point.parts), fields[after + 1] in _DISKS | _OTHERS and written
     return answer
 
 

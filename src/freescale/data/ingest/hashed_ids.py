@@ -24,8 +24,8 @@ _NUMBER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 
 
 def hash_ids(values: Iterable[str | bytes]) -> Tensor:
-    """Ids of a dynamic table (`freescale.Dynamic`) from strings. A string that is a number of 64
-    bits with a sign, in its usual form ("7", not "07" or "+7"), is that number; any other is hashed
+    """Ids of a dynamic table (`freescale.Dynamic`) from strings. A string that is a signed 64-bit
+    number in its usual form ("7", not "07" or "+7"), is that number; any other is hashed
     to 64 bits: blake2b of its UTF-8 bytes with a digest of 8 bytes, the least significant first. Of
     a billion different strings, two share an id with a probability of 3 %.
 
@@ -128,6 +128,8 @@ class HashedIds:
         """A summary for the user: how many ids, and whether texts share one."""
         if not self._hashed:
             return f"{self.different:,} integers"
-        shared = len(self._shared)
-        told = f"{shared:,} of them share an id with another" if shared else "no two share an id"
-        return f"{self.different:,} ids, {self._hashed:,} of them strings hashed to 64 bits; {told}"
+        shared = "no two share an id"
+        if self._shared:
+            shared = f"{len(self._shared):,} of them share an id with another"
+        hashed = f"{self._hashed:,} of them strings hashed to 64 bits"
+        return f"{self.different:,} ids, {hashed}; {shared}"

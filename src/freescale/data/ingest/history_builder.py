@@ -149,7 +149,7 @@ def build_histories(
     limit: int,
     spilled: Spilled,
 ) -> list[Path]:
-    """Writes histories.parquet and, where ids are strings, vocabulary.parquet.
+    """Writes histories.parquet and, if ids are strings, vocabulary.parquet.
 
     Args:
         interactions: What to read.
@@ -164,7 +164,7 @@ def build_histories(
         The paths of the files, the histories last.
 
     Raises:
-        ReadDifferently: What has been read shows that it must be read in another way.
+        ReadDifferently: The file must be read in another way.
         ValueError: An id is out of range, or no user has two events.
     """
     largest, events, dropped = -1, 0, 0
@@ -256,7 +256,7 @@ def _partition_by_user(
         return integers(derive(seed, users), parts).numpy()
 
     for path, count in partition(batches, part, parts, folder / f"users{level}"):
-        # one user may be larger than a bucket: no use cutting again
+        # a single user may exceed a bucket and cannot be cut further
         if count > limit and (count < rows or level == 0):
             yield from _partition_by_user(read_batches(path), count, folder, limit, level + 1)
         elif count:
@@ -330,11 +330,10 @@ def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
 
 def _estimate_rows(interactions: Interactions) -> int:
     """Number of events; for text an estimate of 24 bytes per event or more."""
-    sizes = [
+    return sum(
         pq.read_metadata(file.path).num_rows if format == "parquet" else file.size // 24
         for file, format in zip(interactions.files, interactions.formats, strict=True)
-    ]
-    return sum(sizes)
+    )
 
 
 def _read_schema(path: Path) -> pa.Schema:

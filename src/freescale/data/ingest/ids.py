@@ -1,7 +1,7 @@
 """Ids: integers stay as they are; anything else is coded, densely and in order of first appearance.
 
-A column is one or the other throughout. Whether it is shows only when all of it has been read, so
-reading begins with integers and starts again with codes (`ReadDifferently`) where that was wrong.
+A column is one or the other throughout. The whole column decides, so
+reading begins with integers and starts again with codes (`ReadDifferently`) if that was wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from freescale.data.values import BadValue, cast_values, is_text, refuse_nulls
 
 VOCABULARY = "vocabulary.parquet"
 _NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
-_SMALL = 1 << 20  # a catalogue of so many rows is never too large
+_SMALL = 1 << 20  # a catalogue up to this size is never too large
 _ROWS_PER_EVENT = 10  # of the item table; beyond it, ids are numbers drawn from a large range
 
 
@@ -59,7 +59,7 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     """
     refuse_nulls(values)
     if is_text(values.type):
-        if not signed:  # those of dynamic tables are told apart one by one, in whatever block
+        if not signed:  # dynamic tables treat ids one by one, whatever block they are in
             values = _drop_zeros_behind_points(values)
         try:
             numbers = values.cast(pa.int64())
@@ -115,7 +115,7 @@ def _refuse_words_for_nothing(texts: pa.Array) -> None:
     try:
         texts.filter(pc.invert(words)).cast(pa.int64())
     except pa.ArrowInvalid:
-        return  # strings throughout: it may be somebody's name
+        return  # strings throughout: it may be a name
     raise BadValue(
         row,
         f"holds {texts[row].as_py()!r} among integers",

@@ -71,7 +71,7 @@ def make_action(ratings: pa.Array) -> pa.Array:
         raise BadValue(
             row,
             f"holds {ratings[row].as_py()}, and a rating is 0 or more",
-            "mend it, or leave ratings out: --columns rating=",
+            "fix it, or leave ratings out: --columns rating=",
         )
     return action
 
@@ -91,7 +91,7 @@ def _take_flag(values: pa.Array) -> pa.Array:
     wrong = pc.invert(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0)))
     row = pc.index(wrong, pa.scalar(True)).as_py()
     if row >= 0:
-        raise BadValue(row, f"holds {values[row].as_py()}, not 0 or 1", "mend or drop those rows")
+        raise BadValue(row, f"holds {values[row].as_py()}, not 0 or 1", "fix or drop those rows")
     return numbers.cast(pa.int8())
 
 
@@ -119,15 +119,15 @@ class Interactions(Iterator[pa.RecordBatch]):
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = [file for file in files if not is_empty(file)]
-        self.empty_files = len(files) - len(self.files)  # as programs that write in parts leave
+        self.empty_files = len(files) - len(self.files)  # left by programs that write in parts
         if not self.files:
             raise _explain_empty(files[0])
         self._drop = missing == "drop"
         self._any_ids, self._keeps_texts = any_ids, vocabulary
         given = parse_columns(columns)
         self.layouts = [lay_out(file, format, given) for file in self.files]
-        self.sides = self._find_sides()  # of Parquet files: those that are kept, and the others
-        # those that are not among the columns anyway
+        self.sides = self._find_sides()  # of Parquet files: kept, and not kept
+        # without those that are columns already
         self.labels = [label for label in parse_labels(labels) if not self._has_column(label)]
         for file, layout in zip(self.files, self.layouts):
             for label in self.labels:
@@ -147,7 +147,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
         self.fraction = 0.0  # of the bytes or rows read so far
-        self.missing_rows = 0  # that were left out
+        self.missing_rows = 0  # dropped
         self._events = self._lines = 0
         self._done, self._total = 0, sum(file.size for file in self.files)
         self._batches = self._read()
@@ -334,7 +334,7 @@ def read_interactions(
     Args:
         path: A file, a pattern, a folder or a URL, or several of one kind.
         format: `auto`, or one of `config.data.FORMATS`.
-        columns: Columns by role, as `user=reviewer,item=sku,time=date`, where their names are not
+        columns: Columns by role, as `user=reviewer,item=sku,time=date`, if their names are not
             recognised.
         labels: Label columns to read or make, as `is_click,like=rating>=4`.
         missing: `drop` leaves out rows without user, item or time, `refuse` raises.

@@ -49,8 +49,8 @@ class Layout:
     separator: bytes = b","
     header: bool = True
     quoted: bool = True  # values may stand in quotation marks
-    padded: bool = False  # blanks follow the separators, and belong to no value
-    unit: str | None = None  # of the timestamps, where the release says it
+    padded: bool = False  # blanks follow the separators and are no part of values
+    unit: str | None = None  # of the timestamps, if the release documents it
     feedback: Sequence[str] = ()
     types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, by the first lines
 
@@ -69,11 +69,11 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
 
     Args:
         file: A text file.
-        format: `auto`, or what the user says.
+        format: `auto`, or as given by the user.
         given: Columns of roles, as `--columns` names them.
 
     Raises:
-        ValueError: The format cannot be told, or a column is missing.
+        ValueError: The format is unclear, or a column is missing.
     """
     lines = read_head(file)
     if format == "auto":
@@ -152,7 +152,7 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         raise ValueError(
             f"{file}, line {row + 1} (empty ones not counted): has {len(lines[row].split())} "
             f"values, not a user and an item as most: {shown!r}; "
-            "mend it, or say what lines are: --format sequences or user-sequences"
+            "fix it, or say what lines are: --format sequences or user-sequences"
         )
     if separator in (b" ", b"\t") and all(token.isdigit() for token in b" ".join(lines).split()):
         heads = [line.split()[0] for line in lines]
@@ -161,7 +161,7 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         counted = [str(start + i).encode() for i in range(len(heads))] if start is not None else []
         return "user-sequences" if numbered and heads == counted else "sequences"
     if not numbers and separator in (b",", b";", b"|", b"\t") and find_roles(fields, {}):
-        return "csv"  # a header, of which not all is recognised: the error says what is not
+        return "csv"  # a header that is not fully recognised: a later error names the gaps
     shown = separator.decode().join(fields)[:80]
     raise ValueError(
         f"{file}: cannot tell the format from the name and the first line {shown!r}; say which "
@@ -184,7 +184,7 @@ def _lay_out(
     if roles["time"] == ORDER:
         del roles["time"]
     if "action" in roles and "rating" not in given:
-        roles.pop("rating", None)  # a rating makes actions only where there are none
+        roles.pop("rating", None)  # a rating makes actions only if there are none
     return Layout(format, names, roles, separator, header, quoted)
 
 

@@ -28,7 +28,7 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """In lower case, without what says that it is compressed."""
+        """In lower case, without the suffix of compression."""
         return Path(self.member or self.path.name).name.lower().removesuffix(".gz")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.config.columns import ORDER
-from freescale.data.histories import is_list, is_number
+from freescale.data.histories import explain_damage, is_list, is_number
 from freescale.data.ingest.column_names import find_roles, require_roles
 from freescale.data.ingest.layouts import Layout, detect_layout
 from freescale.data.ingest.sources import SourceFile
@@ -45,7 +46,7 @@ class TableBlock:
         except BadValue as error:
             where = "" if error.row is None else f", {self.locate(error.row)}"
             raise ValueError(
-                f"{self.file}{where}: column {column!r} {error.problem}; {error.mend}"
+                f"{self.file}{where}: column {column!r} {error.problem}; {error.fix}"
             ) from error
 
     def drop_rows(self, columns: Sequence[str]) -> TableBlock:
@@ -78,7 +79,7 @@ def read_tables(
         file: What to read.
         layout: As `lay_out` finds it.
         columns: Those that are needed.
-        first_user: The number of the first user, where lines do not name theirs.
+        first_user: The number of the first user, if lines do not name theirs.
     """
     if layout.format == "parquet":
         yield from _read_parquet(file, columns)
@@ -93,7 +94,7 @@ def read_tables(
                 table, lines = parse_lines(block, layout.format, first_user)
             except BadValue as error:
                 where = block.locate(error.row or 0)
-                raise ValueError(f"{file}, {where}: {error.problem}; {error.mend}") from error
+                raise ValueError(f"{file}, {where}: {error.problem}; {error.fix}") from error
             first_user += lines
         else:
             parse = parse_json if layout.is_json else parse_csv
@@ -123,14 +124,9 @@ def is_empty(file: SourceFile) -> bool:
 
 
 def _open_parquet(file: SourceFile) -> pq.ParquetFile:
-    try:
+    with explain_damage(file):
         # not a whole column chunk at once
         return pq.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20)
-    except pa.ArrowException as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ValueError(
-            f"{file}: not a readable Parquet file ({reason}); write it again"
-        ) from error
 
 
 def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
@@ -141,7 +137,7 @@ def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
     own |= {"action": "action"} if "action" in names else {}
     known = {**own, **given}
     roles = find_roles(names, known, ("user", "item", "time", "action", "rating"))
-    if "rating" not in given:  # it is a column beside the others
+    if "rating" not in given:  # it is a side column
         roles.pop("rating", None)
     if "action" not in known:
         roles.pop("action", None)
@@ -181,7 +177,8 @@ def _read_parquet(file: SourceFile, columns: Sequence[str]) -> Iterator[TableBlo
         while (batch := _read_batch(file, batches, rows)) is not None:
             first, rows = rows, rows + batch.num_rows
             table = pa.Table.from_batches([batch])
-            yield TableBlock(file, table, _count_from(first), rows / total)
+            locate = partial(_name_row, first)
+            yield TableBlock(file, table, locate, rows / total)
 
 
 def _read_batch(
@@ -196,5 +193,5 @@ def _read_batch(
         ) from error
 
 
-def _count_from(first: int) -> Callable[[int], str]:
-    return lambda row: f"row {first + row + 1}"
+def _name_row(first: int, row: int) -> str:
+    return f"row {first + row + 1}"

@@ -18,8 +18,8 @@ _HEAD, _LINES = 1 << 20, 1000  # bytes and lines that are looked at to tell the 
 _LONGEST = 8  # blocks that a quoted value may take
 _NEWLINE = b"\n"
 _MARK = b"\xef\xbb\xbf"
-_OPENS = re.compile(rb'(^|[,;|\t ])"')  # a mark inside of a value, as in 5", opens nothing
-_PACKED = {  # by the first bytes: the program, and the mend
+_OPENS = re.compile(rb'(^|[,;|\t ])"')  # a mark inside a value, as in 5", opens nothing
+_PACKED = {  # first bytes: program and fix
     b"BZh": ("bzip2", "unpack it, or use gzip"),
     b"\xfd7zXZ\0": ("xz", "unpack it, or use gzip"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unpack it, or use gzip"),
@@ -35,7 +35,7 @@ class TextBlock:
     data: bytes
     line: int  # number of the first one, from 1
     share: float  # of the file that has been read
-    quoted: bool = False  # a row may go on in the next line, inside of quotation marks
+    quoted: bool = False  # quoted values may contain line breaks
 
     def locate(self, row: int) -> str:
         """The line on which a row starts; empty lines are not rows."""
@@ -100,9 +100,9 @@ def _refuse_other_text(file: SourceFile, start: bytes) -> None:
     """Raises ValueError for input that would parse as garbage columns."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{file}: text in UTF-16; save the file as UTF-8")
-    for signature, (program, mend) in _PACKED.items():
+    for signature, (program, fix) in _PACKED.items():
         if start.startswith(signature):
-            raise ValueError(f"{file}: compressed with {program}; {mend}")
+            raise ValueError(f"{file}: compressed with {program}; {fix}")
     line = start.partition(_NEWLINE)[0]
     if b"\0" in line:
         raise ValueError(f"{file}, line 1: holds bytes of 0, not text; give text or Parquet")
@@ -117,7 +117,7 @@ def _cut(text: bytes, quoted: bool) -> tuple[bytes, bytes]:
     """Whole lines, and the beginning of the next one."""
     end = text.rfind(_NEWLINE) + 1
     if quoted and text.count(b'"', 0, end) % 2:
-        # The last mark before the cut opens a value, which goes on behind it.
+        # The last mark before the cut opens a value that continues after it.
         end = text.rfind(_NEWLINE, 0, text.rfind(b'"', 0, end)) + 1
     return text[:end], text[end:]
 

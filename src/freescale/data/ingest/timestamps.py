@@ -23,7 +23,7 @@ from freescale.data.values import (
 _UNITS = ("s", "ms", "us", "ns")  # the finest last
 _WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 _FINER = {None: "us", "s": "us", "ms": "us", "us": "ns", "ns": "ns"}
-_MEND = "write seconds since 1970, or 2024-05-31 or 2024-05-31T13:45:00"
+_FIX = "write seconds since 1970, or 2024-05-31 or 2024-05-31T13:45:00"
 # Least magnitude of a moment in a unit: 1973 in each; in the next coarser one it is after 5000.
 _LEAST = {"s": 1e8, "ms": 1e11, "us": 1e14, "ns": 1e17}
 # Gaps between these bounds: even ones (the second, fourth, ...) hold the moments from 1990 to 2100
@@ -79,7 +79,7 @@ class TimestampFormat:
     path: object  # the file, as text what the user calls it
     column: str
     unit: str | None  # None: integers, counting whatever they count
-    # whether a time zone is given, so that the values count from 1970 in UTC; None: not said
+    # whether a time zone is given, so that the values count from 1970 in UTC; None: unknown
     zoned: bool | None = None
     shown: str = "int64"
     guessed: bool = False  # the unit, from the magnitude of the values
@@ -131,13 +131,13 @@ class TimestampFormat:
 
     def _parse_fractions(self, values: pa.Array, units: UnitCheck) -> pa.Array:
         numbers = (
-            parse_text(values, pa.float64(), "a time", _MEND)
+            parse_text(values, pa.float64(), "a time", _FIX)
             if is_text(values.type)
             else _cast_time(values, pa.float64())
         )
         bad = pc.index(pc.is_finite(numbers), pa.scalar(False)).as_py()
         if bad >= 0:
-            raise BadValue(bad, f"holds {values[bad].as_py()!r}, not a time", _MEND)
+            raise BadValue(bad, f"holds {values[bad].as_py()!r}, not a time", _FIX)
         units.check(numbers)
         if self.kind == "integers":
             if not pc.all(pc.equal(numbers, pc.floor(numbers))).as_py():
@@ -153,7 +153,7 @@ class TimestampFormat:
             return values.cast(pa.timestamp(self.unit, zone)).cast(pa.int64())
         except pa.ArrowInvalid:
             finest = values.cast(pa.string())
-            parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
+            parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _FIX)
             if self.unit != "ns":
                 raise FinerTimes from None
             raise
@@ -180,7 +180,7 @@ def detect_timestamps(
         path: The file.
         column: Its time column.
         values: The first values, of any type; missing ones do not count.
-        unit: What the release says.
+        unit: As the release documents it.
     """
     values = decode_text(values).drop_null()
     kind = values.type
@@ -212,12 +212,12 @@ def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
     """Chooses the finest unit of the files, to which coarser ones are converted without loss.
 
     Returns:
-        The unit; None if values are taken as they are, since all files count the same or none says
-        what it counts.
+        The unit; None if values are kept as they are, since all files count alike or in an unknown
+        unit.
 
     Raises:
-        ValueError: Integers of no known unit beside timestamps, or times with a zone beside times
-            without one.
+        ValueError: Integers of unknown unit mixed with timestamps, or times with and without a
+            zone.
     """
     known = [times for times in files if times.unit is not None]
     if len({times.unit for times in known}) <= 1 and all(times.guessed for times in known):
@@ -262,13 +262,13 @@ def _cast_time(values: pa.Array, kind: pa.DataType) -> pa.Array:
     except pa.ArrowException as error:
         if (row := find_first_failing(values, kind)) is not None:
             value = values[row].as_py()
-            raise BadValue(row, f"holds {value!r}, beyond times of 64 bits", _MEND) from error
+            raise BadValue(row, f"holds {value!r}, beyond times of 64 bits", _FIX) from error
         reason = str(error).splitlines()[0][:120]
-        raise BadValue(None, f"holds {values.type}, not times ({reason})", _MEND) from error
+        raise BadValue(None, f"holds {values.type}, not times ({reason})", _FIX) from error
 
 
 def _make_error(times: TimestampFormat, what: str, other: TimestampFormat) -> ValueError:
     return ValueError(
-        f"{times.path}: column {times.column!r} holds {times.shown}, {what}, beside {other.shown} "
+        f"{times.path}: column {times.column!r} holds {times.shown}, {what}, next to {other.shown} "
         f"of {other.path}; cast both to timestamps of one kind"
     )

@@ -65,7 +65,7 @@ def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, fl
 
 
 def calibrate_mixing(source: SyntheticSource, target: float) -> float:
-    """Finds the mixing that meets the target, on the first batches, or on all where that misses.
+    """Finds the mixing that meets the target, on the first batches, or on all if that misses.
 
     Only the first few batches are kept; the others are drawn again for each try, so that memory
     does not grow with the file.
@@ -87,7 +87,7 @@ def calibrate_mixing(source: SyntheticSource, target: float) -> float:
     if abs(rate - target) > 0.01:
         raise ValueError(
             f"collision {target} is out of reach: with {source.items} items and global batches of "
-            f"{source.global_batch} users the nearest is {rate:.4f}; ask for that, or change "
+            f"{source.global_batch} users the nearest is {rate:.4f}; use that, or change "
             "those two"
         )
     return mixing

@@ -55,14 +55,6 @@ class LengthDistribution:
         return float((1 - self.ends).sum())
 
     def draw(self, seed: int, users: torch.Tensor) -> NDArray[Any]:
-        """Draws the length of each user's history, a pure function of the seed and the user.
-
-        Args:
-            seed: Of the data.
-            users: [n] int64.
-
-        Returns:
-            [n] int64.
-        """
+        """Lengths [n] int64 for users [n] int64: a pure function of the seed and the user."""
         drawn = uniform(derive(seed, hash_name("length"), users)).numpy()
         return np.searchsorted(self.ends, drawn, "right").astype(np.int64)

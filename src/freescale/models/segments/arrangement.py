@@ -1,4 +1,4 @@
-"""Where the events and the summaries of a batch stand."""
+"""Positions of the events and the summaries of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from freescale.segments import Segments
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the events (candidates included) and the summaries of a batch stand.
+    """Positions of the events (candidates included) and the summaries of a batch.
 
     All of it lies on the batch's device, except `host` and `plan`.
     """
@@ -32,14 +32,14 @@ class Rows:
     # [events]: events before it in its history; candidates stand right after theirs
     event_positions: Tensor
     summaries: Tensor  # [summaries] int64: row of each
-    summary_positions: Tensor  # [summaries]: a summary stands where the next segment begins
+    summary_positions: Tensor  # [summaries]: the start of the next segment
     last_events: Tensor  # [summaries]: the last event of its segment, which gives it its time
     longest_history: int  # with what came before
     plan: SummaryPlan
 
     @property
     def order(self) -> Tensor:
-        """[rows]: where events and then summaries go."""
+        """[rows]: destinations of the events, then of the summaries."""
         return torch.cat([self.events, self.summaries])
 
     @property
@@ -80,7 +80,7 @@ def arrange_rows(
     def repeat_each(of_sample: Tensor, counts: Tensor, total: int) -> Tensor:
         return torch.repeat_interleave(of_sample, counts, output_size=total)
 
-    # as requests with a memory are: small, so that what is found of each row counts
+    # typical of requests with a memory: small, so work per row counts
     if not closed_host.any():
         positions, none = concat_ranges(before, lengths, events), lengths.new_empty(0)
         return Rows(
