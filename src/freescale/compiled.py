@@ -33,17 +33,11 @@ def compile_and_load(
 ) -> tuple[_T | None, str]:
     """Loads the compiled `source` from the cache; compiles it first if needed.
 
-    Every folder that it may be kept in is tried: one can be full, another user's, or on a mount
-    that nothing is executed from.
+    Every cache folder is tried: one can be full, another user's, or mounted noexec. `source`
+    includes other files of its folder. `load` takes the path of the library and raises OSError or
+    AttributeError for one that this machine cannot use.
 
-    Args:
-        source: the file that is compiled; it includes others of its folder.
-        load: takes the path of the library; its OSError or AttributeError makes the library one
-            that this machine cannot use.
-        flags: for the compiler.
-
-    Returns:
-        (what `load` returned, ""), or (None, the reason).
+    Returns (what `load` returned, ""), or (None, the reason).
     """
     compiler = find_compiler()
     if platform.system() != "Linux":

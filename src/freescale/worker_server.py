@@ -125,17 +125,10 @@ def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def choose_workers(workers: int | None, device: str, cores: int, ranks: int) -> int:
-    """Worker processes of a rank.
+    """Worker processes of a rank, by device type, cores of the machine and its ranks.
 
-    Args:
-        workers: As configured; None leaves it to this rule.
-        device: Type of the device that computes.
-        cores: Of this machine, for all its ranks.
-        ranks: On this machine.
-
-    Returns:
-        0: a thread of the trainer. On CPUs the trainer leaves the interpreter free while it
-        computes, and the cores are busy with that.
+    0: a thread of the trainer. On CPUs the trainer releases the interpreter while it computes, and
+    the cores are busy with that.
     """
     if workers is not None:
         return workers

@@ -223,17 +223,11 @@ class Balancer:
 def make_balancer(
     balance: str | Partitioner | Balancer | None, device: torch.device | str = "cpu"
 ) -> Balancer | None:
-    """Resolves the `balance` of a pipeline.
+    """Resolves the `balance` of a pipeline: None or "none", a partitioner's name, a function
+    `Problem -> ranks`, or a `Balancer`.
 
-    Args:
-        balance: None or "none"; a partitioner's name; a function `Problem -> ranks`; a `Balancer`.
-        device: where the model computes: `fixed` plans there if it is a GPU.
-
-    Returns:
-        The balancer; None if samples stay on their ranks.
-
-    Raises:
-        TypeError, ValueError: it is none of these.
+    Returns None if samples stay on their ranks. `fixed` plans on `device` if that is a GPU. Raises
+    TypeError or ValueError for anything else.
     """
     if balance is None or balance == "none":
         return None

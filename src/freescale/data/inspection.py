@@ -66,8 +66,7 @@ def inspect_histories(
 ) -> Inspection:
     """Reads a histories file once, and some of its batches as training makes them.
 
-    Raises:
-        ValueError: The file cannot be trained on, since a label is missing or not 0 and 1.
+    Raises ValueError if a label is missing or not 0 and 1.
     """
     file = HistoriesFile(path, num_items)
     if labels:

@@ -26,6 +26,12 @@ def refuse_nulls(values: pa.Array) -> None:
         )
 
 
+def refuse_any(wrong: pa.Array, values: pa.Array, problem: str, fix: str) -> None:
+    """Raises BadValue for the first of the values that is `wrong`; `problem` has `{}` for it."""
+    if (row := pc.index(wrong, pa.scalar(True)).as_py()) >= 0:
+        raise BadValue(row, problem.format(values[row].as_py()), fix)
+
+
 def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, fix: str) -> pa.Array:
     """Parses strings as numbers or times. BadValue names the first invalid one."""
     try:
@@ -66,9 +72,7 @@ def parse_numbers(values: pa.Array) -> pa.Array:
         else cast_values(values, pa.float64(), "numbers")
     )
     wrong = pc.invert(pc.is_finite(numbers))
-    row = pc.index(wrong, pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(row, f"holds {values[row].as_py()!r}, not a number", "fix or drop such rows")
+    refuse_any(wrong, values, "holds {!r}, not a number", "fix or drop such rows")
     return numbers
 
 

@@ -166,13 +166,11 @@ class Collector:
 
 def _group_machines(machines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lists the different machines, each with its ranks."""
-    found: list[dict[str, Any]] = []
-    for rank, one in enumerate(machines):
-        same = next(
-            (other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None
-        )
-        if same is None:
-            found.append({**one, "ranks": [rank]})
-        else:
-            same["ranks"].append(rank)
-    return found
+    distinct: list[dict[str, Any]] = []
+    for machine in machines:
+        if machine not in distinct:
+            distinct.append(machine)
+    return [
+        {**machine, "ranks": [rank for rank, other in enumerate(machines) if other == machine]}
+        for machine in distinct
+    ]

@@ -114,9 +114,8 @@ class Encoder(nn.Module, ABC):
         if not self.drops:
             return None
         if keys is None or keys.shape != lengths.shape:
-            raise ValueError(
-                f"dropout needs keys, one per sample ({lengths.numel()}); got {_describe(keys)}"
-            )
+            got = "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"
+            raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {got}")
         return keys
 
 
@@ -129,7 +128,3 @@ def run_each(layers: nn.ModuleList, x: Tensor, inputs: Sequence[Any], recomputes
         else:
             x = layer(x, *inputs)
     return x
-
-
-def _describe(keys: Tensor | None) -> str:
-    return "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"

@@ -40,11 +40,8 @@ def choose_negatives_per(
 ) -> str:
     """What has its own negatives: `sample`, `position` or `batch`.
 
-    Args:
-        per: One of these, or `auto`, which leaves it to this rule.
-        mean_length: Events of a history, on average over the file.
-        source: One of `NEGATIVES_FROM`. With `all`, every position has the same negatives.
-        count: Requested number of negatives. With `auto`, a given number is per sample.
+    With source `all`, every position has the same negatives. `auto` depends on the file's mean
+    length; a given `count` is then per sample.
     """
     if source == "all":
         return "batch"
@@ -256,16 +253,11 @@ def _count_in_batch(spec: NegativeSpec) -> int:
 def mix_log_q(
     catalogue: NDArray[np.float64], batch: NDArray[np.float64], empty: float, share: float
 ) -> Tensor:
-    """The log of the probability that a draw is each item, over all batches.
+    """Log-probability [items] float32 of drawing each item, over all batches; -inf for 0.
 
-    Args:
-        catalogue: [items] of drawing from the catalogue.
-        batch: [items] of drawing a sample, then one of its targets; 0 for samples without any.
-        empty: Share of samples without targets; the catalogue replaces them.
-        share: Of the draws that are targets of samples.
-
-    Returns:
-        [items] float32; -inf for probability 0.
+    `catalogue` [items] is the distribution over the catalogue. `batch` [items] is that of drawing a
+    sample, then one of its targets; samples without any, a share of `empty`, draw from the
+    catalogue. `share` of the draws are targets.
     """
     mixed = share * batch + (1 - share + share * empty) * catalogue
     with np.errstate(divide="ignore"):

@@ -57,15 +57,10 @@ class WindowReader:
     def read(
         self, epoch: int, numbers: NDArray[Any]
     ) -> tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]:
-        """Reads the events that samples need.
+        """Reads the events of samples `numbers` [n], row groups in the order of `epoch`.
 
-        Args:
-            epoch: In whose order row groups are read.
-            numbers: [n] of samples in the file.
-
-        Returns:
-            The events by column, one sample after another; [n]: how many each sample has; [n]: how
-            many at the end of these are beyond the history.
+        Returns the events by column, one sample after another; [n]: how many each sample has; [n]:
+        how many of these, at the end, are beyond the history.
         """
         if self._whole:
             window = self._find_window(0, numbers)

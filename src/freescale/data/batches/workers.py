@@ -292,6 +292,4 @@ class _Worker:
         self._connection.close()
 
 
-@lru_cache(4)
-def _build_like(schema: str) -> SequenceBatch:
-    return build_empty_batch(schema)
+_build_like = lru_cache(4)(build_empty_batch)

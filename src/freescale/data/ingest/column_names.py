@@ -35,12 +35,9 @@ USUAL: dict[str, tuple[str, ...]] = {
 def find_roles(
     names: Sequence[str], given: Mapping[str, str], roles: Sequence[str] = tuple(USUAL)
 ) -> dict[str, str]:
-    """The columns of the roles, as far as they are found.
+    """Finds columns of roles among the `names` of a table.
 
-    Args:
-        names: Columns of the table.
-        given: The user's columns of roles. An empty column leaves the role out.
-        roles: What to look for.
+    `given` has the user's columns of roles; an empty one leaves the role out.
     """
     found = {}
     plain = {_simplify(name): name for name in reversed(names)}  # of two equal ones, the first

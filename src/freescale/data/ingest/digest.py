@@ -56,15 +56,10 @@ def compute_digest(*parts: Any) -> str:
 def read_contents(
     paths: Sequence[Path], memory: Path, report: Callable[[float], None]
 ) -> list[Content]:
-    """Computes or looks up the digests of files.
+    """Computes digests of files, or looks them up in `memory`, a folder that may be shared.
 
-    Args:
-        paths: The files.
-        memory: A folder of known digests, which other processes and machines may use too.
-        report: Called with the share done, if files have to be read.
-
-    Raises:
-        ValueError: A file changed while it was read.
+    `report` is called with the share done, if files have to be read. Raises ValueError for a file
+    that changed while it was read.
     """
     sizes = [path.stat().st_size for path in paths]
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from freescale.data.values import BadValue, cast_values, is_text, refuse_nulls
+from freescale.data.values import BadValue, cast_values, is_text, refuse_any, refuse_nulls
 
 VOCABULARY = "vocabulary.parquet"
 _NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
@@ -52,10 +52,8 @@ class NotIntegers(Exception):
 def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     """Ids as int64.
 
-    Raises:
-        NotIntegers: they are strings, beyond int64, have leading zeros or, unless `signed`, are
-            negative.
-        BadValue: an id is missing or a fraction.
+    Raises NotIntegers for strings, ids beyond int64, leading zeros and, unless `signed`, negative
+    ids; BadValue for missing ids and fractions.
     """
     refuse_nulls(values)
     if is_text(values.type):
@@ -78,13 +76,8 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     elif pa.types.is_floating(values.type):
         whole = pc.floor(values)
         fits = pc.and_(pc.equal(whole, values), pc.less(pc.abs(whole), float(1 << 63)))
-        row = pc.index(fits, pa.scalar(False)).as_py()
-        if row >= 0:
-            raise BadValue(
-                row,
-                f"holds {values[row].as_py()!r} ({values.type}), not an id",
-                "cast it to int64 or to strings",
-            )
+        problem = f"holds {{!r}} ({values.type}), not an id"
+        refuse_any(pc.invert(fits), values, problem, "cast it to int64 or to strings")
         numbers = cast_values(whole, pa.int64(), "ids")
     else:
         raise BadValue(
@@ -109,18 +102,14 @@ def _refuse_words_for_nothing(texts: pa.Array) -> None:
     """Raises BadValue for NaN and the like among integers, which would turn all ids into
     strings."""
     words = pc.is_in(pc.utf8_lower(texts), pa.array(_NOTHING, texts.type))
-    row = pc.index(words, pa.scalar(True)).as_py()
-    if row < 0:
+    if not pc.any(words).as_py():
         return
     try:
         texts.filter(pc.invert(words)).cast(pa.int64())
     except pa.ArrowInvalid:
         return  # strings throughout: it may be a name
-    raise BadValue(
-        row,
-        f"holds {texts[row].as_py()!r} among integers",
-        "drop such rows, or leave the value empty and add --missing drop",
-    )
+    fix = "drop such rows, or leave the value empty and add --missing drop"
+    refuse_any(words, texts, "holds {!r} among integers", fix)
 
 
 def is_huge(largest: int, events: int) -> bool:

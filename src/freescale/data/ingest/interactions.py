@@ -57,7 +57,7 @@ from freescale.data.ingest.timestamps import (
     detect_timestamps,
 )
 from freescale.data.labels import find_non_label, make_label
-from freescale.data.values import BadValue, decode_text, parse_numbers, refuse_nulls
+from freescale.data.values import decode_text, parse_numbers, refuse_any, refuse_nulls
 
 IDS = ("user_id", "item_id")
 REQUIRED = (*IDS, "timestamp")
@@ -66,13 +66,8 @@ REQUIRED = (*IDS, "timestamp")
 def make_action(ratings: pa.Array) -> pa.Array:
     doubled = pc.round(pc.multiply(parse_numbers(ratings), 2.0), round_mode="half_up")
     action = doubled.cast(pa.int64())
-    row = pc.index(pc.less(action, 0), pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(
-            row,
-            f"holds {ratings[row].as_py()}, and a rating is 0 or more",
-            "fix it, or leave ratings out: --columns rating=",
-        )
+    fix = "fix it, or leave ratings out: --columns rating="
+    refuse_any(pc.less(action, 0), ratings, "holds {}, and a rating is 0 or more", fix)
     return action
 
 
@@ -89,9 +84,7 @@ def make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str
 def _take_flag(values: pa.Array) -> pa.Array:
     numbers = parse_numbers(values)
     wrong = pc.invert(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0)))
-    row = pc.index(wrong, pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(row, f"holds {values[row].as_py()}, not 0 or 1", "fix or drop those rows")
+    refuse_any(wrong, values, "holds {}, not 0 or 1", "fix or drop those rows")
     return numbers.cast(pa.int8())
 
 

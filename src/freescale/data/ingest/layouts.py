@@ -29,6 +29,7 @@ FEEDBACK = (
     "long_view",
     "is_profile_enter",
 )
+LINES = ("pairs", "sequences", "user-sequences")  # formats of ids between blanks
 _TYPED = re.compile(r"(.+):(token|token_seq|float|float_seq)")  # a column of RecBole's atomic files
 _MOST, _FEW = 0.9, 10  # share and number of lines that show what all should be
 _AMAZON = {  # the names that the releases of 2014, 2018 and 2023 use
@@ -58,27 +59,16 @@ class Layout:
     def is_json(self) -> bool:
         return self.separator == b"{"
 
-    @property
-    def is_lines(self) -> bool:
-        """Ids separated by blanks, without columns."""
-        return self.format in ("pairs", "sequences", "user-sequences")
-
 
 def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
-    """Detects how a text file is laid out.
+    """Detects the layout of a text file, from `format` (or `auto`) and `given` columns of roles.
 
-    Args:
-        file: A text file.
-        format: `auto`, or as given by the user.
-        given: Columns of roles, as `--columns` names them.
-
-    Raises:
-        ValueError: The format is unclear, or a column is missing.
+    Raises ValueError if the format is unclear, or a column is missing.
     """
     lines = read_head(file)
     if format == "auto":
         format = _detect_format(file, lines, given)
-    if format in ("pairs", "sequences", "user-sequences"):
+    if format in LINES:
         return Layout(format, ("user", "item"), {"user": "user", "item": "item"}, b" ", False)
     if format == "movielens":
         return _lay_out_movielens(file, lines)
@@ -95,7 +85,8 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
         return replace(layout, types=types)
     separator = find_separator(lines)
     names = split_line(lines[0], separator)
-    if _is_numbered(given):
+    numbers = [name for name in given.values() if name and name != ORDER]
+    if numbers and all(map(str.isdecimal, numbers)):  # there is no header
         names = [str(number + 1) for number in range(len(names))]
         return _lay_out(file, "csv", names, given, separator, header=False)
     if len(names) == 3 and not given and _looks_like_events(lines, separator):
@@ -257,12 +248,6 @@ def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataTy
             if types.get(name, pa.null()) == pa.null() or mixed:
                 types[name] = pa.float64() if mixed else kind
     return types
-
-
-def _is_numbered(given: Mapping[str, str]) -> bool:
-    """Whether `--columns` gives numbers because there is no header."""
-    numbers = [name for name in given.values() if name and name != ORDER]
-    return bool(numbers) and all(map(str.isdecimal, numbers))
 
 
 def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:

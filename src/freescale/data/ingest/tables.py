@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from freescale.config.columns import ORDER
 from freescale.data.histories import explain_damage, is_list, is_number
 from freescale.data.ingest.column_names import find_roles, require_roles
-from freescale.data.ingest.layouts import Layout, detect_layout
+from freescale.data.ingest.layouts import LINES, Layout, detect_layout
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.text_blocks import TextBlock, read_blocks
 from freescale.data.ingest.text_parser import parse_csv, parse_json, parse_lines
@@ -73,13 +73,9 @@ def lay_out(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
 def read_tables(
     file: SourceFile, layout: Layout, columns: Sequence[str], first_user: int = 0
 ) -> Iterator[TableBlock]:
-    """Yields the columns of a file, in blocks of bounded size.
+    """Yields the needed columns of a file, in blocks of bounded size.
 
-    Args:
-        file: What to read.
-        layout: As `lay_out` finds it.
-        columns: Those that are needed.
-        first_user: The number of the first user, if lines do not name theirs.
+    `first_user` is the number of the first user, if lines do not name theirs.
     """
     if layout.format == "parquet":
         yield from _read_parquet(file, columns)
@@ -89,7 +85,7 @@ def read_tables(
             block = _skip_header(block)
         if not block.data.strip():
             continue
-        if layout.is_lines:
+        if layout.format in LINES:
             try:
                 table, lines = parse_lines(block, layout.format, first_user)
             except BadValue as error:

@@ -7,9 +7,9 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from freescale.data.ingest.sources import SourceFile
 
@@ -125,19 +125,15 @@ def _cut(text: bytes, quoted: bool) -> tuple[bytes, bytes]:
 @contextmanager
 def _open(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """The raw file, for progress, and the stream of its text."""
-    with open(file.path, "rb") as raw:
+    with ExitStack() as stack:
+        stream: Any = stack.enter_context(open(file.path, "rb"))
+        raw = stream
         if file.member is not None:
-            with zipfile.ZipFile(raw) as archive, _open_member(file, archive) as stream:
-                if file.member.endswith(".gz"):
-                    with gzip.open(stream) as inner:
-                        yield raw, inner  # type: ignore[misc]
-                else:
-                    yield raw, stream
-        elif file.path.name.lower().endswith(".gz"):
-            with gzip.open(raw) as stream:
-                yield raw, stream  # type: ignore[misc]
-        else:
-            yield raw, raw
+            archive = stack.enter_context(zipfile.ZipFile(raw))
+            stream = stack.enter_context(_open_member(file, archive))
+        if (file.member or file.path.name.lower()).endswith(".gz"):
+            stream = stack.enter_context(gzip.open(stream))
+        yield raw, stream
 
 
 def _open_member(file: SourceFile, archive: zipfile.ZipFile) -> IO[bytes]:

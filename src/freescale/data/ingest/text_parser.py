@@ -111,16 +111,10 @@ def _read_json(block: TextBlock, options: pa.json.ParseOptions) -> pa.Table:
 
 
 def parse_lines(block: TextBlock, format: str, first_user: int) -> tuple[pa.Table, int]:
-    """Lines of ids between blanks, as columns `user` and `item`.
+    """Lines of ids between blanks, as columns `user` and `item`; and the number of lines.
 
-    Args:
-        block: Lines.
-        format: `pairs`: user and item; `sequences`: the items of a user; `user-sequences`: a user
-            and its items.
-        first_user: The number of the first line's user, if lines do not name it.
-
-    Returns:
-        The table, and the number of lines.
+    `format` is `pairs` (user and item), `sequences` (the items of a user) or `user-sequences` (a
+    user and its items). `first_user` is the user of the first line, if lines do not name it.
     """
     lines = [line.strip() for line in block.data.split(b"\n")]
     text = pa.array([line for line in lines if line], pa.binary()).cast(pa.string())

@@ -17,6 +17,7 @@ from freescale.data.values import (
     find_first_failing,
     is_text,
     parse_text,
+    refuse_any,
     refuse_nulls,
 )
 
@@ -107,9 +108,8 @@ class TimestampFormat:
     def parse(self, values: pa.Array, units: UnitCheck) -> pa.Array:
         """Values of any type as int64 in the file's unit.
 
-        Raises:
-            BadValue: a value is no time, or in another unit than those before.
-            FinerTimes: a value has a part below the unit.
+        Raises BadValue for a value that is no time or in another unit than earlier ones, FinerTimes
+        for a part below the unit.
         """
         values = decode_text(values)
         refuse_nulls(values)
@@ -135,9 +135,7 @@ class TimestampFormat:
             if is_text(values.type)
             else _cast_time(values, pa.float64())
         )
-        bad = pc.index(pc.is_finite(numbers), pa.scalar(False)).as_py()
-        if bad >= 0:
-            raise BadValue(bad, f"holds {values[bad].as_py()!r}, not a time", _FIX)
+        refuse_any(pc.invert(pc.is_finite(numbers)), values, "holds {!r}, not a time", _FIX)
         units.check(numbers)
         if self.kind == "integers":
             if not pc.all(pc.equal(numbers, pc.floor(numbers))).as_py():
@@ -174,13 +172,9 @@ class TimestampFormat:
 def detect_timestamps(
     path: object, column: str, values: pa.Array, unit: str | None
 ) -> TimestampFormat:
-    """Tells what a file's timestamps are by its first ones.
+    """Detects the format of a file's timestamps by its first values, of any type.
 
-    Args:
-        path: The file.
-        column: Its time column.
-        values: The first values, of any type; missing ones do not count.
-        unit: As the release documents it.
+    Missing values are ignored. `unit` is the one that the release documents.
     """
     values = decode_text(values).drop_null()
     kind = values.type
@@ -211,13 +205,8 @@ def guess_unit(value: float) -> str | None:
 def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
     """Chooses the finest unit of the files, to which coarser ones are converted without loss.
 
-    Returns:
-        The unit; None if values are kept as they are, since all files count alike or in an unknown
-        unit.
-
-    Raises:
-        ValueError: Integers of unknown unit mixed with timestamps, or times with and without a
-            zone.
+    None keeps values as they are: all files count alike, or in an unknown unit. Raises ValueError
+    for integers of unknown unit mixed with timestamps, and for times with and without a zone.
     """
     known = [times for times in files if times.unit is not None]
     if len({times.unit for times in known}) <= 1 and all(times.guessed for times in known):

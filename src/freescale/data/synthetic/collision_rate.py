@@ -23,12 +23,9 @@ class CollisionCounter:
         self._last = np.zeros(0, np.int64)
         self.hits = self.total = 0
 
-    def count(self, requests: NDArray[Any]) -> int:
-        return int(self._seen[requests].sum())
-
     def add(self, requests: NDArray[Any], first: bool) -> None:
         if not first:
-            self.hits += self.count(requests)
+            self.hits += int(self._seen[requests].sum())
             self.total += len(requests)
         self._seen[self._last] = False
         self._seen[requests] = True

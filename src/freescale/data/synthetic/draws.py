@@ -41,33 +41,27 @@ class DrawnBatch:
     parity: int
 
 
+@dataclass
 class SyntheticSource:
     """Draws batches; each is a pure function of the options and its number."""
 
-    def __init__(
-        self,
-        users: int,
-        items: int,
-        lengths: LengthDistribution,
-        popularity: float,
-        global_batch: int,
-        ranks: int,
-        seed: int,
-    ):
-        self.users = users
-        self.items = items
-        self.global_batch = global_batch
-        self.world = ranks
-        self.seed = seed
-        self.lengths = lengths
-        mass = np.arange(1, items + 1, dtype=np.float64) ** -popularity
+    users: int
+    items: int
+    lengths: LengthDistribution
+    popularity: float
+    global_batch: int
+    ranks: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        mass = np.arange(1, self.items + 1, dtype=np.float64) ** -self.popularity
         self.item_ends = np.cumsum(mass) / mass.sum()  # [items]
-        shuffled = derive(seed, hash_name("item ids"), torch.arange(items))
+        shuffled = derive(self.seed, hash_name("item ids"), torch.arange(self.items))
         # popular items lie anywhere in the table
         self.id_of_rank = torch.argsort(shuffled, stable=True).numpy()
         # each often enough in a batch
-        drawn = lengths.mean * min(global_batch, users)
-        self.hot_items = int(np.clip(drawn / 16, 1, items))
+        drawn = self.lengths.mean * min(self.global_batch, self.users)
+        self.hot_items = int(np.clip(drawn / 16, 1, self.items))
 
     @property
     def batches(self) -> int:
@@ -95,7 +89,7 @@ class SyntheticSource:
             uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * stride
         ) % 1.0
         ranks = np.minimum(np.searchsorted(self.item_ends, point.numpy(), "right"), self.items - 1)
-        edges = torch.arange(self.world + 1) * count // self.world  # users of each rank
+        edges = torch.arange(self.ranks + 1) * count // self.ranks  # users of each rank
         return DrawnBatch(
             users=users,
             lengths=lengths,

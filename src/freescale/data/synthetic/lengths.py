@@ -24,17 +24,10 @@ class LengthDistribution:
     def from_options(
         cls, kind: str, median: float, sigma: float, exponent: float, cap: int
     ) -> LengthDistribution:
-        """Makes the distribution that options describe.
+        """A `lognormal` (median, sigma of the logarithm) or `zipf` (exponent) distribution up to
+        `cap`.
 
-        Args:
-            kind: `lognormal` (median, sigma) or `zipf` (exponent).
-            median: Above 0.
-            sigma: Of the logarithm of the length.
-            exponent: Of the length.
-            cap: The longest history.
-
-        Raises:
-            ValueError: An unknown kind, or a median that is not above 0.
+        Raises ValueError for an unknown kind, or a median that is not above 0.
         """
         length = np.arange(cap + 1, dtype=np.float64)
         if kind == "lognormal":

@@ -57,15 +57,9 @@ def arrange_rows(
 ) -> Rows:
     """Arranges events and summaries in rows.
 
-    Args:
-        segments: How histories are cut.
-        lengths: [samples] int64, candidates included.
-        candidate_counts: [samples] int64.
-        host: The same sizes on the host; what it does not know is read from the device.
-        known: [samples] segments that come before the first event of each sample.
-
-    Raises:
-        ValueError: If lengths and candidate counts do not fit each other.
+    `lengths` [samples] include `candidate_counts` [samples]. `host` has the same sizes; what it
+    lacks is read from the device. `known` [samples] segments come before the first event. Raises
+    ValueError if lengths and candidate counts do not fit each other.
     """
     sizes = read_sizes(lengths, candidate_counts, host)
     device, length, tokens = lengths.device, segments.length, segments.tokens
