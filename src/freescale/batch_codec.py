@@ -29,7 +29,7 @@ _SHARED = "Shared"  # kind of a feature in a schema
 # mean values per sample from which ranges are copied straight into the message; shorter ones are
 # faster by index, with two copies
 _LONG = 256
-_ALIGNMENT = 8  # bytes: every tensor starts at a multiple, so that it can be viewed in its dtype
+_ALIGNMENT = 8  # bytes; aligned tensors can be viewed in their dtype
 
 
 def pack(
@@ -85,7 +85,7 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
             "of uint8 were announced"
         )
     starts = (np.cumsum(padded.reshape(-1)) - padded.reshape(-1)).reshape(padded.shape)
-    source = message.numpy()  # numpy has less to do per call, and there are many small ones
+    source = message.numpy()  # numpy is faster for many small calls
     rebuilt: list[Tensor] = []
     columns = zip(tensors, sizes.T.tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True)
     split = len(tensors) - len(like.shared)
@@ -96,7 +96,7 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
             if length
         ]
         rows = sum(counts)
-        if number >= split:  # each part has the whole of it; without samples, it is not needed
+        if number >= split:  # shared: each part has all of it; not needed without samples
             pieces, rows = pieces[:1], max(counts, default=0)
             if not pieces:
                 rebuilt.append(tensor)
@@ -121,7 +121,7 @@ def describe_schema(batch: SequenceBatch) -> str:
     return _write_schema(tuple(columns))
 
 
-@lru_cache(maxsize=64)  # one batch after another has the same features
+@lru_cache(maxsize=64)  # batches have the same features
 def _write_schema(columns: tuple[tuple[str, str, torch.dtype, torch.Size], ...]) -> str:
     written = [
         [name, kind, str(dtype).removeprefix("torch."), list(shape)]

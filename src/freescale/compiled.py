@@ -16,7 +16,7 @@ from typing import TypeVar
 from freescale.folders import list_cache_folders, open_own_folder
 
 FLAGS = ("-O2", "-shared", "-fPIC")
-_SECONDS = 60.0  # that the compiler may take
+_SECONDS = 60.0  # timeout of the compiler
 _T = TypeVar("_T")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes: of every tensor in a buffer, as kernels that load whole vectors want it
+_ALIGNMENT = 16  # bytes; kernels load whole vectors
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]  # of distinct tensors
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # in bytes
-    order: tuple[int, ...]  # which of these each tensor is
-    size: int  # of the buffer, in bytes
+    order: tuple[int, ...]  # index of each tensor among these
+    size: int  # bytes of the buffer
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> Layout:

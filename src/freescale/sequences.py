@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BY_POSITION = "has_row_per_position"  # of parameters that say so
+_BY_POSITION = "has_row_per_position"  # attribute of marked parameters
 
 
 def mark_positions(parameter: nn.Parameter) -> None:
@@ -49,7 +49,7 @@ class HostSizes:
 
     lengths: Tensor  # [samples] int64, candidates included
     candidate_counts: Tensor | None = None  # [samples] int64
-    time_span: int | None = None  # the longest between two timestamps of a sample; None: not known
+    time_span: int | None = None  # longest time span of a sample; None: unknown
     plans: Any = None  # holder of attention plans, for batches of one padded size
 
 

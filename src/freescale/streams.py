@@ -83,7 +83,7 @@ class InTurn:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reached = record_event_on(device)  # the last work; None on a CPU
-        self._stream = current_stream(device) if self._reached is not None else None  # its own
+        self._stream = current_stream(device) if self._reached is not None else None  # its stream
 
     @contextmanager
     def __call__(self, *tensors: torch.Tensor) -> Iterator[None]:
@@ -100,7 +100,7 @@ class InTurn:
         try:
             yield
         finally:
-            self._reached.record(stream)  # streams that wait for it wait for what it was before
+            self._reached.record(stream)  # earlier waiters keep the previous point
 
     def wait(self) -> None:
         """Waits for the last work on the host."""

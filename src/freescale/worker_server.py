@@ -29,17 +29,17 @@ from pathlib import Path
 
 from freescale.config import RunConfig
 
-RECORD = struct.Struct("<ii")  # what it is, and a number
-MOST_WORKERS = 64  # of a fork: the kernel passes on 253 descriptors at a time
+RECORD = struct.Struct("<ii")  # kind and number
+MOST_WORKERS = 64  # per fork: the kernel passes at most 253 descriptors
 _START = (
     "import sys; sys.path[:] = {path!r}; "
     "from freescale.data.batches.worker_process import main; main({fd})"
 )
-_PATIENCE = 2.0  # seconds in which a server that is up ends its workers
+_PATIENCE = 2.0  # seconds that a running server has to end its workers
 
 
 class Record(IntEnum):
-    """What goes between trainer and server."""
+    """Messages between trainer and server."""
 
     FORK = 1
     STATUS = 2
@@ -120,7 +120,7 @@ def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     control.close()
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # it has nothing to put away
+            os.killpg(process.pid, signal.SIGKILL)  # it has nothing to clean up
         process.wait()
 
 

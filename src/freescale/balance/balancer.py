@@ -26,7 +26,7 @@ from freescale.config import TrainConfig
 from freescale.segments import Segments
 
 _CAPPED = (greedy, local)  # partitioners that keep a cap
-_REMEMBERED = 8  # steps whose measurement may still come
+_REMEMBERED = 8  # steps whose measurement may be outstanding
 
 
 @dataclass(frozen=True)

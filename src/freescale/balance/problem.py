@@ -29,7 +29,7 @@ class Problem:
     tokens: np.ndarray  # [n] int64
     home: np.ndarray  # [n] int64: the rank that holds the sample now
     ranks: int
-    cap: int | None = None  # the most tokens that a rank may hold
+    cap: int | None = None  # tokens that a rank may hold
     nodes: np.ndarray | None = None  # [ranks]: the node of each rank; None: all ranks in one node
     # [ranks]: measured seconds of a recent step; None unless assignments may depend on them
     times: np.ndarray | None = None
@@ -76,7 +76,7 @@ class Assignment:
     loads: np.ndarray  # [ranks] float64: predicted cost of each rank
     loads_before: np.ndarray  # [ranks] float64: the same, had every sample stayed where it was
     bound: float  # no assignment has a smaller maximum: max(mean load, largest sample)
-    moved_tokens: int  # of samples that leave their rank
+    moved_tokens: int  # tokens of samples that leave their rank
     partitioner: str
 
     @property

@@ -30,7 +30,7 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import pack, unpack
 from freescale.transport.api import Transport
 
-COLUMNS = 3  # of stage I: length of the feature, candidates, tokens
+COLUMNS = 3  # columns of stage I: length of the feature, candidates, tokens
 
 
 class Shuffle:
@@ -53,8 +53,8 @@ class Shuffle:
         self._balancer, self._transport = balancer, transport
         self._error: Exception | None = None
         self._pending: Any = None
-        self._message = torch.zeros(0, dtype=torch.uint8)  # what goes to the ranks
-        self._bytes = [0] * transport.world  # of it, to each
+        self._message = torch.zeros(0, dtype=torch.uint8)  # bytes for all ranks
+        self._bytes = [0] * transport.world  # bytes for each rank
         self._coming = np.zeros((0, 0), np.int64)  # [ranks, tensors]: sizes of what comes from each
 
     def send_sizes(self, lengths: np.ndarray) -> None:

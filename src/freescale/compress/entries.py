@@ -39,7 +39,7 @@ def view_as_numbers(columns: Tensor, dtype: torch.dtype) -> Tensor:
 class EntryTraffic:
     """Entries that this rank exchanged."""
 
-    left: int  # entries that left for other ranks, to their owners and back from this one
+    left: int  # entries sent to other ranks: to owners, and sums back
     returned: int  # entries of the sum, over all ranks
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SMALL = 1024  # entries of a tensor below which indices cost more than they save: it is summed whole
+SMALL = 1024  # tensors with fewer entries are summed whole: indices would cost more than they save
 # whole tensors take at most this fraction of the budget, so that large ones need not wait
 _WHOLE_SHARE = 10
 
@@ -59,7 +59,7 @@ def compute_threshold(magnitudes: Tensor, most: int) -> Tensor:
     """magnitudes [n] -> [1]: what the `most` largest reach."""
     entries = magnitudes.numel()
     least = get_smallest_threshold(magnitudes.dtype)
-    if most == entries:  # all are sent, not only those that reach the smallest of this step
+    if most == entries:  # send all, not only those above this step's smallest
         return magnitudes.new_full((1,), least)
     return magnitudes.kthvalue(entries - most + 1, keepdim=True).values.clamp(min=least)
 

@@ -31,7 +31,7 @@ KEY = b"freescale"
 class HistoriesMetadata:
     """The metadata of a histories file."""
 
-    num_items: int  # largest id plus 1, or more; with any_ids, how many different ids there are
+    num_items: int  # largest id plus 1, or more; with any_ids, number of distinct ids
     num_users: int
     num_events: int
     dropped_users: int
@@ -40,8 +40,8 @@ class HistoriesMetadata:
     version: int = VERSION
     # Columns with values other than 0 and 1: file, name there, value. None: not checked.
     no_labels: Mapping[str, Sequence[str]] | None = None
-    read: tuple[str, ...] = ()  # lines that say what was read as what
-    any_ids: bool = False  # items are any numbers of 64 bits
+    read: tuple[str, ...] = ()  # report of how the source was interpreted
+    any_ids: bool = False  # items are arbitrary 64-bit ids
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class HistoriesFile:
     Args:
         path: Of the file.
         num_items: Ids are below it; by default the largest plus 1.
-        any_ids: Items are any numbers of 64 bits: those of a dynamic table.
+        any_ids: Items are arbitrary 64-bit ids of a dynamic table.
 
     Raises:
         ValueError: The file is missing, not a histories file, or has ids from `num_items` on.

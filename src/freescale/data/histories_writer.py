@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from freescale.data.histories import KEY, HistoriesMetadata, count_events
 
 GROUP_USERS = 256  # users in a row group, at most
-GROUP_EVENTS = 1_000_000  # a row group ends with the user that reaches this
+GROUP_EVENTS = 1_000_000  # the user that reaches this ends the row group
 
 
 class HistoriesWriter:

@@ -16,7 +16,7 @@ from freescale.data.batches.splits import LEAST_EVENTS
 from freescale.data.histories import HistoriesFile
 from freescale.data.synthetic.collision_rate import CollisionCounter
 
-_BATCHES = 20  # consecutive ones, over which collisions are counted
+_BATCHES = 20  # consecutive batches over which collisions are counted
 _NEEDED = LEAST_EVENTS["leave-one-out"]
 _BAR = 40  # characters of the longest bar
 

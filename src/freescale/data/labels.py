@@ -51,7 +51,7 @@ def _spell_numbers(values: pa.Array) -> pa.Array:
 
 def find_non_label(values: NDArray[Any]) -> str | None:
     """Returns the first value that is neither 0 nor 1, as text; None if there is none."""
-    wrong = ~((values == 0) | (values == 1))  # a value that is no number equals neither
+    wrong = ~((values == 0) | (values == 1))  # NaN equals neither
     return str(values[wrong.argmax()]) if wrong.any() else None
 
 

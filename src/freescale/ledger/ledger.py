@@ -23,7 +23,7 @@ from torch.autograd import profiler as torch_profiler
 from freescale.ledger.clock import Clock, make_clock
 from freescale.ledger.record import KINDS, CollectiveRecord, Span
 
-_KEPT = 1024  # finished steps that wait to be drained; without draining the last ones are kept
+_KEPT = 1024  # finished steps that wait for `drain`; older ones are dropped
 
 
 OTHER = "other"  # between the spans
@@ -153,7 +153,7 @@ class Ledger:
         device: The device that this rank computes on.
     """
 
-    name = ""  # of the thread; the main thread has none
+    name = ""  # the main thread has no name
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -166,7 +166,7 @@ class Ledger:
         text = f"Ledger({len(self._finished)} finished steps"
         if last is not None:
             text += f", last: step {last.number}"
-            if isinstance(last.end, int):  # of a device it would have to be read
+            if isinstance(last.end, int):  # device stamps would have to be read
                 text += f" in {(last.end - last.begin) / 1e6:.2f} ms"
             kinds = ", ".join(sorted({collective.kind for collective in last.collectives}))
             text += f", {len(last.spans)} spans, {len(last.collectives)} collectives ({kinds})"
@@ -184,7 +184,7 @@ class Ledger:
         self._step = None
 
     def cancel_step(self) -> None:
-        """Forgets a step that did not take place because the data had ended."""
+        """Drops a step that was not run because the data had ended."""
         self._step = None
 
     def span(self, name: str) -> AbstractContextManager[None]:

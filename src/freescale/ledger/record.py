@@ -48,9 +48,9 @@ class StepRecord:
     end: int
     spans: list[Span]
     collectives: list[CollectiveRecord]
-    carriers: list[Carrier]  # of each collective
-    busy: Mapping[str, int]  # of the main thread, by span, without its waits
-    lane_wait: int  # the main thread waits for what this rank's other threads compute
+    carriers: list[Carrier]  # one per collective
+    busy: Mapping[str, int]  # main thread's time by span, without waits
+    lane_wait: int  # wait of the main thread for this rank's other threads
     paths: Mapping[str, Mapping[str, int]]  # bytes sent, by kind and by what carried them
     counters: Mapping[str, float]
 

@@ -8,20 +8,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_HISTORY = 100  # steps that a step is compared with
+_HISTORY = 100  # earlier steps for comparison
 _ENOUGH = 10  # steps before the first comparison
 _TIMES = 3.0  # a slow step takes this many times the usual time
 _MORE_MS = 1000.0  # and at least this much more: short steps vary
-_KEPT = 20  # of a run, in ledger.json
+_KEPT = 20  # slow steps in ledger.json
 
 
 class SlowSteps:
-    """Finds them, step by step."""
+    """Finds slow steps, one step at a time."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=_HISTORY)
         self._fresh: list[dict[str, Any]] = []
-        self.found: list[dict[str, Any]] = []  # the slowest of the run, in their order
+        self.found: list[dict[str, Any]] = []  # the slowest of the run, in order
 
     def add(self, figures: Mapping[str, Any]) -> None:
         """Adds the figures of the next step."""

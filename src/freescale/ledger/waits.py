@@ -15,7 +15,7 @@ Interval = tuple[int, int]  # begin and end
 
 
 class SplitWait(NamedTuple):
-    """The two parts of a wait, in the unit of the times given."""
+    """The two parts of a wait, in the unit of its times."""
 
     straggler: float
     exposed: float

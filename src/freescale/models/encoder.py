@@ -43,7 +43,7 @@ class Encoder(nn.Module, ABC):
         dropout: float,
         input_scale: float | None,
         input_dropout: float | None,
-        **sizes: int | None,  # of the layers
+        **sizes: int | None,  # sizes of the layers
     ) -> None:
         super().__init__()
         for name, size in {"width": width, "max_length": max_length, **sizes}.items():
@@ -71,7 +71,7 @@ class Encoder(nn.Module, ABC):
         keys: Tensor | None = None,  # [samples] int64
         timestamps: Tensor | None = None,  # [tokens] int64
         candidate_counts: Tensor | None = None,  # [samples] int64
-        host: HostSizes | None = None,  # of the above; without it they are read from the device
+        host: HostSizes | None = None,  # sizes of the above; read from the device if None
     ) -> Tensor:  # [tokens, width]
         """Encodes every token."""
 

@@ -76,7 +76,7 @@ class HSTU(Encoder):
         keys: Tensor | None = None,  # [samples] int64
         timestamps: Tensor | None = None,  # [tokens] int64
         candidate_counts: Tensor | None = None,  # [samples] int64
-        host: HostSizes | None = None,  # of the above; without it they are read from the device
+        host: HostSizes | None = None,  # sizes of the above; read from the device if None
     ) -> Tensor:  # [tokens, width]
         timestamps = self._check_inputs(x, timestamps)
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)

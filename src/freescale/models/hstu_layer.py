@@ -91,7 +91,7 @@ class HSTULayer(nn.Module):
         position_bias: bool,
         time_bias: bool,
         num_time_buckets: int,
-        reach: int | None = None,  # positions that two tokens may be apart, if not max_length
+        reach: int | None = None,  # largest distance of two tokens, if not max_length
     ) -> None:
         super().__init__()
         self.number = number

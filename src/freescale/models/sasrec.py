@@ -73,7 +73,7 @@ class SASRec(Encoder):
         keys: Tensor | None = None,  # [samples] int64
         timestamps: Tensor | None = None,  # not read
         candidate_counts: Tensor | None = None,  # [samples] int64
-        host: HostSizes | None = None,  # of the above; without it they are read from the device
+        host: HostSizes | None = None,  # sizes of the above; read from the device if None
     ) -> Tensor:  # [tokens, width]
         self._check_width(x)
         plan = plan_softmax_attention(

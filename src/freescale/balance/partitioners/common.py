@@ -12,7 +12,7 @@ def sort_descending(costs: np.ndarray) -> np.ndarray:
     return np.argsort(-costs, kind="stable")
 
 
-_TRADES = 4  # at most, per rank
+_TRADES = 4  # per rank, at most
 
 
 def trade_samples(problem: Problem, rank_of: np.ndarray, goal: float | None = None) -> None:

@@ -179,7 +179,7 @@ class Histories:
 
     @property
     def any_ids(self) -> bool:
-        """Whether items are any numbers of 64 bits."""
+        """Whether items are arbitrary 64-bit ids."""
         return self.file.any_ids
 
     @property

@@ -45,11 +45,11 @@ class Made:
 
     number: int
     slot: int
-    schema: str  # of batch_codec
+    schema: str  # from batch_codec
     layout: Layout
-    spans: dict[str, int]  # of sequences that know theirs
+    spans: dict[str, int]  # spans of sequences, if known
     bounds: Bounds
-    message: bytes | None = None  # the buffer itself, if it is larger than a slot
+    message: bytes | None = None  # the buffer, if larger than a slot
 
 
 def main(fd: int) -> None:
@@ -62,7 +62,7 @@ def main(fd: int) -> None:
 
     gc.freeze()  # imports stay in pages that all workers share
     control = socket.socket(fileno=fd)
-    workers: list[int] = []  # process ids; 0: it was waited for
+    workers: list[int] = []  # process ids; 0: reaped
     with suppress(ConnectionError):  # the trainer has ended
         control.sendall(RECORD.pack(Record.UP, 0))
         while True:
@@ -91,7 +91,7 @@ def _fork(control: socket.socket, fds: list[int], own: int) -> int:
             # the trainer must see a worker's end, though the others live
             if number >= _SHARED and number != own:
                 os.close(fd)
-        _be_worker(fds[own], *fds[:_SHARED])
+        _run_worker(fds[own], *fds[:_SHARED])
     return worker
 
 
@@ -111,7 +111,7 @@ def _end(workers: list[int]) -> None:
     workers.clear()
 
 
-def _be_worker(fd: int, memory: int, source: int) -> NoReturn:
+def _run_worker(fd: int, memory: int, source: int) -> NoReturn:
     """Runs until the connection `fd` is closed."""
     status = 1
     try:

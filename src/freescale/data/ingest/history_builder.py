@@ -25,9 +25,9 @@ from freescale.data.ingest.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.ingest.interactions import Interactions
 from freescale.random import derive, integers
 
-_LAST = "\0last"  # timestamp of a user's last event: a name that no column of a file has
+_LAST = "\0last"  # a user's last timestamp; no file has such a column name
 _FAN_OUT = 128  # files open at once in a partition
-_SAMPLES = 64  # order samples taken per bucket of events: how evenly the second partition cuts
+_SAMPLES = 64  # order samples per bucket, which even out the second partition
 
 Progress = Callable[[str, float], None]
 
@@ -132,7 +132,7 @@ class Spilled:
     """Bytes of events spilled to disk so far."""
 
     bytes: int = 0
-    share: float = 0.0  # of the source that was read for them
+    share: float = 0.0  # share of the source read so far
 
     def estimate_peak(self) -> float | None:
         """Peak bytes on disk: all histories twice, while users are ordered. None before the first

@@ -20,7 +20,7 @@ from freescale.data.values import BadValue, cast_values, is_text, refuse_any, re
 VOCABULARY = "vocabulary.parquet"
 _NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
 _SMALL = 1 << 20  # a catalogue up to this size is never too large
-_ROWS_PER_EVENT = 10  # of the item table; beyond it, ids are numbers drawn from a large range
+_ROWS_PER_EVENT = 10  # of the item table; sparser ids are random numbers
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reading:
     """Findings about columns that their first values do not show."""
 
     coded: Mapping[str, str] = field(default_factory=dict)  # id column -> why it is coded
-    finer: Mapping[str, int] = field(default_factory=dict)  # file -> how often times were refined
+    finer: Mapping[str, int] = field(default_factory=dict)  # file -> refinements of its times
 
     def code(self, name: str, reason: str) -> Reading:
         return replace(self, coded={**self.coded, name: reason})

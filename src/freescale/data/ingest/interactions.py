@@ -75,20 +75,20 @@ def make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str
     action = pa.repeat(pa.scalar(0, pa.int64()), block.table.num_rows)
     flags = {}
     for name in names:
-        flag = block.convert(name, _take_flag)
+        flag = block.convert(name, _parse_flag)
         action = pc.bit_wise_or(action, pc.shift_left(flag.cast(pa.int64()), FEEDBACK.index(name)))
         flags[name] = flag
     return {"action": action, **flags}
 
 
-def _take_flag(values: pa.Array) -> pa.Array:
+def _parse_flag(values: pa.Array) -> pa.Array:
     numbers = parse_numbers(values)
     wrong = pc.invert(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0)))
     refuse_any(wrong, values, "holds {}, not 0 or 1", "fix or drop those rows")
     return numbers.cast(pa.int8())
 
 
-def take_side(values: pa.Array) -> pa.Array:
+def parse_side(values: pa.Array) -> pa.Array:
     refuse_nulls(values)
     return values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
 
@@ -139,7 +139,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
-        self.fraction = 0.0  # of the bytes or rows read so far
+        self.fraction = 0.0  # share of bytes or rows read so far
         self.missing_rows = 0  # dropped
         self._events = self._lines = 0
         self._done, self._total = 0, sum(file.size for file in self.files)
@@ -243,14 +243,14 @@ class Interactions(Iterator[pa.RecordBatch]):
             self.missing_rows += block.table.num_rows - kept.table.num_rows
             block = kept
         columns = {
-            "user_id": self._take_ids("user_id", block, roles["user"]),
-            "item_id": self._take_ids("item_id", block, roles["item"]),
-            "timestamp": self._take_times(block, unit),
+            "user_id": self._parse_ids("user_id", block, roles["user"]),
+            "item_id": self._parse_ids("item_id", block, roles["item"]),
+            "timestamp": self._parse_times(block, unit),
         }
         if layout.format == "sequences" and block.table.num_rows:
             self._lines = columns["user_id"][-1].as_py() + 1
         if "action" in roles:
-            columns["action"] = self._take_ids("action", block, roles["action"])
+            columns["action"] = self._parse_ids("action", block, roles["action"])
         elif "rating" in roles:
             columns["action"] = block.convert(roles["rating"], make_action)
         if layout.feedback:
@@ -258,12 +258,12 @@ class Interactions(Iterator[pa.RecordBatch]):
         if layout.format == "parquet":
             for name in self.sides[0]:
                 if name in layout.names:
-                    columns[name] = block.convert(name, take_side)
+                    columns[name] = block.convert(name, parse_side)
         for label in self.labels:
             columns[label.name] = block.convert(label.column, make_label(label))
         return pa.RecordBatch.from_pydict(columns)
 
-    def _take_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
+    def _parse_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
         if name == "item_id" and self.hashed is not None:
             encode = self.hashed.encode
             return block.convert(column, lambda values: encode(decode_text(values)))
@@ -280,7 +280,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 self.reading.code(name, str(reason)),
             ) from None
 
-    def _take_times(self, block: TableBlock, unit: str | None) -> pa.Array:
+    def _parse_times(self, block: TableBlock, unit: str | None) -> pa.Array:
         rows = block.table.num_rows
         self._events += rows
         times = self.times.get(block.file)

@@ -31,7 +31,7 @@ FEEDBACK = (
 )
 LINES = ("pairs", "sequences", "user-sequences")  # formats of ids between blanks
 _TYPED = re.compile(r"(.+):(token|token_seq|float|float_seq)")  # a column of RecBole's atomic files
-_MOST, _FEW = 0.9, 10  # share and number of lines that show what all should be
+_MOST, _FEW = 0.9, 10  # share and number of lines that set the rule for all
 _AMAZON = {  # the names that the releases of 2014, 2018 and 2023 use
     "user": ("reviewerID", "user_id", "user"),
     "item": ("parent_asin", "asin", "item_id", "item"),
@@ -49,11 +49,11 @@ class Layout:
     roles: Mapping[str, str]  # role -> column; without a time rows are in order of time
     separator: bytes = b","
     header: bool = True
-    quoted: bool = True  # values may stand in quotation marks
+    quoted: bool = True  # values may be quoted
     padded: bool = False  # blanks follow the separators and are no part of values
     unit: str | None = None  # of the timestamps, if the release documents it
     feedback: Sequence[str] = ()
-    types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, by the first lines
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, from the first lines
 
     @property
     def is_json(self) -> bool:

@@ -21,7 +21,7 @@ from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, 
 from freescale.file_lock import lock
 
 BUCKET_EVENTS = 2_000_000
-_READING = 3  # changes when the same file is read as something else
+_READING = 3  # version of how files are interpreted
 _USUAL = (DataConfig.columns, ModelConfig.labels, DataConfig.missing)
 
 
@@ -116,7 +116,7 @@ def prepare(
     ):
         cache.mkdir(parents=True, exist_ok=True)
         with _lock_cache(cache), workspace(cache, key) as folder:
-            if target.is_file():  # another rank made it while this one waited
+            if target.is_file():  # made by another rank meanwhile
                 return target
             written = None
             while written is None:

@@ -21,7 +21,7 @@ class SourceFile:
 
     path: Path
     shown: str
-    member: str | None = None  # of a zip archive
+    member: str | None = None  # in a zip archive
 
     def __str__(self) -> str:
         return self.shown

@@ -33,7 +33,7 @@ class TableBlock:
     file: SourceFile
     table: pa.Table
     locate: Callable[[int], str]  # row -> "line 7"
-    share: float  # of the file that has been read
+    share: float  # share of the file read so far
 
     def convert(self, column: str, function: Callable[[pa.Array], T]) -> T:
         """Applies a function to a column. The error for a bad value says where it is."""

@@ -14,8 +14,8 @@ from typing import IO, Any
 from freescale.data.ingest.sources import SourceFile
 
 _BLOCK = 16 << 20  # bytes of text
-_HEAD, _LINES = 1 << 20, 1000  # bytes and lines that are looked at to tell the format
-_LONGEST = 8  # blocks that a quoted value may take
+_HEAD, _LINES = 1 << 20, 1000  # bytes and lines that the format is detected from
+_LONGEST = 8  # blocks of the longest quoted value
 _NEWLINE = b"\n"
 _MARK = b"\xef\xbb\xbf"
 _OPENS = re.compile(rb'(^|[,;|\t ])"')  # a mark inside a value, as in 5", opens nothing
@@ -33,8 +33,8 @@ class TextBlock:
     """Whole lines of a file."""
 
     data: bytes
-    line: int  # number of the first one, from 1
-    share: float  # of the file that has been read
+    line: int  # number of the first line, from 1
+    share: float  # share of the file read so far
     quoted: bool = False  # quoted values may contain line breaks
 
     def locate(self, row: int) -> str:

@@ -30,7 +30,7 @@ _LEAST = {"s": 1e8, "ms": 1e11, "us": 1e14, "ns": 1e17}
 # Gaps between these bounds: even ones (the second, fourth, ...) hold the moments from 1990 to 2100
 # in one unit, the others hold none in any unit.
 _BOUNDS = np.array([1, *(y * 1000**n for n in range(4) for y in (631_152_000, 4_102_444_800))])
-_STRAY = 0.01  # share of other numbers up to which a column with two units is a mixture
+_STRAY = 0.01  # a column with two units is a mixture up to this share of other numbers
 
 
 class UnitCheck:
@@ -77,15 +77,15 @@ class FinerTimes(Exception):
 class TimestampFormat:
     """The timestamp format of a file."""
 
-    path: object  # the file, as text what the user calls it
+    path: object  # the file, named as by the user
     column: str
-    unit: str | None  # None: integers, counting whatever they count
+    unit: str | None  # None: integers of unknown meaning
     # whether a time zone is given, so that the values count from 1970 in UTC; None: unknown
     zoned: bool | None = None
     shown: str = "int64"
-    guessed: bool = False  # the unit, from the magnitude of the values
-    kind: str = "integers"  # or fractions, or dates
-    source: str | None = None  # of fractions: the unit in the file
+    guessed: bool = False  # the unit is guessed from magnitudes
+    kind: str = "integers"  # integers, fractions or dates
+    source: str | None = None  # unit of fractions in the file
 
     @property
     def meaning(self) -> str:

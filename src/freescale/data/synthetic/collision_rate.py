@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from freescale.data.synthetic.draws import DrawnBatch, SyntheticSource
 
-_SAMPLE_EVENTS = 2_000_000  # on which the collision rate is calibrated first
-_CLOSE = 0.002  # to the target: good enough to stop looking
+_SAMPLE_EVENTS = 2_000_000  # calibrates on this many events first
+_CLOSE = 0.002  # distance to the target at which the search stops
 
 
 class CollisionCounter:

@@ -108,7 +108,7 @@ class SyntheticSource:
         none."""
         ranks = batch.ranks
         if mixing is not None:
-            pairs = self.items // 2  # with an odd number, the least popular item is left out
+            pairs = self.items // 2  # an odd number leaves out the least popular item
             binding = np.minimum(ranks // 2, pairs - 1) * 2 + batch.parity if pairs else ranks
             ranks = np.where(batch.bound < mixing, ranks, binding)
             ranks = np.where(batch.hot < mixing - 1, batch.hot_rank, ranks)

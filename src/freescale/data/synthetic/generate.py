@@ -32,7 +32,7 @@ from freescale.data.synthetic.lengths import SHORTEST, LengthDistribution
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.random import derive, hash_name, integers, normal, uniform
 
-_EPOCH = 1_600_000_000  # seconds: last event of the first user
+_EPOCH = 1_600_000_000  # last event of the first user, in seconds
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from freescale.random import derive, hash_name, uniform
 
-SHORTEST = 2  # events of a history
+SHORTEST = 2  # events of the shortest history
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Rows:
     summaries: Tensor  # [summaries] int64: row of each
     summary_positions: Tensor  # [summaries]: the start of the next segment
     last_events: Tensor  # [summaries]: the last event of its segment, which gives it its time
-    longest_history: int  # with what came before
+    longest_history: int  # earlier events included
     plan: SummaryPlan
 
     @property
@@ -103,7 +103,7 @@ def arrange_rows(
     # of the segment that the event is in
     number = torch.minimum(slot // length, repeat_each(closed, lengths, events))
     counts, total = closed * tokens, int(closed_host.sum()) * tokens
-    place = compute_positions(counts, total)  # of a summary among its sample's
+    place = compute_positions(counts, total)  # index of a summary in its sample
     own = place // tokens  # segment
     parts = segments.split_rows(sizes.lengths, sizes.history)
     assert parts.candidate_counts is not None

@@ -87,7 +87,7 @@ class SegmentedHSTU(HSTU):
         timestamps: Tensor | None = None,
         candidate_counts: Tensor | None = None,
         host: HostSizes | None = None,
-        memory: Memory | None = None,  # of what came before the first of these events
+        memory: Memory | None = None,  # of earlier events
     ) -> Tensor:  # [tokens, width]
         rows = self._arrange(x, lengths, candidate_counts, host, memory)
         outputs = self._run(
