@@ -34,19 +34,10 @@ LANE_WAITS = ("arrive", "await batch", "await sums")
 def sum_busy(
     begin: int, end: int, spans: Iterable[Span], collectives: Iterable[CollectiveRecord]
 ) -> dict[str, int]:
-    """Sums the time of the main thread by the name of the innermost span.
+    """Sums the main thread's nanoseconds by innermost span; `other` is time outside all spans.
 
-    Waits for collectives are left out, and so are spans of other threads (`thread/name`). With the
-    waits, if these do not overlap, the sum is the duration of the step.
-
-    Args:
-        begin: Of the step, in nanoseconds.
-        end: Of the step.
-        spans: The spans of the step; inner ones lie within outer ones.
-        collectives: The collectives of the step.
-
-    Returns:
-        Nanoseconds by name of span; `other` is time outside all spans.
+    Waits for collectives and spans of other threads (`thread/name`) are left out. With the waits,
+    if these do not overlap, the sum is the step [begin, end). Inner spans lie within outer ones.
     """
     # (when, +1 or -1, a rule for ties, name of the span; empty for a wait)
     edges: list[tuple[int, int, int, str]] = []

@@ -90,16 +90,11 @@ def find_negatives(batch: SequenceBatch, like: Jagged) -> Negatives:
 
 
 def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Finds the rows of ids, without copying them if possible.
+    """Finds the rows of ids [...], without copying them if possible.
 
-    Args:
-        table: An nn.Embedding, a module with `locate(ids) -> (rows, index)`, or any other that maps
-            ids [...] to rows [..., width].
-        ids: Each [...].
-
-    Returns:
-        (rows [u, width], for each of the ids their index [...] into them). Equal ids have equal
-        indices.
+    `table` is an nn.Embedding, a module with `locate(ids) -> (rows, index)`, or any other that maps
+    ids [...] to rows [..., width]. Returns rows [u, width], and for each of the ids their index
+    [...] into them; equal ids have equal indices.
     """
     if type(table) is nn.Embedding and _is_plain(table):
         return table.weight, list(ids)

@@ -12,6 +12,22 @@ def sort_descending(costs: np.ndarray) -> np.ndarray:
     return np.argsort(-costs, kind="stable")
 
 
+def find_room(problem: Problem, sample: int, loads: np.ndarray, held: np.ndarray, name: str) -> int:
+    """The least loaded rank that can hold a sample. ValueError from partitioner `name` if none."""
+    cap = np.inf if problem.cap is None else problem.cap
+    fits = held + problem.tokens[sample] <= cap
+    if not fits.any():
+        raise explain_no_room(problem, sample, name)
+    return int(np.where(fits, loads, np.inf).argmin())
+
+
+def explain_no_room(problem: Problem, sample: int, name: str) -> ValueError:
+    return ValueError(
+        f"{name}: sample {sample} with {problem.tokens[sample]} tokens fits on no rank under the "
+        f"cap of {problem.cap}: raise the cap by a tenth"
+    )
+
+
 _TRADES = 4  # per rank, at most
 
 

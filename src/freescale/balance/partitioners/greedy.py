@@ -6,7 +6,12 @@ import heapq
 
 import numpy as np
 
-from freescale.balance.partitioners.common import sort_descending, trade_samples
+from freescale.balance.partitioners.common import (
+    explain_no_room,
+    find_room,
+    sort_descending,
+    trade_samples,
+)
 from freescale.balance.problem import Problem
 
 
@@ -37,10 +42,6 @@ def greedy_equal(problem: Problem) -> np.ndarray:
     return rank_of
 
 
-_NO_ROOM = (
-    "greedy: sample {sample} with {tokens} tokens fits on no rank under the cap of {cap}: "
-    "raise the cap by a tenth"
-)
 _FEW = 256  # samples: up to here a loop over samples is faster than array operations
 
 
@@ -63,7 +64,7 @@ def _place_one_at_a_time(problem: Problem) -> np.ndarray:
         while cap is not None and heap and heap[0][2] + tokens[sample] > cap:
             full.append(heapq.heappop(heap))
         if not heap:
-            raise ValueError(_NO_ROOM.format(sample=sample, tokens=tokens[sample], cap=cap))
+            raise explain_no_room(problem, sample, "greedy")
         load, rank, held = heap[0]
         rank_of[sample] = rank
         heapq.heapreplace(heap, (load + costs[sample], rank, held + tokens[sample]))
@@ -97,9 +98,7 @@ def _place_many_at_a_time(problem: Problem) -> np.ndarray:
             if over.any():
                 count = int(over.argmax())
                 if not count:
-                    room = _find_least_loaded_with_room(
-                        loads, held, int(tokens[start]), problem, int(order[start])
-                    )
+                    room = find_room(problem, int(order[start]), loads, held, "greedy")
                     count, ranks = 1, np.array([room])
         ranks, block = ranks[:count], slice(start, start + count)
         placed[block] = ranks
@@ -109,13 +108,3 @@ def _place_many_at_a_time(problem: Problem) -> np.ndarray:
     rank_of = np.empty(len(order), np.int64)
     rank_of[order] = placed
     return rank_of
-
-
-def _find_least_loaded_with_room(
-    loads: np.ndarray, held: np.ndarray, tokens: int, problem: Problem, sample: int
-) -> int:
-    assert problem.cap is not None
-    room = np.flatnonzero(held + tokens <= problem.cap)
-    if not room.size:
-        raise ValueError(_NO_ROOM.format(sample=sample, tokens=tokens, cap=problem.cap))
-    return int(room[loads[room].argmin()])

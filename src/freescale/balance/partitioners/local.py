@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from freescale.balance.partitioners.common import trade_samples
+from freescale.balance.partitioners.common import find_room, trade_samples
 from freescale.balance.problem import Problem
 
 _TOLERANCE = 0.004  # how far above the lower bound a load may stay
@@ -37,13 +37,7 @@ def local(problem: Problem) -> np.ndarray:
         near = neighbours[int(nodes[problem.home[sample]])]
         taker = near[loads[near].argmin()]
         if loads[taker] + cost > goal or held[taker] + tokens > cap:
-            fits = held + tokens <= cap
-            if not fits.any():
-                raise ValueError(
-                    f"local: sample {sample} with {tokens} tokens fits on no rank "
-                    f"under the cap of {problem.cap}"
-                )
-            taker = np.where(fits, loads, np.inf).argmin()
+            taker = find_room(problem, sample, loads, held, "local")
         rank_of[sample] = taker
         loads[taker] += cost
         held[taker] += tokens

@@ -51,17 +51,13 @@ def choose_negatives_per(
 
 
 def choose_negatives_from(source: str, per: str, num_items: int | None, log_q: bool | None) -> str:
-    """What negatives are drawn from: `uniform`, `popularity` or `all`.
+    """What negatives are drawn from: `uniform`, `popularity` or `all`; `auto` leaves it to this
+    rule.
 
     A batch that shares its negatives reaches few items in a step. Popular items, with the
     correction, compete with the targets; uniform draws are mostly from the long tail and teach
-    little.
-
-    Args:
-        source: One of these, or `auto`, which leaves it to this rule.
-        per: What has its own negatives.
-        num_items: Size of the catalogue that would have to be counted; None: there is none.
-        log_q: Whether logits are corrected; False: not to be.
+    little. `num_items` would have to be counted (None: no catalogue), and `log_q` False rules the
+    correction out.
     """
     if source != "auto":
         return source
@@ -89,14 +85,8 @@ def resolve_negatives(
 ) -> NegativeSpec:
     """Replaces every automatic choice by its result.
 
-    Args:
-        spec: The options.
-        file: The histories.
-        max_length: Longest history of a sample.
-        training: Whether batches have negatives.
-
-    Raises:
-        ValueError: The catalogue does not allow the choice.
+    `max_length` is that of a sample; `training` says whether batches have negatives. Raises
+    ValueError if the catalogue does not allow a choice.
     """
     per = choose_negatives_per(spec.per, min(file.mean_length, max_length), spec.source, spec.count)
     if file.any_ids and training and (spec.source == "all" or spec.in_batch_share < 1):

@@ -61,16 +61,10 @@ def _find_cuts(split: SplitSpec, group: RowGroup) -> NDArray[Any]:
 def find_window(
     start: NDArray[Any], end: NDArray[Any], max_length: int, tail: int | NDArray[Any]
 ) -> Window:
-    """Finds the events that samples need.
+    """Finds the events that samples [samples] need, from `start` to at most `end` of their part.
 
-    A sample whose part has fewer than two events has an empty window.
-
-    Args:
-        start: [samples] first event of each history.
-        end: [samples] where its part ends.
-        max_length: Of the history.
-        tail: Events beyond the history, at most, of all or of each sample; fewer if the history
-            would be empty otherwise.
+    At most `tail` events (of all or of each sample) are beyond the history, fewer if it would be
+    empty otherwise. A sample whose part has fewer than two events has an empty window.
     """
     usable = end - start >= 2
     tails = np.where(usable, np.minimum(tail, end - start - 1), 0)
