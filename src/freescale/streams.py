@@ -1,7 +1,7 @@
 """The current stream of a GPU, and events on it.
 
-torch's own functions look up the device and the environment on the way. They are called some
-hundred times in a step, by threads that take the interpreter from the one that launches kernels.
+torch's own functions look up the device and the environment first. They are called hundreds of
+times per step, by threads that compete for the interpreter with the one that launches kernels.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ run needs them. This module imports no torch: a command starts the server before
                         STATUS: how did this worker end?  STOP: end all workers
     server -> trainer   UP: torch is imported; or the requested status
 
-Not a child of the trainer's own by fork: CUDA does not survive it, nor do threads. The server and
-its workers end with the connection, however the trainer ends.
+Workers are not forked from the trainer: CUDA and threads do not survive a fork. The server and its
+workers end with the connection, however the trainer ends.
 """
 
 from __future__ import annotations

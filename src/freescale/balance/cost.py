@@ -142,11 +142,10 @@ class AdaptiveCost:
     """Recursive least squares of step times on the summed features of what each rank computed.
 
     Everything that enters `update` is gathered from all ranks, so that all of them keep the same
-    coefficients. Times are compared after scaling each feature by its size at the start: the terms
-    differ by many orders of magnitude. Beside the four features of samples there is one of the
-    rank, 1 for each that computed anything: what a step costs whatever is in it. It does not enter
-    an assignment. The recursion is kept in its information form, so that a step costs the same
-    however many ranks measured it.
+    coefficients. Features are scaled by their size at the start, since the terms differ by many
+    orders of magnitude. A fifth feature, 1 for each rank that computed anything, is the fixed cost
+    of a step; it does not enter an assignment. The information form of the recursion makes a step
+    cost the same however many ranks measured it.
     """
 
     def __init__(self, start: CostModel, forgetting: float = 0.96) -> None:

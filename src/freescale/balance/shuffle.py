@@ -8,10 +8,10 @@ pipeline hides behind a step.
     III  AllToAll   of the samples, whole: histories, two-level candidates, side features, labels,
                     keys
 
-A stage is issued at one juncture of the step before and waited for at the next; the last one when
-the batch is needed. Planning and packing happen on the host, where the batch comes from, and so do
-all stages: no device is waited for. Candidate lengths travel with their samples: planning needs
-their sum alone, which is in stage I.
+A stage is issued at one point of the previous step and waited for at the next; the last one when
+the batch is needed. Planning, packing and all stages happen on the host, where the batch comes
+from: no device is waited for. Candidate lengths travel with their samples: planning needs their sum
+alone, which is in stage I.
 """
 
 from __future__ import annotations

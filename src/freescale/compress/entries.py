@@ -49,9 +49,8 @@ def sum_entries(
     """vector [n], zero -> the sum of all ranks' entries, the same bits on every rank. positions
     ascend, each once.
 
-    Entries go to their owners, who add them in rank order and send the sums to all. An AllGather of
-    every rank's entries would send each world - 1 times as well, but as often as ranks have it;
-    here it comes back once.
+    Entries go to their owners, who add them in rank order and send the sums to all. An AllGather
+    would send an entry once per rank that has it; here its sum is sent once.
     """
     rank, world = transport.rank, transport.world
     edges = compute_owner_edges(vector.numel(), world)

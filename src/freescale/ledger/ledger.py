@@ -5,9 +5,8 @@ result. `done`: the result was there. A blocking collective has issued == waited
 (merge.py) splits the wait at the moment when the last rank arrived: straggler time before it,
 exposed communication after it (waits.py).
 
-Another thread that communicates for the rank has a `ThreadLedger`. Its collectives stop nobody
-until the main thread waits for that thread; of each of them, the part that falls into this wait
-counts as waiting.
+Another thread that communicates for the rank has a `ThreadLedger`. Its collectives block nothing
+until the main thread waits for that thread; their overlap with this wait counts as waiting.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ def get_product_dtype(parameter: Tensor) -> torch.dtype:
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
     """linear(x) for x [tokens, in], fast for requests of a served model on ARM processors.
 
-    There torch leaves a product with a transposed matrix to oneDNN, which prepares each for half a
-    millisecond: longer than the products of a small request take. Without gradients the matrix is
-    laid out as it is read.
+    There torch passes products with a transposed matrix to oneDNN, whose setup takes half a
+    millisecond each: longer than the products of a small request. Without gradients the matrix is
+    copied into the order in which it is read.
     """
     served = (
         x.device.type == "cpu"

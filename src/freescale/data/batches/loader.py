@@ -63,8 +63,9 @@ class Histories:
     in `sequences`.
 
     Targets are the next item of each event. Candidates of ranking are the last events of the train
-    part (fewer if the history would be empty otherwise). For the test part of a split by time they
-    are the target and the events after it; else the target alone.
+    part, up to `SampleSpec.candidates` (fewer if the history would be empty otherwise). For the
+    test part of a split by time they are the target and the events after it, up to as many; else
+    the target alone.
 
     ```python
     Histories(
