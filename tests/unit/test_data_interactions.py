@@ -351,7 +351,7 @@ def test_text_files_of_two_releases_are_in_one_unit(tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            r"other.csv: .*'timestamp' .* of no known unit, beside "
+            r"other.csv: .*'timestamp' .* of no known unit, next to "
             r"int64 \(ms\) of .*new.csv"
         ),
     ):
