@@ -193,7 +193,7 @@ def test_shared_negatives_are_of_popular_items(data):
         ({"count": 9, "per": "batch"}, ("batch", "popularity", True)),
         ({"source": "uniform"}, ("batch", "uniform", False)),
         ({"log_q": False}, ("batch", "uniform", False)),
-        ({"num_items": module.LARGEST_UNASKED + 1}, ("batch", "uniform", False)),
+        ({"num_items": module.LARGEST_BY_DEFAULT + 1}, ("batch", "uniform", False)),
         ({"source": "all"}, ("batch", "all", False)),
     ):
         chosen = load(data[0], **options).negatives

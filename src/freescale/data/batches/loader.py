@@ -247,7 +247,7 @@ class Histories:
         low, high = size * self.rank // self.world, size * (self.rank + 1) // self.world
         own = high - low
         # The slice, then the samples after it (cyclically) for its in-batch negatives.
-        beyond = self._find_sampler().count_beyond(size, own) if self._has_negatives else 0
+        beyond = self._get_sampler().count_beyond(size, own) if self._has_negatives else 0
         samples = self._find_samples(epoch, first, size, low, min(own + beyond, size))
         keys = derive(self.read.seed, number, samples[:own])
         # By numpy: torch's calls would take longer than a short batch.
@@ -264,7 +264,7 @@ class Histories:
             _NAMES[column]: Jagged(torch.from_numpy(columns[column][before]), own_history)
             for column in self._columns
         }
-        sequences["timestamps"] = _note_span(sequences["timestamps"])
+        sequences["timestamps"] = _measure_span(sequences["timestamps"])
         if self._is_ranking:
             after = list_ranges(offsets[:own] + history[:own], tail[:own])
             given = {name: torch.from_numpy(column[after]) for name, column in columns.items()}
@@ -279,7 +279,7 @@ class Histories:
             sequences["targets"] = Jagged(following[: len(before)], own_history)
             weights = {"next_item": own_history.to(torch.float32)}
             targets = Jagged(following, torch.from_numpy(history))
-            drawn = self._find_sampler().draw(number, keys, targets, low, size)
+            drawn = self._get_sampler().draw(number, keys, targets, low, size)
             sequences |= {name: Jagged(v, own_history) for name, v in drawn.sequences.items()}
             dense |= drawn.dense
             shared |= drawn.shared
@@ -301,7 +301,7 @@ class Histories:
             return samples
         return torch.cat([samples, self._order.samples(epoch, first, first + wrapped)])
 
-    def _find_sampler(self) -> NegativeSampler:
+    def _get_sampler(self) -> NegativeSampler:
         """Built for the first batch, since it may read the whole file. Workers get it with the
         source."""
         if self._sampler is None:
@@ -319,7 +319,7 @@ class Histories:
         return torch.from_numpy(found).to(ids.device)
 
 
-def _note_span(times: Jagged) -> Jagged:
+def _measure_span(times: Jagged) -> Jagged:
     """Sorted times per sample, with the longest span of a sample."""
     values, lengths = times.values.numpy(), times.lengths.numpy()
     some = lengths > 0

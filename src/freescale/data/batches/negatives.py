@@ -30,7 +30,7 @@ SHORT = 32.0
 # Largest catalogue for the full softmax: every rank fetches all rows in every step.
 LARGEST_CATALOGUE = 1 << 17
 # Largest catalogue that is counted by default: 84 MB in every process.
-LARGEST_UNASKED = 1 << 22
+LARGEST_BY_DEFAULT = 1 << 22
 # Largest catalogue that can be counted, at 20 bytes per item in every process.
 LARGEST_COUNTED = 1 << 28
 
@@ -61,7 +61,7 @@ def choose_negatives_from(source: str, per: str, num_items: int | None, log_q: b
     """
     if source != "auto":
         return source
-    countable = num_items is not None and num_items <= LARGEST_UNASKED and log_q is not False
+    countable = num_items is not None and num_items <= LARGEST_BY_DEFAULT and log_q is not False
     return "popularity" if per == "batch" and countable else "uniform"
 
 

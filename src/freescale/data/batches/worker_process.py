@@ -40,7 +40,7 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedBatch:
     """A batch that is in a slot."""
 
     number: int
@@ -147,7 +147,7 @@ def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
         connection.recv_bytes()  # wait until it has been read
 
 
-def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> Made:
+def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> FinishedBatch:
     tensors = batch.tensors()
     layout = Layout.of(tensors)
     large = layout.size > arena.slot_bytes
@@ -160,7 +160,7 @@ def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> Made:
     spans = {name: part.span for name, part in batch.sequences.items() if part.span is not None}
     message = buffer.numpy().tobytes() if large else None
     bounds = find_bounds(tensors)
-    return Made(number, slot, describe_schema(batch), layout, spans, bounds, message)
+    return FinishedBatch(number, slot, describe_schema(batch), layout, spans, bounds, message)
 
 
 def _pickle_error(error: BaseException) -> bytes:

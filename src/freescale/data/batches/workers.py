@@ -36,13 +36,13 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
 from freescale.data.batches.arena import Arena, make_file
 from freescale.data.batches.prefetch import prefetch
-from freescale.data.batches.worker_process import BatchSource, Made
+from freescale.data.batches.worker_process import BatchSource, FinishedBatch
 from freescale.packed import Packed
 from freescale.worker_server import WorkerServer
 
-_HELD = 6  # batches in flight in a schedule, about
-_SPARE = 4  # slot size, in first batches
-_LEAST = 1 << 20  # bytes of a slot
+_IN_FLIGHT = 6  # batches in flight in a schedule, about
+_HEADROOM = 4  # slot size, as a multiple of the first batch
+_LEAST_BYTES = 1 << 20  # of a slot
 
 
 def read_ahead(
@@ -99,8 +99,8 @@ class WorkerLoader:
         source = self._source
         first = self._first = source.batch(source.start).pack()
         assert first.packed is not None and self._server is not None
-        slots = 2 + -(-_HELD // workers)
-        arena = Arena(workers * slots, max(_LEAST, _SPARE * first.packed.numel()))
+        slots = 2 + -(-_IN_FLIGHT // workers)
+        arena = Arena(workers * slots, max(_LEAST_BYTES, _HEADROOM * first.packed.numel()))
         if pin:
             arena.pin()
         pickled = pickle.dumps(source)
@@ -124,7 +124,7 @@ class WorkerLoader:
         if not self._workers or self._number >= self._source.stop:
             raise StopIteration
         worker = self._workers[(self._number - self._source.start) % len(self._workers)]
-        batch = worker.take(self._number)
+        batch = worker.pop(self._number)
         if batch is None:
             self.made_here += 1
             batch = self._first
@@ -193,14 +193,14 @@ class _Worker:
         self._server = server
         self._lent = 0  # slots that the worker may fill or has filled
         self._returned: deque[_Lease] = deque()  # by any thread that drops the last tensor
-        self._arrived: Made | None = None
+        self._arrived: FinishedBatch | None = None
         self._has_delivered = False
         self._connection: Connection[Any, Any] = Connection(connection.detach())
         self._send(pickle.dumps((number, workers, arena.slots, arena.slot_bytes)))
         for slot in slots:
-            self._give(slot, 0)
+            self._offer(slot, 0)
 
-    def take(self, number: int) -> SequenceBatch | None:
+    def pop(self, number: int) -> SequenceBatch | None:
         """The batch; None if the worker is not running yet, or skips it."""
         self.wait_for(number)
         if self._arrived is None or self._arrived.number != number:
@@ -216,7 +216,7 @@ class _Worker:
         self._reclaim(number)
         while self._arrived is None or self._arrived.number < number:
             if self._arrived is not None:
-                self._give(self._arrived.slot, number)
+                self._offer(self._arrived.slot, number)
             if not self._has_delivered and not self._connection.poll():
                 return
             self._arrived = self._receive()
@@ -225,7 +225,7 @@ class _Worker:
         if not self._has_delivered:
             self._arrived = self._receive()
 
-    def _receive(self) -> Made:
+    def _receive(self) -> FinishedBatch:
         """The batch that the worker has made next."""
         try:
             message = pickle.loads(self._connection.recv_bytes())
@@ -233,12 +233,12 @@ class _Worker:
             raise self._explain_death() from None
         if isinstance(message, BaseException):
             raise message
-        assert isinstance(message, Made)
+        assert isinstance(message, FinishedBatch)
         self._has_delivered = True
         self._lent -= 1
         return message
 
-    def _open(self, made: Made, needed: int) -> SequenceBatch:
+    def _open(self, made: FinishedBatch, needed: int) -> SequenceBatch:
         like = _build_like(made.schema)
         spans = {
             name: replace(like.sequences[name], span=span) for name, span in made.spans.items()
@@ -247,7 +247,7 @@ class _Worker:
             like = replace(like, sequences={**like.sequences, **spans})
         if made.message is not None:  # too large for a slot
             buffer = torch.frombuffer(bytearray(made.message), dtype=torch.uint8)
-            self._give(made.slot, needed)
+            self._offer(made.slot, needed)
             packing = Packed(buffer, made.layout, bounds=made.bounds)
             return replace(like.with_packing(packing), number=made.number)
         view = self._arena.view(made.slot)[: made.layout.size]
@@ -257,7 +257,7 @@ class _Worker:
             weakref.finalize(view, self._returned.append, lease).atexit = False
         else:  # its last slot: keeping all batches must not stop the worker
             buffer = buffer.clone()
-            self._give(made.slot, needed)
+            self._offer(made.slot, needed)
         packing = Packed(buffer, made.layout, lease, made.bounds)
         return replace(like.with_packing(packing), number=made.number)
 
@@ -265,11 +265,11 @@ class _Worker:
         for _ in range(len(self._returned)):
             lease = self._returned.popleft()
             if lease.is_over:
-                self._give(lease.slot, needed)
+                self._offer(lease.slot, needed)
             else:
                 self._returned.append(lease)
 
-    def _give(self, slot: int, needed: int) -> None:
+    def _offer(self, slot: int, needed: int) -> None:
         self._lent += 1
         self._send(pickle.dumps((slot, needed)))
 

@@ -58,11 +58,11 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     refuse_nulls(values)
     if is_text(values.type):
         if not signed:  # dynamic tables treat ids one by one, whatever block they are in
-            values = _drop_zeros_behind_points(values)
+            values = _strip_zero_fractions(values)
         try:
             numbers = values.cast(pa.int64())
         except pa.ArrowInvalid:
-            _refuse_words_for_nothing(values)
+            _refuse_missing_markers(values)
             raise NotIntegers("strings") from None
         # 007 is not 7, and 0x1f would be read as 31
         zeros = pc.and_(pc.starts_with(values, "0"), pc.greater(pc.binary_length(values), 1))
@@ -90,7 +90,7 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     return numbers
 
 
-def _drop_zeros_behind_points(texts: pa.Array) -> pa.Array:
+def _strip_zero_fractions(texts: pa.Array) -> pa.Array:
     """Turns 12.0, as written for integer columns with gaps, into 12. Other texts are unchanged."""
     whole = pc.match_substring_regex(texts, r"^-?\d+\.0+$")
     if not pc.any(whole).as_py():
@@ -98,7 +98,7 @@ def _drop_zeros_behind_points(texts: pa.Array) -> pa.Array:
     return pc.if_else(whole, pc.replace_substring_regex(texts, r"\.0+$", ""), texts)
 
 
-def _refuse_words_for_nothing(texts: pa.Array) -> None:
+def _refuse_missing_markers(texts: pa.Array) -> None:
     """Raises BadValue for NaN and the like among integers, which would turn all ids into
     strings."""
     words = pc.is_in(pc.utf8_lower(texts), pa.array(_NOTHING, texts.type))
