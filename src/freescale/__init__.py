@@ -12,47 +12,34 @@ __version__ = "0.3.0"  # the only place; pyproject.toml reads it
 
 # Names load on first use: `freescale --help` must not wait for torch.
 _EXPORTS = {
-    "Balancer": "freescale.balance.balancer",
-    "CostModel": "freescale.balance.cost",
-    "Problem": "freescale.balance.problem",
-    "Jagged": "freescale.batch",
-    "Nested": "freescale.batch",
-    "SequenceBatch": "freescale.batch",
-    "ThresholdedExchange": "freescale.compress.activations",
-    "DataConfig": "freescale.config",
-    "ModelConfig": "freescale.config",
-    "RunConfig": "freescale.config",
-    "TrainConfig": "freescale.config",
-    "Adagrad": "freescale.embedding.optimizers",
-    "Adam": "freescale.embedding.optimizers",
-    "CountedAdam": "freescale.embedding.optimizers",
-    "RowWiseAdagrad": "freescale.embedding.optimizers",
-    "SGD": "freescale.embedding.optimizers",
-    "After": "freescale.embedding.dynamic_rules",
-    "LFU": "freescale.embedding.dynamic_rules",
-    "Dynamic": "freescale.embedding.dynamic_rules",
-    "Seen": "freescale.embedding.dynamic_rules",
-    "parallelize": "freescale.embedding.parallelize",
-    "ShardedModel": "freescale.embedding.sharded_model",
-    "Disk": "freescale.embedding.host_tables.tiers",
-    "Host": "freescale.embedding.host_tables.tiers",
-    "Ledger": "freescale.ledger.ledger",
-    "Thresholding": "freescale.pipeline.dense.thresholded",
-    "check_samples_independent": "freescale.pipeline.independence",
-    "LossNotFinite": "freescale.pipeline.loss_watch",
-    "Pipeline": "freescale.pipeline.pipeline",
-    "StepResult": "freescale.pipeline.step_result",
-    "Callback": "freescale.train.callbacks",
-    "Checkpoints": "freescale.train.checkpoint.checkpoints",
-    "evaluate": "freescale.train.evaluate",
-    "export": "freescale.train.export",
-    "ConsoleProgress": "freescale.train.progress",
-    "Trainer": "freescale.train.trainer",
-    "Transport": "freescale.transport.api",
-    "TransportError": "freescale.transport.api",
-    "connect": "freescale.transport.connect",
-    "RemoteError": "freescale.transport.failures",
+    "freescale.balance.balancer": "Balancer",
+    "freescale.balance.cost": "CostModel",
+    "freescale.balance.problem": "Problem",
+    "freescale.batch": "Jagged Nested SequenceBatch",
+    "freescale.compress.activations": "ThresholdedExchange",
+    "freescale.config": "DataConfig ModelConfig RunConfig TrainConfig",
+    "freescale.embedding.optimizers": "Adagrad Adam CountedAdam RowWiseAdagrad SGD",
+    "freescale.embedding.dynamic_rules": "After LFU Dynamic Seen",
+    "freescale.embedding.parallelize": "parallelize",
+    "freescale.embedding.sharded_model": "ShardedModel",
+    "freescale.embedding.host_tables.tiers": "Disk Host",
+    "freescale.ledger.ledger": "Ledger",
+    "freescale.pipeline.dense.thresholded": "Thresholding",
+    "freescale.pipeline.independence": "check_samples_independent",
+    "freescale.pipeline.loss_watch": "LossNotFinite",
+    "freescale.pipeline.pipeline": "Pipeline",
+    "freescale.pipeline.step_result": "StepResult",
+    "freescale.train.callbacks": "Callback",
+    "freescale.train.checkpoint.checkpoints": "Checkpoints",
+    "freescale.train.evaluate": "evaluate",
+    "freescale.train.export": "export",
+    "freescale.train.progress": "ConsoleProgress",
+    "freescale.train.trainer": "Trainer",
+    "freescale.transport.api": "Transport TransportError",
+    "freescale.transport.connect": "connect",
+    "freescale.transport.failures": "RemoteError",
 }
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBPACKAGES = ("data", "models", "torchrec")  # the last one needs TorchRec
 
 __all__ = [
@@ -133,9 +120,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"freescale.{name}")
-    if name not in _EXPORTS:
+    if name not in _MODULES:
         raise AttributeError(f"module 'freescale' has no attribute {name!r}")
-    value = getattr(import_module(_EXPORTS[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value  # the next time without a search
     return value
 

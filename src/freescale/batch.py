@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class SequenceBatch:
     `weights` holds the supervised weight of each sample, per task: what a task's summed loss is
     divided by, once it is added up over all ranks. `keys` are the samples' random keys, a function
     of (seed, step, sample): whatever is random about a sample (dropout, negatives) is drawn from
-    its key, so that it does not matter where it is computed. `shared` belongs to the batch as a
-    whole and is the same on all ranks (negatives that every sample uses, say): moves of samples
-    leave it alone.
+    its key, so that results do not depend on the rank. `shared` belongs to the batch as a whole and
+    is the same on all ranks (negatives that every sample uses, say): moves of samples leave it
+    alone.
     """
 
     sequences: Mapping[str, Jagged] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class SequenceBatch:
         return self._parts
 
     @cached_property
-    def _parts(self) -> dict[str, Jagged | Nested | Tensor]:  # asked for many times a step
+    def _parts(self) -> dict[str, Jagged | Nested | Tensor]:  # read many times a step
         parts: dict[str, Jagged | Nested | Tensor] = {}
         for kind, columns in (
             ("s", self.sequences),
@@ -106,7 +107,7 @@ class SequenceBatch:
         return self
 
     def values(self, name: str) -> Tensor:
-        """All values of one feature, flat: what an embedding table reads."""
+        """All values of a feature, flat, as an embedding table reads them."""
         for columns in (self.sequences, self.candidates):
             if name in columns:
                 return columns[name].values
@@ -125,16 +126,10 @@ class SequenceBatch:
 
     def select(self, index: Tensor) -> SequenceBatch:
         """The samples at `index` ([n] int64), in that order; repeats allowed."""
-        parts = self.parts().items()
-        return self.with_parts(
-            {n: p[index] if isinstance(p, Tensor) else p.select(index) for n, p in parts}
-        )
+        return self._move(lambda tensor: tensor[index], lambda part: part.select(index))
 
     def slice(self, start: int, stop: int) -> SequenceBatch:
-        parts = self.parts().items()
-        return self.with_parts(
-            {n: p[start:stop] if isinstance(p, Tensor) else p.slice(start, stop) for n, p in parts}
-        )
+        return self._move(lambda tensor: tensor[start:stop], lambda part: part.slice(start, stop))
 
     def split(self, sizes: Sequence[int]) -> list[SequenceBatch]:
         if sum(sizes) != len(self):
@@ -149,8 +144,7 @@ class SequenceBatch:
 
     @staticmethod
     def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
-        """All samples, in order, with the shared features of the first batch: batches with others
-        are no parts of one batch."""
+        """All samples, in order. Shared features must be equal."""
         if not batches:
             raise ValueError("concat needs at least one batch")
         columns = [b.parts() for b in batches]
@@ -177,11 +171,18 @@ class SequenceBatch:
         return batches[0].with_parts({name: join(name) for name in columns[0]})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SequenceBatch:
-        parts = self.parts().items()
-        mapped = self.with_parts(
-            {n: function(p) if isinstance(p, Tensor) else p.map(function) for n, p in parts}
-        )
+        mapped = self._move(function, lambda part: part.map(function))
         return mapped._with_shared([function(tensor) for tensor in self.list_shared()])
+
+    def _move(
+        self,
+        tensor: Callable[[Tensor], Tensor],
+        part: Callable[[Jagged | Nested], Jagged | Nested],
+    ) -> SequenceBatch:
+        parts = self.parts().items()
+        return self.with_parts(
+            {n: tensor(p) if isinstance(p, Tensor) else part(p) for n, p in parts}
+        )
 
     def list_shared(self) -> list[Tensor]:
         """The tensors of `shared`, in an order that all ranks share."""
@@ -194,17 +195,12 @@ class SequenceBatch:
         return replace(self, shared=shared, packing=None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
-        """Its features remember what they were on the CPU: nobody has to read their sizes from the
-        device. A packed batch is one copy."""
+        """Moves the batch; features keep their sizes on the host. A packed batch is one copy."""
         device = torch.device(device)
         if self.packing is not None and device.type != "cpu":
             return self.with_packing(self.packing.to(device, non_blocking), moved=True)
-        moved = self.with_parts(
-            {n: p.to(device, non_blocking=non_blocking) for n, p in self.parts().items()}
-        )
-        return moved._with_shared(
-            [tensor.to(device, non_blocking=non_blocking) for tensor in self.list_shared()]
-        )
+        to = methodcaller("to", device, non_blocking=non_blocking)
+        return self._move(to, to)._with_shared([to(tensor) for tensor in self.list_shared()])
 
     @property
     def packed(self) -> Tensor | None:
@@ -212,8 +208,7 @@ class SequenceBatch:
         return None if self.packing is None else self.packing.buffer
 
     def find_bounds(self, values: Tensor) -> tuple[int, int]:
-        """(least, greatest) of a tensor of integers on the host. Of one of this batch they may be
-        known already: a batch holds millions of ids, and whoever made it had more time."""
+        """(least, greatest) of host integers; known in advance for packed tensors of this batch."""
         packing = self.packing
         if packing is not None and packing.bounds is not None:
             for tensor, known in zip(self.tensors(), packing.bounds, strict=True):
@@ -230,7 +225,7 @@ class SequenceBatch:
         return self.with_packing(Packed.of(self.tensors(), pin))
 
     def pin_memory(self) -> SequenceBatch:
-        """Packed in memory that a GPU reads by itself."""
+        """Packs the batch in pinned memory."""
         return self.pack(pin=True)
 
     def tensors(self) -> list[Tensor]:
@@ -261,8 +256,7 @@ class SequenceBatch:
         return self.with_parts(parts)._with_shared(list(queue))
 
     def with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
-        """This batch with the same values in a buffer, which is on another device if they
-        `moved`."""
+        """This batch with its values in a buffer, on another device if they `moved`."""
         queue = iter(packing.tensors())
         parts: dict[str, Jagged | Nested | Tensor] = {}
         for name, part in self.parts().items():

@@ -1,10 +1,10 @@
 """Samples as bytes, for an AllToAll: every feature of a batch, whatever its dtype, in one message
 per destination.
 
-All happens on the host, where batches come from and where their lengths are known: no device is
-waited for. Names, dtypes and trailing shapes are not sent, every rank has the same features; sizes
-travel apart, so that whoever unpacks need not read the message. What a batch shares travels with
-every part that has samples: a rank that had no data gets it with its first ones.
+All happens on the host, which has the batches and their lengths: no device is waited for. Names,
+dtypes and trailing shapes are not sent, every rank has the same features; sizes travel separately,
+so that unpacking need not read the message. What a batch shares travels with every part that has
+samples: a rank that had no data gets it with its first ones.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FOREIGN = {
     torch.float8_e5m2: torch.uint8,
 }
 _SHARED = "Shared"  # kind of a feature in a schema
-# values of a sample, on average: from here on they are copied range by range, straight into the
-# message; by index, which is faster for short ones, they are copied twice
+# mean values per sample from which ranges are copied straight into the message; shorter ones are
+# faster by index, with two copies
 _LONG = 256
-_ALIGNMENT = 8  # bytes: every tensor starts at a multiple, so that it can be viewed in its dtype
+_ALIGNMENT = 8  # bytes; aligned tensors can be viewed in their dtype
 
 
 def pack(
@@ -72,8 +72,8 @@ def pack(
 
 
 def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceBatch:
-    """A batch with the features of `like` and the samples in `message` (uint8), which has parts of
-    these `sizes` [parts, tensors], one after another."""
+    """A batch like `like` with the samples in `message` (uint8), parts of `sizes` [parts,
+    tensors]."""
     tensors = like.tensors()
     if sizes.ndim != 2 or sizes.shape[1] != len(tensors):
         raise ValueError(f"sizes of {sizes.shape[1:]} tensors do not fit a batch of {len(tensors)}")
@@ -85,7 +85,7 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
             "of uint8 were announced"
         )
     starts = (np.cumsum(padded.reshape(-1)) - padded.reshape(-1)).reshape(padded.shape)
-    source = message.numpy()  # numpy has less to do per call, and there are many small ones
+    source = message.numpy()  # numpy is faster for many small calls
     rebuilt: list[Tensor] = []
     columns = zip(tensors, sizes.T.tolist(), starts.T.tolist(), bytes_each.T.tolist(), strict=True)
     split = len(tensors) - len(like.shared)
@@ -96,7 +96,7 @@ def unpack(like: SequenceBatch, message: Tensor, sizes: np.ndarray) -> SequenceB
             if length
         ]
         rows = sum(counts)
-        if number >= split:  # each part has the whole of it; without samples, it is not needed
+        if number >= split:  # shared: each part has all of it; not needed without samples
             pieces, rows = pieces[:1], max(counts, default=0)
             if not pieces:
                 rebuilt.append(tensor)
@@ -121,7 +121,7 @@ def describe_schema(batch: SequenceBatch) -> str:
     return _write_schema(tuple(columns))
 
 
-@lru_cache(maxsize=64)  # one batch after another has the same features
+@lru_cache(maxsize=64)  # batches have the same features
 def _write_schema(columns: tuple[tuple[str, str, torch.dtype, torch.Size], ...]) -> str:
     written = [
         [name, kind, str(dtype).removeprefix("torch."), list(shape)]
@@ -131,7 +131,8 @@ def _write_schema(columns: tuple[tuple[str, str, torch.dtype, torch.Size], ...])
 
 
 def build_empty_batch(schema: str) -> SequenceBatch:
-    """No sample, with the features of a schema. What is shared is zero: samples bring their own."""
+    """An empty batch with the features of a schema. Shared features are zero: samples bring
+    theirs."""
     parts: dict[str, Jagged | Nested | Tensor] = {}
     shared: dict[str, Tensor] = {}
     none = torch.zeros(0, dtype=torch.int64)
@@ -155,8 +156,7 @@ def _count_row_bytes(tensor: Tensor) -> int:
 
 
 def _view_as_numpy(tensor: Tensor) -> np.ndarray:
-    """The values of a host tensor. What numpy has no dtype for is moved as integers of the same
-    width."""
+    """The values of a host tensor; dtypes unknown to numpy as integers of equal width."""
     if tensor.dtype in _FOREIGN:
         tensor = tensor.view(_FOREIGN[tensor.dtype])
     return tensor.numpy()
@@ -202,8 +202,7 @@ def _select_rows(
 def _select_ranges(
     lengths: np.ndarray, order: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(indices of the values of the samples at `order`, their lengths, offsets [n + 1] among the
-    chosen)."""
+    """(value indices of the samples at `order`, their lengths, offsets [n + 1])."""
     starts = np.cumsum(lengths) - lengths
     chosen = lengths[order]
     ends = np.concatenate([[0], np.cumsum(chosen)])

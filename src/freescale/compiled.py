@@ -1,5 +1,4 @@
-"""Compiles the C sources of packages, once per machine and version, with the compiler that is
-installed. Triton needs one too."""
+"""Compiles C sources once per machine and version with the installed compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import TypeVar
 from freescale.folders import list_cache_folders, open_own_folder
 
 FLAGS = ("-O2", "-shared", "-fPIC")
-_SECONDS = 60.0  # that the compiler may take
+_SECONDS = 60.0  # timeout of the compiler
 _T = TypeVar("_T")
 
 
@@ -32,19 +31,13 @@ def find_compiler() -> str | None:
 def compile_and_load(
     source: Path, load: Callable[[str], _T], flags: Sequence[str] = FLAGS
 ) -> tuple[_T | None, str]:
-    """Loads the compiled `source` from the cache, and compiles it first where it is not there.
+    """Loads the compiled `source` from the cache; compiles it first if needed.
 
-    Every folder that it may be kept in is tried: one can be full, another user's, or on a mount
-    that nothing is executed from.
+    Every cache folder is tried: one can be full, another user's, or mounted noexec. `source`
+    includes other files of its folder. `load` takes the path of the library and raises OSError or
+    AttributeError for one that this machine cannot use.
 
-    Args:
-        source: the file that is compiled; it includes others of its folder.
-        load: takes the path of the library; its OSError or AttributeError makes the library one
-            that this machine cannot use.
-        flags: for the compiler.
-
-    Returns:
-        (what `load` returned, ""), or (None, the reason).
+    Returns (what `load` returned, ""), or (None, the reason).
     """
     compiler = find_compiler()
     if platform.system() != "Linux":
@@ -66,8 +59,7 @@ def compile_and_load(
 def _load_cached(
     source: Path, folder: Path, compiler: str, load: Callable[[str], _T], flags: Sequence[str]
 ) -> _T:
-    """The file's name ends with the digest of its bytes: a damaged one may take the process that
-    loads it down."""
+    """Loads from the cache. File names end with a digest: loading a damaged file may crash."""
     stem = f"{source.stem}-{_hash_sources(source.parent, flags)}"
     for library in sorted(folder.glob(f"{stem}-*.so")):
         with suppress(OSError, AttributeError):
@@ -81,7 +73,7 @@ def _load_cached(
 def _compile(
     compiler: str, source: Path, stem: Path, load: Callable[[str], _T], flags: Sequence[str]
 ) -> _T:
-    """Several ranks may do it at once: each for itself. Only what can be loaded is kept."""
+    """Compiles and loads; safe with several ranks at once. Keeps only what can be loaded."""
     handle, name = tempfile.mkstemp(dir=stem.parent, suffix=".so")
     os.close(handle)
     library = Path(name)
@@ -100,7 +92,7 @@ def _compile(
 
 
 def _hash_sources(folder: Path, flags: Sequence[str]) -> str:
-    """Of every file that is compiled, how, and of the machine: several may share a home."""
+    """A digest of sources, flags and machine: several may share a home."""
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else ""
     processor = _describe_processor() if "-march=native" in flags else ""
     described = f"{platform.machine()} {libc} {processor} {' '.join(flags)}"
@@ -111,7 +103,7 @@ def _hash_sources(folder: Path, flags: Sequence[str]) -> str:
 
 
 def _describe_processor() -> str:
-    """The instructions that this machine has, as the kernel lists them."""
+    """The machine's instruction set, as the kernel lists it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -19,15 +19,8 @@ _UNSUPPORTED = {
 def lock(descriptor: int, wait: bool = True) -> bool:
     """Locks an open file or folder until it is closed.
 
-    Args:
-        descriptor: of the open file or folder.
-        wait: until another holder has released it.
-
-    Returns:
-        Whether it is locked: False on a file system that has no locks.
-
-    Raises:
-        BlockingIOError: if another process holds the lock and `wait` is False.
+    Returns False on file systems without locks. Raises BlockingIOError if another process holds the
+    lock and `wait` is False.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

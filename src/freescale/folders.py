@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def list_cache_folders() -> list[Path]:
-    """The candidates, in order of preference: the user's cache, then a folder beside temporary
-    files, for users without a home. They need not exist."""
+    """Candidates in order: the user's cache, then a temporary folder for users without a home. They
+    need not exist."""
     found = []
     if given := os.environ.get("XDG_CACHE_HOME"):
         found.append(Path(given))
@@ -26,7 +26,7 @@ def list_cache_folders() -> list[Path]:
 
 
 def find_cache_folder() -> Path:
-    """The first candidate that can be written to. ValueError says why there is none."""
+    """The first writable candidate. ValueError says why there is none."""
     reasons = []
     for folder in list_cache_folders():
         try:
@@ -47,7 +47,7 @@ def open_own_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:
-        raise PermissionError(f"{folder} belongs to somebody else, or others may write to it")
+        raise PermissionError(f"{folder} belongs to another user, or others may write to it")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written to")
     return folder

@@ -1,4 +1,4 @@
-"""Tensors side by side in one buffer: a batch reaches a device, or another process, in one copy."""
+"""Tensors in one buffer: a batch reaches a device or another process in one copy."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes: of every tensor in a buffer, as kernels that load whole vectors want it
+_ALIGNMENT = 16  # bytes; kernels load whole vectors
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in a buffer. What is one tensor in several places (lengths that columns
-    share) lies there once, and is one tensor again for whoever reads it."""
+    """Where tensors lie in a buffer. A tensor that occurs several times (lengths that columns
+    share) is stored once and is one tensor again after reading."""
 
     dtypes: tuple[torch.dtype, ...]  # of distinct tensors
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # in bytes
-    order: tuple[int, ...]  # which of these each tensor is
-    size: int  # of the buffer, in bytes
+    order: tuple[int, ...]  # index of each tensor among these
+    size: int  # bytes of the buffer
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> Layout:
@@ -84,10 +84,10 @@ def find_bounds(tensors: Sequence[Tensor]) -> Bounds:
 
 
 class Lease(Protocol):
-    """Memory that its owner uses again, once the tensors in it are gone."""
+    """Memory that its owner reuses when its tensors are gone."""
 
     def hold(self, copied: torch.cuda.Event) -> None:
-        """Until this event, a device still reads it."""
+        """A device reads the memory until this event."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Packed:
     buffer: Tensor  # [bytes] uint8
     layout: Layout
     lease: Lease | None = field(default=None, compare=False)
-    bounds: Bounds | None = None  # of its tensors, if whoever packed them has looked
+    bounds: Bounds | None = None  # of its tensors, if known
 
     @staticmethod
     def of(tensors: Sequence[Tensor], pin: bool = False) -> Packed:

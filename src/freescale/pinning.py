@@ -1,4 +1,4 @@
-"""Memory of the host that is pinned where it lies: a GPU reads and writes it by itself."""
+"""Pins host memory in place, so that a GPU reads and writes it directly."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def pin(owner: object, address: int, size: int) -> weakref.finalize[[int], Any]:
     """Pins `size` bytes from `address` on.
 
     Args:
-        owner: they stay pinned as long as it lives: memory that goes while the driver has it pinned
-            takes later allocations down with it.
+        owner: keeps the bytes pinned while it lives. Freeing pinned memory breaks later
+            allocations.
         address: of memory that lives as long.
         size: in bytes.
 
     Returns:
-        A call that unpins them before.
+        A call that unpins them earlier.
 
     Raises:
         RuntimeError: the driver refuses; its reason.
@@ -30,9 +30,9 @@ def pin(owner: object, address: int, size: int) -> weakref.finalize[[int], Any]:
     runtime = cuda.cudart()
     error = runtime.cudaHostRegister(address, size, _FOR_ALL_GPUS)
     if int(error) != 0:
-        with suppress(RuntimeError):  # the error stays with the thread until a launch reports it
+        with suppress(RuntimeError):  # clears the thread's error, which a later launch would report
             torch.zeros(1, device="cuda")
         raise RuntimeError(runtime.cudaGetErrorString(error))
     unpin = weakref.finalize(owner, runtime.cudaHostUnregister, address)
-    unpin.atexit = False  # a process that ends takes it along, and the driver may be gone by then
+    unpin.atexit = False  # the process takes it along, and the driver may be gone by then
     return unpin

@@ -75,7 +75,7 @@ def _mix_one(number: int) -> int:
 
 
 def _wrap(number: int) -> int:
-    """The int64 that its last 64 bits are."""
+    """The int64 of its last 64 bits."""
     number &= _UNSIGNED
     return number - (1 << 64) if number >> 63 else number
 
@@ -89,7 +89,7 @@ def hash_name(text: str) -> int:
 
 
 def uniform(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """In [0, 1): as many bits as the type holds exactly, so that nothing is rounded up to 1."""
+    """In [0, 1), with as many bits as the type holds exactly, so that nothing rounds up to 1."""
     bits = {torch.float64: 53, torch.float32: 24}[dtype]
     return _shift_right(keys, 64 - bits).to(dtype).mul_(2.0**-bits)
 

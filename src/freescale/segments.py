@@ -52,23 +52,16 @@ class Segments:
         return self.length + self.tokens
 
     def count_closed(self, history: Any) -> Any:
-        """Full segments of histories of so many events: a number, an array or a tensor."""
+        """Full segments for a number of events, an array or a tensor of numbers."""
         return history // self.length
 
     def count_summaries(self, history: Any) -> Any:
-        """Summaries of histories of so many events: a number, an array or a tensor."""
+        """Summaries for a number of events, an array or a tensor of numbers."""
         return self.count_closed(history) * self.tokens
 
     def count_pairs(self, history: np.ndarray, candidates: np.ndarray | int = 0) -> np.ndarray:
-        """Counts the (query, key) pairs that see each other.
-
-        Args:
-            history: [n] events of each sample.
-            candidates: [n] candidates of each sample.
-
-        Returns:
-            [n] float64.
-        """
+        """Visible (query, key) pairs, [n] float64, for `history` [n] events and `candidates`
+        [n]."""
         history = np.asarray(history, np.float64)
         length, tokens, closed = self.length, self.tokens, history // self.length
         rest = history - closed * length
@@ -79,15 +72,10 @@ class Segments:
         return count
 
     def split_rows(self, lengths: np.ndarray, history: np.ndarray) -> HostSizes:
-        """The segments of a batch as samples of their own, in the order of their rows.
+        """Segments as samples of their own, in the order of their rows, without empty ones.
 
-        Args:
-            lengths: [samples] int64 events and candidates of each sample.
-            history: [samples] int64 events before the candidates.
-
-        Returns:
-            Lengths with the summaries, and candidate counts: those of a sample belong to its open
-            part. Segments without a row are left out.
+        A sample of `lengths` [samples] rows has `history` [samples] events before its candidates,
+        which belong to its open part. Lengths of the result include summaries.
         """
         closed = self.count_closed(history)
         per_sample = closed + 1

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BY_POSITION = "has_row_per_position"  # of parameters that say so
+_BY_POSITION = "has_row_per_position"  # attribute of marked parameters
 
 
 def mark_positions(parameter: nn.Parameter) -> None:
-    """Says that row i of the parameter belongs to position i of a sample. A batch whose longest
-    sequence has n events reaches rows 0 to n (what comes after all events is at n), and leaves the
-    gradient of the others zero."""
+    """Marks a parameter whose row i belongs to position i. A batch with sequences of up to n events
+    reaches rows 0 to n (what follows the events is at n); other rows have no gradient."""
     setattr(parameter, _BY_POSITION, True)
 
 
@@ -36,8 +35,8 @@ def compute_offsets(lengths: Tensor) -> Tensor:
 
 
 def concat_ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Concatenated index ranges [starts[i], starts[i] + lengths[i]) -> [sum(lengths)]. Reads the
-    device for their sum if no `total` is given."""
+    """Concatenates ranges [starts[i], starts[i] + lengths[i]) -> [total]; reads the device without
+    a `total`."""
     offsets = compute_offsets(lengths)
     total = int(offsets[-1]) if total is None else total
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
@@ -46,13 +45,12 @@ def concat_ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> 
 
 @dataclass(frozen=True)
 class HostSizes:
-    """What the host knows of tokens that lie on a device, so that nobody has to read it there.
-    Tensors are on the CPU."""
+    """Sizes of device tokens that the host knows, to avoid reads. Tensors are on the CPU."""
 
     lengths: Tensor  # [samples] int64, candidates included
     candidate_counts: Tensor | None = None  # [samples] int64
-    time_span: int | None = None  # the longest between two timestamps of a sample; None: not known
-    plans: Any = None  # where the attention's plans are kept, for batches of one padded size
+    time_span: int | None = None  # longest time span of a sample; None: unknown
+    plans: Any = None  # holder of attention plans, for batches of one padded size
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,9 @@ class Jagged:
 
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [samples] int64
-    # the same on the CPU, where it moved from
+    # the copy on the CPU that it moved from
     host: Jagged | None = field(default=None, repr=False, compare=False)
-    # most that two values of a sample differ by, where whoever made it knows
+    # largest difference of two values of a sample, if known
     span: int | None = field(default=None, repr=False, compare=False)
     # of a padded batch: see HostSizes
     plans: Any = field(default=None, repr=False, compare=False)
@@ -81,7 +79,7 @@ class Jagged:
 
     @cached_property
     def host_lengths(self) -> Tensor:  # [samples], on the CPU
-        """What they were before they moved; read from the device if that is not known."""
+        """Host copy of the lengths; reads the device if there is none."""
         if self.host is not None:
             return self.host.lengths
         return self.lengths if self.lengths.is_cpu else self.lengths.cpu()
@@ -90,8 +88,7 @@ class Jagged:
         return self.lengths.numel()
 
     def check(self, name: str) -> None:
-        """Refuses lengths that do not fit the values. Reads the device if the host does not know
-        them."""
+        """Checks lengths against values. Reads the device if the host does not know them."""
         lengths = self.host_lengths.numpy()
         if (least := lengths.min(initial=0)) < 0:
             raise ValueError(f"feature {name!r}: a negative length ({least})")
@@ -133,7 +130,7 @@ class Nested:
     values: Tensor  # [tokens, ...]
     lengths: Tensor  # [candidates] int64: values per candidate
     counts: Tensor  # [samples] int64: candidates per sample
-    # the same on the CPU, where it moved from
+    # the copy on the CPU that it moved from
     host: Nested | None = field(default=None, repr=False, compare=False)
 
     @cached_property

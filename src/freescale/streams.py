@@ -1,7 +1,7 @@
 """The current stream of a GPU, and events on it.
 
-torch's own functions look up the device and the environment on the way. They are called some
-hundred times in a step, by threads that take the interpreter from the one that launches kernels.
+torch's own functions look up the device and the environment first. They are called hundreds of
+times per step, by threads that compete for the interpreter with the one that launches kernels.
 """
 
 from __future__ import annotations
@@ -33,12 +33,8 @@ def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
 
 
 def record_event(stream: torch.cuda.Stream | None = None, **options: bool) -> torch.cuda.Event:
-    """Records an event on a stream.
-
-    Args:
-        stream: the current one of the current device if None.
-        options: of torch.cuda.Event.
-    """
+    """Records an event (`options` as of torch.cuda.Event) on a stream, by default the current
+    one."""
     event: torch.cuda.Event = _event(**options)
     event.record(stream if stream is not None else current_stream())
     return event
@@ -54,8 +50,7 @@ def record_event_on(
 
 
 def begin_reading(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """Integers [n] on their way to the host. Returns what waits for them: what the current stream
-    is given meanwhile, it does not wait for."""
+    """Starts copying integers [n] to the host and returns a function that waits for them alone."""
     if not numbers.is_cuda:
         return numbers.tolist
     there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -76,24 +71,23 @@ def has_happened(event: torch.cuda.Event) -> bool:
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream of its own. A negative `priority` goes before the default streams' work."""
+    """A new stream. A negative `priority` runs before the default streams."""
     stream: torch.cuda.Stream = _stream(device, priority=priority)
     return stream
 
 
 class InTurn:
-    """Work on tensors of a device that several threads and streams share: the device does it in the
-    order of the calls. The caller sees to it that there is one at a time."""
+    """Orders the work of several threads and streams on shared device tensors. The caller ensures
+    that there is one call at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reached = record_event_on(device)  # the last work; None on a CPU
-        self._stream = current_stream(device) if self._reached is not None else None  # its own
+        self._stream = current_stream(device) if self._reached is not None else None  # its stream
 
     @contextmanager
     def __call__(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """The current stream goes on after the last work; the next one after this. `tensors`: made
-        on another stream, maybe."""
+        """Runs the current stream after the last work. `tensors` may be from another stream."""
         if self._reached is None:
             yield
             return
@@ -106,9 +100,9 @@ class InTurn:
         try:
             yield
         finally:
-            self._reached.record(stream)  # streams that wait for it wait for what it was before
+            self._reached.record(stream)  # earlier waiters keep the previous point
 
     def wait(self) -> None:
-        """The host waits for the last work."""
+        """Waits for the last work on the host."""
         if self._reached is not None:
             self._reached.synchronize()

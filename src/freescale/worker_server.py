@@ -4,12 +4,12 @@ A worker needs torch, whose import takes seconds. One process imports it, while 
 it too and builds its model; then workers are forked from it, in milliseconds each, as often as a
 run needs them. This module imports no torch: a command starts the server before anything else.
 
-    trainer -> server   FORK: fork so many workers, with a connection each and what all share
+    trainer -> server   FORK: fork workers, each with a connection and shared descriptors
                         STATUS: how did this worker end?  STOP: end all workers
-    server -> trainer   UP: torch is there; or the status that was asked for
+    server -> trainer   UP: torch is imported; or the requested status
 
-Not a child of the trainer's own by fork: CUDA does not survive it, nor do threads. The server and
-its workers end with the connection, however the trainer ends.
+Workers are not forked from the trainer: CUDA and threads do not survive a fork. The server and its
+workers end with the connection, however the trainer ends.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from pathlib import Path
 
 from freescale.config import RunConfig
 
-RECORD = struct.Struct("<ii")  # what it is, and a number
-MOST_WORKERS = 64  # of a fork: the kernel passes on 253 descriptors at a time
+RECORD = struct.Struct("<ii")  # kind and number
+MOST_WORKERS = 64  # per fork: the kernel passes at most 253 descriptors
 _START = (
     "import sys; sys.path[:] = {path!r}; "
     "from freescale.data.batches.worker_process import main; main({fd})"
 )
-_PATIENCE = 2.0  # seconds in which a server that is up ends its workers
+_PATIENCE = 2.0  # seconds that a running server has to end its workers
 
 
 class Record(IntEnum):
-    """What goes between trainer and server."""
+    """Messages between trainer and server."""
 
     FORK = 1
     STATUS = 2
@@ -48,7 +48,7 @@ class Record(IntEnum):
 
 
 class WorkerServer:
-    """Starts at once. Ends with `close`, or with this object."""
+    """Starts at once; ends on `close` or with this object."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -75,20 +75,20 @@ class WorkerServer:
         return self._end.alive
 
     def fork(self, connections: Sequence[socket.socket], shared: Sequence[int]) -> None:
-        """Forks a worker for each connection, once the server is up: nothing waits for it. All
-        workers get the file descriptors `shared`."""
+        """Forks a worker per connection once the server is up, without waiting. All get
+        `shared`."""
         if len(connections) > MOST_WORKERS:
             raise ValueError(
                 f"workers is {len(connections)}; it may be {MOST_WORKERS} at most for a rank"
             )
         fds = [*shared, *(each.fileno() for each in connections)]
-        with suppress(BrokenPipeError, ConnectionResetError):  # seen by whoever waits for a worker
+        with suppress(BrokenPipeError, ConnectionResetError):  # seen when waiting for a worker
             record = RECORD.pack(Record.FORK, len(connections))
             socket.send_fds(self._control, [record], fds)
 
     def find_status(self, worker: int) -> int:
-        """The exit status of a worker that has ended; negative: of the signal that killed it. Of
-        the server's own, if that has ended."""
+        """The exit status of a dead worker (negative: its signal), or of the server if that
+        ended."""
         with suppress(OSError):
             self._control.sendall(RECORD.pack(Record.STATUS, worker))
             while (answer := self._control.recv(RECORD.size, socket.MSG_WAITALL)) != b"":
@@ -99,7 +99,7 @@ class WorkerServer:
         return self._process.wait()
 
     def stop(self) -> None:
-        """Ends the workers, whatever they are doing. More can be forked."""
+        """Kills the workers. More can be forked."""
         with suppress(OSError):
             self._control.sendall(RECORD.pack(Record.STOP, 0))
 
@@ -108,7 +108,7 @@ class WorkerServer:
         if not self._end.alive:
             return
         if self._is_up or select.select([self._control], [], [], 0)[0]:
-            # it ends its children and waits for them: nobody else may
+            # only the server can end and reap its children
             with suppress(OSError):
                 self._control.shutdown(socket.SHUT_WR)
             with suppress(subprocess.TimeoutExpired):
@@ -120,25 +120,18 @@ def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     control.close()
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # it has nothing to put away
+            os.killpg(process.pid, signal.SIGKILL)  # it has nothing to clean up
         process.wait()
 
 
-def choose_workers(asked: int | None, device: str, cores: int, ranks: int) -> int:
-    """Worker processes of a rank.
+def choose_workers(workers: int | None, device: str, cores: int, ranks: int) -> int:
+    """Worker processes of a rank, by device type, cores of the machine and its ranks.
 
-    Args:
-        asked: What the user wants; None leaves it to this rule.
-        device: Type of the device that computes.
-        cores: Of this machine, for all its ranks.
-        ranks: On this machine.
-
-    Returns:
-        0: a thread of the trainer. On CPUs the trainer leaves the interpreter free while it
-        computes, and the cores are busy with that.
+    0: a thread of the trainer. On CPUs the trainer releases the interpreter while it computes, and
+    the cores are busy with that.
     """
-    if asked is not None:
-        return asked
+    if workers is not None:
+        return workers
     return 0 if device == "cpu" else max(0, min(8, cores // ranks - 1))
 
 
@@ -148,13 +141,12 @@ def count_workers(config: RunConfig, device: str) -> int:
 
 
 def count_cores(ranks: int | None = None) -> int:
-    """The cores of each of `ranks` ranks of this machine; by default, of this rank. torch's own
-    number is 1 under torchrun."""
+    """Cores per rank of this machine. torch's own number is 1 under torchrun."""
     return max(1, _count_all_cores() // (ranks or _count_ranks()))
 
 
 def _count_all_cores() -> int:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -165,8 +157,7 @@ def _count_ranks() -> int:
 
 
 def start_early(config: RunConfig) -> WorkerServer | None:
-    """The server of a run, before it is known for sure whether there is a GPU; None where a run
-    will have no workers."""
+    """The server of a run, before a GPU is certain; None for a run without workers."""
     device = config.train.device
     if device == "auto":
         device = "cuda" if may_have_gpu() else "cpu"
@@ -174,6 +165,6 @@ def start_early(config: RunConfig) -> WorkerServer | None:
 
 
 def may_have_gpu() -> bool:
-    """Without asking the driver, which takes torch."""
+    """Whether a GPU is likely, without the driver, which needs torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return not hidden and any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from helpers.loading import load_histories
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.training import build, snapshot
 
@@ -48,11 +49,11 @@ def train(transport, path, task, numbers, partitioner, accumulate=2):
     options = {
         "task": task,
         "tasks": LABELS if task == "ranking" else (),
-        "negatives": 12,
+        "count": 12,
         "in_batch_share": 0.5,
         "halo": 4,
     }
-    data = Histories(
+    data = load_histories(
         path,
         13,
         rank=transport.rank,

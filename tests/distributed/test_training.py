@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.loading import load_histories
 from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
 import freescale
-from freescale.data.batches.loader import Histories
 from freescale.data.synthetic.generate import generate
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
@@ -17,8 +17,8 @@ from freescale.transport.local import LocalTransport
 
 LABELS = ("is_click", "is_like")
 NEGATIVES = (
-    {"negatives": 12, "in_batch_share": 0.5, "negatives_from": "popularity"},
-    {"negatives_from": "all"},
+    {"count": 12, "in_batch_share": 0.5, "source": "popularity"},
+    {"source": "all"},
 )
 
 
@@ -36,7 +36,7 @@ def step(transport, path, task, placement, number, negatives):
         "halo": 4,
         **negatives,
     }
-    data = Histories(
+    data = load_histories(
         path,
         13,
         rank=transport.rank,

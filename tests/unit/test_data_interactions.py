@@ -277,7 +277,7 @@ FLAGS = "user_id,video_id,time_ms,is_click\n"
         ),
         pytest.param(
             bad_text("a.jsonl", '{"user_id":"a","asin":"b","rating":"five","timestamp":1}\n'),
-            ["a.jsonl", "rating", "mend or drop"],
+            ["a.jsonl", "rating", "fix or drop"],
             id="rating is no number",
         ),
         pytest.param(
@@ -351,7 +351,7 @@ def test_text_files_of_two_releases_are_in_one_unit(tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            r"other.csv: .*'timestamp' .* of no known unit, beside "
+            r"other.csv: .*'timestamp' .* of no known unit, next to "
             r"int64 \(ms\) of .*new.csv"
         ),
     ):

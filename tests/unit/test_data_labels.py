@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.loading import load_histories
 
 from freescale.data import Histories, prepare
 
@@ -53,7 +54,7 @@ def histories(path: Path, labels: pa.Array, statistics: bool = True) -> Path:
 
 
 def ranking(path: Path, *tasks: str) -> Histories:
-    return Histories(path, 4, task="ranking", tasks=tasks or ("like",))
+    return load_histories(path, 4, task="ranking", tasks=tasks or ("like",))
 
 
 @pytest.mark.parametrize(("labels", "value"), BAD)
@@ -65,7 +66,7 @@ def test_other_labels_are_refused_by_the_name_of_the_file_that_holds_them(tmp_pa
         ranking(made)
     assert str(error.value).startswith(f"{bad}: label column 'like' holds {value}, not 0 or 1; ")
     assert "\n" not in str(error.value) and "cache" not in str(error.value)
-    assert len(Histories(made, 4)) == 1  # for retrieval it is a column like any other
+    assert len(load_histories(made, 4)) == 1  # for retrieval it is a column like any other
 
 
 @pytest.mark.parametrize("statistics", [True, False])
@@ -85,7 +86,7 @@ def test_0_and_1_of_any_type_are_labels(tmp_path, labels):
     elsewhere = histories(tmp_path / "histories.parquet", labels)
     # the first event of a user is history
     for path, labelled in ((made, expected[1:]), (elsewhere, expected[1:2])):
-        batch = Histories(path, 4, task="ranking", tasks=("like",), split="none").batch(0)
+        batch = load_histories(path, 4, task="ranking", tasks=("like",), kind="none").batch(0)
         assert batch.sequences["labels"].values.tolist() == labelled
 
 

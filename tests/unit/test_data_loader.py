@@ -12,14 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.loading import load_histories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.data import Histories, prefetch
+from freescale.data import SplitSpec, prefetch
 from freescale.data.batches.negative_draws import draw_negatives
 from freescale.data.batches.negatives import choose_negatives_per
-from freescale.data.batches.splits import LEAST_EVENTS, Split, find_window
+from freescale.data.batches.splits import LEAST_EVENTS, find_ends, find_later, find_window
 from freescale.data.histories import RowGroup
 from freescale.random import derive, hash_name, integers
 
@@ -107,15 +108,15 @@ CASES = [
 @pytest.mark.parametrize("max_length", [1, 7, 200])
 def test_retrieval_samples(data, part, split, split_time, max_length):
     path, rows = data
-    loader = Histories(
+    loader = load_histories(
         path,
         8,
         max_length=max_length,
         part=part,
-        split=split,
-        split_time=split_time,
-        negatives=4,
-        negatives_per="sample",
+        kind=split,
+        time=split_time,
+        count=4,
+        per="sample",
     )
     seen = []
     for batch in loader:
@@ -153,7 +154,7 @@ def test_retrieval_samples(data, part, split, split_time, max_length):
 def test_the_shortest_history_that_is_trained_on(split):
     least = LEAST_EVENTS[split]
     offsets = np.array([0, least - 1, 2 * least - 1])  # one event too few, then enough
-    ends = Split(split, None).find_ends(RowGroup(offsets, {}), "train")
+    ends = find_ends(SplitSpec(split), RowGroup(offsets, {}), "train")
     window = find_window(offsets[:-1], ends, max_length=10, tail=1)
     assert (window.end - window.begin).tolist() == [0, 2]
 
@@ -163,8 +164,8 @@ def test_events_after_the_first_target_of_the_test_part():
     times = [[1, 2], [5, 6, 7], [1, 5, 6, 7], [1, 5]]
     offsets = np.cumsum([0, *map(len, times)])
     group = RowGroup(offsets, {"timestamp": np.concatenate(times)})
-    assert Split("time", 5).find_later(group, 9).tolist() == [0, 0, 2, 0]
-    assert Split("time", 5).find_later(group, 1).tolist() == [0, 0, 1, 0]
+    assert find_later(SplitSpec("time", 5), group, 9).tolist() == [0, 0, 2, 0]
+    assert find_later(SplitSpec("time", 5), group, 1).tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("part", "split", "split_time"), CASES)
@@ -172,7 +173,7 @@ def test_ranking_samples(data, part, split, split_time):
     path, rows = data
     tasks = ("like", "score")
     options = {"task": "ranking", "tasks": tasks, "candidates": 3, "max_length": 5}
-    for batch in Histories(path, 8, part=part, split=split, split_time=split_time, **options):
+    for batch in load_histories(path, 8, part=part, kind=split, time=split_time, **options):
         batch.check()
         found = batch.candidates["candidates"]
         assert found.lengths.eq(1).all() and not batch.dense
@@ -218,8 +219,8 @@ def test_ranks_together_are_the_global_batch(
     data, batch, world, halo, share, shuffle, part, task, per, source
 ):
     options = {
-        "negatives_per": per,
-        "negatives_from": source,
+        "per": per,
+        "source": source,
         "halo": halo,
         "in_batch_share": share,
         "shuffle": shuffle,
@@ -227,9 +228,9 @@ def test_ranks_together_are_the_global_batch(
         "task": task,
         "epochs": 2,
     }
-    options |= {"negatives": 6, "tasks": ("like",), "max_length": 9, "shuffle_groups": 2, "seed": 5}
-    whole = Histories(data[0], batch, **options)
-    ranks = [Histories(data[0], batch, rank=r, world=world, **options) for r in range(world)]
+    options |= {"count": 6, "tasks": ("like",), "max_length": 9, "shuffle_groups": 2, "seed": 5}
+    whole = load_histories(data[0], batch, **options)
+    ranks = [load_histories(data[0], batch, rank=r, world=world, **options) for r in range(world)]
     epoch = -(-USERS // batch)
     assert {len(r) for r in ranks} == {len(whole)} == {2 * epoch}
     for number in sorted({0, epoch // 2, epoch - 1, epoch, 2 * epoch - 1}):
@@ -243,7 +244,7 @@ def test_ranks_together_are_the_global_batch(
 
 def test_an_empty_rank_has_every_feature(data):
     first, last = (
-        Histories(data[0], 2, rank=r, world=5, negatives=128, negatives_per="sample").batch(0)
+        load_histories(data[0], 2, rank=r, world=5, count=128, per="sample").batch(0)
         for r in (0, 4)
     )
     assert len(first) == 0 and len(last) == 1
@@ -254,7 +255,7 @@ def test_an_empty_rank_has_every_feature(data):
 
 def test_order(data):
     def order(**options) -> list[int]:
-        loader = Histories(data[0], 7, negatives=0, **options)
+        loader = load_histories(data[0], 7, count=0, **options)
         return [s for batch in loader for s in samples_of(batch, options.get("seed", 0))]
 
     assert order(shuffle=False) == list(range(USERS))
@@ -286,12 +287,12 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     make(tmp_path / "h.parquet", users=96, group=4)
     # Windows of 4 groups are 16 samples; batches of 12 span two windows, and their last samples'
     # negatives come from the first ones.
-    loader = Histories(
+    loader = load_histories(
         tmp_path / "h.parquet",
         12,
         shuffle_groups=4,
         in_batch_share=0.5,
-        negatives_per="sample",
+        per="sample",
         log_q=False,  # which counts items first
         halo=3,
         rank=1,
@@ -309,9 +310,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
     assert len(reads) <= 3 * 24, len(reads)
     assert set(reads) == set(range(24))
     # a file that fits in memory is read once
-    kept = Histories(
-        tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3, negatives_from="uniform"
-    )
+    kept = load_histories(tmp_path / "h.parquet", 12, shuffle_groups=4, epochs=3, source="uniform")
     monkeypatch.setattr(
         kept.file, "read", lambda group, columns: (reads.append(group), read(group, columns))[1]
     )
@@ -322,7 +321,7 @@ def test_each_row_group_is_read_once_per_epoch_and_few_are_held(tmp_path, monkey
 @pytest.mark.parametrize("part", ["train", "validation", "test"])
 def test_a_file_in_memory_gives_the_batches_of_its_row_groups(data, part):
     whole, groups = (
-        Histories(data[0], 10, part=part, rank=1, world=2, epochs=2, **options)
+        load_histories(data[0], 10, part=part, rank=1, world=2, epochs=2, **options)
         for options in ({}, {"kept_bytes": 0})
     )
     assert groups.file.num_groups > 1
@@ -333,11 +332,11 @@ def test_a_file_in_memory_gives_the_batches_of_its_row_groups(data, part):
 
 def test_negatives_come_from_the_halo_or_from_everywhere(data):
     path, rows = data
-    loader = Histories(
+    loader = load_histories(
         path,
         16,
-        negatives=40,
-        negatives_per="sample",
+        count=40,
+        per="sample",
         in_batch_share=0.25,
         log_q=False,
         halo=5,
@@ -374,13 +373,13 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
     }
     pq.write_table(pa.table(table), path)
     options = {
-        "negatives": 4000,
-        "negatives_per": "sample",
+        "count": 4000,
+        "per": "sample",
         "in_batch_share": 0.5,
-        "split": "none",
+        "kind": "none",
         "shuffle": False,
     }
-    batch = Histories(path, 6, halo=3, **options).batch(0)
+    batch = load_histories(path, 6, halo=3, **options).batch(0)
     for user in range(6):
         counts = torch.bincount(batch.dense["negatives"][user, :2000], minlength=6)
         near = {(user + step) % 6 for step in (1, 2, 3)}
@@ -389,7 +388,7 @@ def test_negatives_cover_sample_and_catalogue_evenly(tmp_path):
         )
         everywhere = torch.bincount(batch.dense["negatives"][user, 2000:], minlength=6)
         assert int(everywhere.min()) > 250 and int(everywhere.max()) < 420
-    again = Histories(path, 6, halo=3, epochs=2, **options)
+    again = load_histories(path, 6, halo=3, epochs=2, **options)
     assert not torch.equal(again.batch(0).dense["negatives"], again.batch(1).dense["negatives"])
 
 
@@ -410,21 +409,21 @@ def test_short_histories_share_the_negatives_of_the_batch(tmp_path):
         rows = [[1] * length] * 20 + [[]]
         table = pa.table({"user_id": range(21), "item_id": rows, "timestamp": rows})
         pq.write_table(table, path, row_group_size=8)
-        loader = Histories(path, 4, split="none", negatives_per="auto")
-        assert abs(loader.file.mean_length - length) < 2 and loader.negatives_per == per
+        loader = load_histories(path, 4, kind="none", per="auto")
+        assert abs(loader.file.mean_length - length) < 2 and loader.negatives.per == per
         assert "negatives" in (loader.batch(0).shared if per == "batch" else loader.batch(0).dense)
-        cut = Histories(path, 4, split="none", max_length=7, negatives_per="auto")
-        assert cut.negatives_per == "batch"
+        cut = load_histories(path, 4, kind="none", max_length=7, per="auto")
+        assert cut.negatives.per == "batch"
 
 
 def test_negatives_of_positions_and_of_the_batch(data):
     """Every rank draws the same: those of a batch are equal everywhere, in-batch ones included;
     those of a position belong to the sample's position, whoever reads it."""
-    options = {"negatives": 12, "in_batch_share": 0.5, "halo": 3, "num_items": 1 << 40}
+    options = {"count": 12, "in_batch_share": 0.5, "halo": 3, "num_items": 1 << 40}
     options["log_q"] = False
     for world in (1, 3):
         ranks = [
-            Histories(data[0], 10, rank=r, world=world, negatives_per="batch", **options)
+            load_histories(data[0], 10, rank=r, world=world, per="batch", **options)
             for r in range(world)
         ]
         parts = [rank.batch(1) for rank in ranks]
@@ -440,7 +439,7 @@ def test_negatives_of_positions_and_of_the_batch(data):
             assert not torch.equal(negatives, ranks[0].batch(2).values("negatives"))
         assert torch.equal(negatives, first)
         ranks = [
-            Histories(data[0], 10, rank=r, world=world, negatives_per="position", **options)
+            load_histories(data[0], 10, rank=r, world=world, per="position", **options)
             for r in range(world)
         ]
         whole = SequenceBatch.concat([rank.batch(1) for rank in ranks])
@@ -460,51 +459,56 @@ def test_resume_from_any_batch_is_the_tail(data):
         "epochs": 2,
         "rank": 1,
         "world": 3,
-        "negatives": 6,
+        "count": 6,
         "in_batch_share": 0.5,
         "shuffle_groups": 2,
     }
-    whole = list(Histories(data[0], 11, **options))
+    whole = list(load_histories(data[0], 11, **options))
     for start in range(len(whole) + 1):
-        loader = Histories(data[0], 11, start=start, **options)
+        loader = load_histories(data[0], 11, start=start, **options)
         assert len(loader) == len(whole) - start
         tail = list(loader)
         assert len(tail) == len(loader) and all(
             same(a, b) for a, b in zip(tail, whole[start:], strict=True)
         )
-    loader = Histories(data[0], 11, **options)
+    loader = load_histories(data[0], 11, **options)
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
     state = loader.state_dict()
     assert state["next"] == 3 and loader.state_dict(next=1)["next"] == 1
-    other = Histories(data[0], 11, **(options | {"rank": 0, "world": 1}))  # another number of ranks
+    other = load_histories(
+        data[0], 11, **(options | {"rank": 0, "world": 1})
+    )  # another number of ranks
     other.load_state_dict(state)
-    full = Histories(data[0], 11, **(options | {"rank": 0, "world": 1}))
+    full = load_histories(data[0], 11, **(options | {"rank": 0, "world": 1}))
     assert all(same(a, b) for a, b in zip(other, list(full)[3:], strict=True))
 
 
 def test_state_of_other_data_or_options_is_refused(data, tmp_path):
-    state = Histories(data[0], 11).state_dict()
+    state = load_histories(data[0], 11).state_dict()
     make(tmp_path / "other.parquet", seed=1)
     for loader, words in (
-        (Histories(data[0], 12), "global_batch 11, .* 12"),
-        (Histories(data[0], 11, seed=4), "seed 0, .* 4"),
-        (Histories(data[0], 11, shuffle=False), "shuffle True, .* False"),
-        (Histories(tmp_path / "other.parquet", 11), f"fingerprint '{state['fingerprint']}', .* '"),
+        (load_histories(data[0], 12), "global_batch 11, .* 12"),
+        (load_histories(data[0], 11, seed=4), "seed 0, .* 4"),
+        (load_histories(data[0], 11, shuffle=False), "shuffle True, .* False"),
+        (
+            load_histories(tmp_path / "other.parquet", 11),
+            f"fingerprint '{state['fingerprint']}', .* '",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict(state)
     with pytest.raises(ValueError, match=r"start is 99; the run has 5 batches"):
-        Histories(data[0], 11).load_state_dict(state | {"next": 99})
+        load_histories(data[0], 11).load_state_dict(state | {"next": 99})
 
 
 @pytest.mark.parametrize(("split", "split_time"), SPLITS)
 def test_item_counts(data, split, split_time):
     path, rows = data
     part = "train" if split == "none" else "test"
-    counts = Histories(
-        path, 4, split=split, split_time=split_time, part=part, num_items=400
+    counts = load_histories(
+        path, 4, kind=split, time=split_time, part=part, num_items=400
     ).count_items()
     expected = torch.zeros(400, dtype=torch.int64)
     for row in rows:
@@ -515,7 +519,7 @@ def test_item_counts(data, split, split_time):
 
 def test_sizes(data):
     path, rows = data
-    loader = Histories(path, 10, epochs=3, start=4)
+    loader = load_histories(path, 10, epochs=3, start=4)
     assert loader.num_samples == USERS and loader.batches_per_epoch == 6 and len(loader) == 14
     assert loader.num_items == max(item for row in rows for item in row["item_id"]) + 1
     assert len(list(loader)) == 14 and len(list(loader)) == 14  # may be gone through again
@@ -535,19 +539,19 @@ def test_sizes(data):
             id="unknown task",
         ),
         pytest.param({"part": "dev"}, "part is 'dev'", id="unknown part"),
-        pytest.param({"split": "random"}, "split is 'random'", id="unknown split"),
+        pytest.param({"kind": "random"}, "split is 'random'", id="unknown split"),
         pytest.param(
-            {"split": "time"},
-            "split 'time' with split_time None",
+            {"kind": "time"},
+            "split 'time' with time None",
             id="split by time without a time",
         ),
         pytest.param(
-            {"split_time": 4},
-            "split 'leave-one-out' with split_time 4",
+            {"time": 4},
+            "split 'leave-one-out' with time 4",
             id="time without a split by time",
         ),
         pytest.param(
-            {"split": "none", "part": "test"}, "nothing is held out", id="test part of no split"
+            {"kind": "none", "part": "test"}, "nothing is held out", id="test part of no split"
         ),
         pytest.param({"in_batch_share": 1.5}, "in_batch_share is 1.5", id="share above 1"),
         pytest.param({"epochs": 0}, "epochs is 0", id="0 epochs"),
@@ -571,7 +575,7 @@ def test_sizes(data):
 )
 def test_bad_options(data, options, words):
     with pytest.raises(ValueError, match=words):
-        Histories(data[0], **({"global_batch": 10} | options))
+        load_histories(data[0], **({"global_batch": 10} | options))
 
 
 @pytest.mark.parametrize(
@@ -630,7 +634,7 @@ def test_files_made_elsewhere_are_checked(tmp_path, columns, words):
     path = tmp_path / "histories.parquet"
     pq.write_table(pa.table(columns), path)
     with pytest.raises(ValueError, match=words):
-        list(Histories(path, 4))
+        list(load_histories(path, 4))
 
 
 def test_ids_beyond_what_the_metadata_say(tmp_path):
@@ -641,9 +645,9 @@ def test_ids_beyond_what_the_metadata_say(tmp_path):
     )
     pq.write_table(table.replace_schema_metadata({"freescale": about}), path)
     with pytest.raises(ValueError, match=r"user 8 has item id 9, not in \[0, 5\); raise num_items"):
-        list(Histories(path, 4))
+        list(load_histories(path, 4))
     with pytest.raises(ValueError, match="no such file"):
-        Histories(tmp_path / "none.parquet", 4)
+        load_histories(tmp_path / "none.parquet", 4)
 
 
 @pytest.fixture
@@ -672,7 +676,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, one_thread):
         pool = pa.proxy_memory_pool(usual)
         pa.set_memory_pool(pool)
         try:
-            loader = Histories(tmp_path / "h.parquet", 64, negatives=2, kept_bytes=0)
+            loader = load_histories(tmp_path / "h.parquet", 64, count=2, kept_bytes=0)
             assert sum(len(batch) for batch in loader) == users
             assert len(loader._reader.groups) <= 10
             peaks.append(pool.max_memory())
@@ -715,8 +719,8 @@ def test_prefetched_raises_in_the_consumer():
 
 
 def test_prefetched_batches_are_the_batches(data):
-    loader = Histories(data[0], 9, epochs=2)
+    loader = load_histories(data[0], 9, epochs=2)
     assert all(
         same(a, b)
-        for a, b in zip(prefetch(loader), list(Histories(data[0], 9, epochs=2)), strict=True)
+        for a, b in zip(prefetch(loader), list(load_histories(data[0], 9, epochs=2)), strict=True)
     )

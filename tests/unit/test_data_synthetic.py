@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from helpers.loading import load_histories
 
-from freescale.data import Histories, generate, prepare
+from freescale.data import generate, prepare
 from freescale.data.synthetic import collision_rate
 
 SMALL = {"users": 1100, "items": 5000, "median": 20, "cap": 200, "global_batch": 100}
@@ -175,7 +176,7 @@ def test_file_is_prepared_ordered_and_deterministic(tmp_path):
         assert row["action"] == [
             action & 1 | like << 1 | share << 2 for action, like, share in bits
         ]
-    loader = Histories(
+    loader = load_histories(
         first.path, 100, task="ranking", tasks=("like", "share"), shuffle=False, rank=1, world=2
     )
     assert loader.num_items == 5000 and loader.num_samples == 1100

@@ -21,7 +21,15 @@ from freescale.config import (
     SimulateConfig,
     TrainConfig,
 )
-from freescale.data import Histories, generate, prepare, read_interactions
+from freescale.data import (
+    NegativeSpec,
+    ReadSpec,
+    SampleSpec,
+    SplitSpec,
+    generate,
+    prepare,
+    read_interactions,
+)
 from freescale.data.histories import HistoriesFile
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.tables import Tables
@@ -34,7 +42,6 @@ from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
 from freescale.simulate.generated_workload import GeneratedWorkload
-from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
@@ -46,6 +53,11 @@ OTHER_NAMES = {
     "cap": "balance_cap",
     "adapt": "balance_adapt",
     "every": "compress_every",
+    "kind": "split",
+    "time": "split_time",
+    "count": "negatives",
+    "per": "negatives_per",
+    "source": "negatives_from",
     "lr": "row_lr",  # of row optimizers
     "keep": "keep_checkpoints",
     "init_std": "row_std",
@@ -53,7 +65,7 @@ OTHER_NAMES = {
 }
 # Options that share a name and no meaning with a setting of the command line.
 OTHER_THINGS = {
-    (Histories, "epochs"),  # of a loader: one pass, as of any iterable. A run passes its own number
+    (ReadSpec, "epochs"),  # of a loader: one pass, as of any iterable. A run passes its own number
     (parallelize, "row_optimizer"),  # an object: below
     (parallelize, "transport"),  # an object
     (Pipeline, "balance"),  # costs are the model's: the command line knows its own models
@@ -61,7 +73,10 @@ OTHER_THINGS = {
 }
 CALLABLES = [
     *(
-        Histories,
+        SampleSpec,
+        SplitSpec,
+        NegativeSpec,
+        ReadSpec,
         HistoriesFile,
         prepare,
         read_interactions,
@@ -113,7 +128,6 @@ def test_constructors_have_the_defaults_of_the_command_line(function):
     [
         (GenerateConfig, generate, {}),
         (SimulateConfig, GeneratedWorkload, {}),
-        (SimulateConfig, RecordedWorkload, {}),
         (SimulateConfig, Model, {"longest": "cap"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

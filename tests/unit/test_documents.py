@@ -89,10 +89,10 @@ def test_pages_name_targets_and_no_commits(page):
 
 
 def test_every_page_with_python_is_run():
-    """By the test below, test_host_tables.py, test_dynamic.py, test_torchrec_checkpoint.py,
+    """By the tests below, test_host_tables.py, test_dynamic.py, test_torchrec_checkpoint.py,
     tests/e2e/test_examples.py and tests/distributed/test_callbacks.py."""
     run = {"README.md", "your_model.md", "training.md", "embedding.md", "compress.md"}
-    run |= {"segments.md", "host_tables.md", "dynamic.md", "from_torchrec.md"}
+    run |= {"segments.md", "host_tables.md", "dynamic.md", "from_torchrec.md", "data.md"}
     found = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     assert found == run
 
@@ -155,3 +155,13 @@ def test_the_snippet_of_the_first_page_trains(capsys):
     steps = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [words[0] for words in steps] == ["1", "2"]
     assert float(steps[1][1]) < float(steps[0][1])
+
+
+def test_the_guide_to_data_reads_histories(capsys, tmp_path, monkeypatch):
+    page = ROOT / "docs" / "guide" / "data.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    rows = [f"{user},{item},{item}" for user in range(9) for item in range(5)]
+    (tmp_path / "ratings.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, str(page), "exec"), {})
+    assert capsys.readouterr().out.split() == ["0", "9", "1", "9"]

@@ -12,6 +12,7 @@ import torch
 from helpers.collisions import batch_of
 from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import CHURN, build
+from helpers.loading import load_histories
 from helpers.toys import Clicks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from hypothesis import strategies as st
 import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.batches.loader import Histories
 from freescale.embedding.dynamic.draws import MOST_BUCKETS, SAMPLE, DrawCounts
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS
@@ -106,8 +106,8 @@ def test_after_an_epoch_they_are_the_shares_that_the_file_has(tmp_path):
         "timestamp": [list(range(n)) for n in lengths],
     }
     pq.write_table(pa.table({k: pa.array(list(v)) for k, v in columns.items()}), path)
-    options = {"in_batch_share": 1.0, "negatives": 4, "negatives_per": "batch"}
-    data = Histories(path, 8, any_ids=True, **options)
+    options = {"in_batch_share": 1.0, "count": 4, "per": "batch"}
+    data = load_histories(path, 8, any_ids=True, **options)
     rules = parse_tables(
         RunConfig.from_settings(
             {"data": str(path), "rows": "item=dynamic:8192", "in_batch_share": 1.0}
@@ -122,7 +122,7 @@ def test_after_an_epoch_they_are_the_shares_that_the_file_has(tmp_path):
     list(pipeline.run(data))
     pipeline.close()
     counts = sharded.tables.get_group("item").rows.draws
-    shares, _ = Histories(path, 8, **options)._reader.share_targets()
+    shares, _ = load_histories(path, 8, **options)._reader.share_targets()
     asked = [item for item in range(30) if shares[item] > 0]
     found = np.exp(counts.estimate(keys_of(asked)).numpy().astype(np.float64)) / SAMPLE / 60
     np.testing.assert_allclose(found, shares[asked], rtol=1e-5)

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers.loading import load_histories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.cli.main import main
-from freescale.data.batches.loader import Histories
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest import hashed_ids
 from freescale.data.ingest.hashed_ids import HashedIds, hash_ids
@@ -119,13 +119,15 @@ def test_prepared_files_keep_hashed_ids_and_the_vocabulary_if_wanted(csv, tmp_pa
 @pytest.mark.parametrize("per", ["sample", "position", "batch"])
 def test_negatives_are_targets_of_the_batch_on_every_number_of_ranks(csv, tmp_path, per):
     path = prepare(csv, tmp_path / "cache", any_ids=True)
-    options = {"any_ids": True, "in_batch_share": 1.0, "negatives": 40, "negatives_per": per}
+    options = {"any_ids": True, "in_batch_share": 1.0, "count": 40, "per": per}
     options |= {"halo": 2, "shuffle": False, "epochs": 2}
-    whole = Histories(path, 4, **options)
-    assert whole.log_q and whole.negatives_from == "uniform"
+    whole = load_histories(path, 4, **options)
+    assert whole.negatives.log_q and whole.negatives.source == "uniform"
     for number in range(2):
         one = whole.batch(number)
-        parts = [Histories(path, 4, rank=r, world=3, **options).batch(number) for r in range(3)]
+        parts = [
+            load_histories(path, 4, rank=r, world=3, **options).batch(number) for r in range(3)
+        ]
         joined = SequenceBatch.concat(parts)
         assert all(torch.equal(a, b) for a, b in zip(joined.tensors(), one.tensors(), strict=True))
         targets = one.sequences["targets"]
@@ -140,12 +142,12 @@ def test_negatives_are_targets_of_the_batch_on_every_number_of_ranks(csv, tmp_pa
             near = [own[(home + step) % 4] for step in (1, 2)]
             assert set(drawn) == {id for ids in near for id in ids}
     with pytest.raises(ValueError, match="no catalogue"):
-        Histories(path, 4, **options | {"in_batch_share": 0.5})
+        load_histories(path, 4, **options | {"in_batch_share": 0.5})
 
 
 def test_popularity_of_some_ids(csv, tmp_path):
     path = prepare(csv, tmp_path / "cache", any_ids=True)
-    data = Histories(path, 4, any_ids=True, in_batch_share=1.0, split="none")
+    data = load_histories(path, 4, any_ids=True, in_batch_share=1.0, kind="none")
     asked = ["sku-1", "-1", "nothing", "7"]
     counts = data.count_items_of(torch.tensor([expect_id(text) for text in asked]))
     items = [item for _, item, _ in EVENTS]

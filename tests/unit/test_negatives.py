@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.loading import load_histories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -48,7 +49,7 @@ def data(tmp_path_factory) -> tuple[Path, list[list[int]]]:
 
 
 def load(path: Path, **options) -> Histories:
-    return Histories(path, 16, **{"max_length": LENGTH, "num_items": ITEMS, **options})
+    return load_histories(path, 16, **{"max_length": LENGTH, "num_items": ITEMS, **options})
 
 
 def define_probabilities(rows, *, power: float | None, share: float) -> torch.Tensor:
@@ -92,7 +93,7 @@ def test_log_q_is_the_probability_of_the_draws(data, per, source, power, share):
     path, rows = data
     options = {} if power is None else {"popularity_power": power}
     loader = load(
-        path, negatives=4000, negatives_per=per, negatives_from=source, in_batch_share=share,
+        path, count=4000, per=per, source=source, in_batch_share=share,
         seed=3, epochs=12, **options,
     )  # fmt: skip
     expected = define_probabilities(rows, power=power, share=share)
@@ -113,20 +114,20 @@ def test_log_q_is_the_probability_of_the_draws(data, per, source, power, share):
 
 def test_what_is_drawn_alike_is_not_corrected(data):
     for options in ({}, {"log_q": True}, {"in_batch_share": 0.5, "log_q": False}):
-        loader = load(data[0], negatives_per="sample", **options)
+        loader = load(data[0], per="sample", **options)
         names = {name for name in loader.batch(0).parts() if "log_q" in name}
-        assert not names and not loader.log_q, options
-    assert load(data[0], in_batch_share=0.5).log_q
-    assert not load(data[0], negatives_from="all").log_q
+        assert not names and not loader.negatives.log_q, options
+    assert load(data[0], in_batch_share=0.5).negatives.log_q
+    assert not load(data[0], source="all").negatives.log_q
 
 
 def test_a_source_for_workers_draws_the_same(data):
-    for options in ({"negatives_from": "popularity", "in_batch_share": 0.3}, {}):
-        loader = load(data[0], negatives=9, negatives_per="position", **options)
+    for options in ({"source": "popularity", "in_batch_share": 0.3}, {}):
+        loader = load(data[0], count=9, per="position", **options)
         expected = loader.batch(2)
         for copy in (
             pickle.loads(pickle.dumps(loader)),
-            load(data[0], negatives=9, negatives_per="position", start=2, **options),
+            load(data[0], count=9, per="position", start=2, **options),
         ):
             found = copy.batch(2)
             assert expected.parts().keys() == found.parts().keys()
@@ -135,7 +136,7 @@ def test_a_source_for_workers_draws_the_same(data):
 
 def test_all_items_are_the_full_softmax(data):
     """The loss and its gradients are those of cross entropy over the catalogue."""
-    batch = load(data[0], negatives_from="all", negatives_per="sample").batch(0)
+    batch = load(data[0], source="all", per="sample").batch(0)
     assert batch.shared["negatives"].tolist() == list(range(ITEMS))
     torch.manual_seed(0)
     encoder = HSTU(width=8, layers=1, heads=1, max_length=LENGTH, dropout=0.0)
@@ -156,26 +157,26 @@ def test_all_items_are_the_full_softmax(data):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"negatives": 7}, "--negatives 7 with --negatives-from all: all 12 items"),
+        ({"count": 7}, "--negatives 7 with --negatives-from all: all 12 items"),
         ({"in_batch_share": 0.5}, "--in-batch-share 0.5 with --negatives-from all"),
         ({"num_items": 1 << 18}, "takes up to 131,072 items, the catalogue has 262,144"),
         (
-            {"negatives_from": "popularity", "num_items": 1 << 40},
+            {"source": "popularity", "num_items": 1 << 40},
             "popularity and log-q are for up to 268,435,456",
         ),
-        ({"negatives_from": "nonsense"}, "choose one of auto, uniform, popularity, all"),
+        ({"source": "nonsense"}, "choose one of auto, uniform, popularity, all"),
     ],
 )
 def test_what_does_not_fit_is_refused(data, options, message):
     with pytest.raises(ValueError, match=message):
-        load(data[0], **{"negatives_from": "all", **options})
+        load(data[0], **{"source": "all", **options})
 
 
 def test_popularity_needs_training_events(tmp_path):
     path = tmp_path / "short.parquet"
     rows = [[1, 2], [3]]
     pq.write_table(pa.table({"user_id": [1, 2], "item_id": rows, "timestamp": rows}), path)
-    loader = Histories(path, 2, negatives_from="popularity")
+    loader = load_histories(path, 2, source="popularity")
     with pytest.raises(ValueError, match="no events to draw popular items from"):
         loader.batch(0)
 
@@ -183,21 +184,20 @@ def test_popularity_needs_training_events(tmp_path):
 def test_shared_negatives_are_of_popular_items(data):
     """Unless it is said otherwise; what is not to be corrected is drawn alike."""
     shared = load(data[0])
-    assert (shared.negatives_per, shared.negatives_from, shared.log_q) == (
-        "batch", "popularity", True,
-    )  # fmt: skip
+    chosen = shared.negatives
+    assert (chosen.per, chosen.source, chosen.log_q) == ("batch", "popularity", True)
     assert "negatives_log_q" in shared.batch(0).shared
     for options, expected in (
-        ({"negatives": 9}, ("sample", "uniform", False)),  # a number is of a sample
-        ({"negatives_per": "sample"}, ("sample", "uniform", False)),
-        ({"negatives": 9, "negatives_per": "batch"}, ("batch", "popularity", True)),
-        ({"negatives_from": "uniform"}, ("batch", "uniform", False)),
+        ({"count": 9}, ("sample", "uniform", False)),  # a number is of a sample
+        ({"per": "sample"}, ("sample", "uniform", False)),
+        ({"count": 9, "per": "batch"}, ("batch", "popularity", True)),
+        ({"source": "uniform"}, ("batch", "uniform", False)),
         ({"log_q": False}, ("batch", "uniform", False)),
-        ({"num_items": module.LARGEST_UNASKED + 1}, ("batch", "uniform", False)),
-        ({"negatives_from": "all"}, ("batch", "all", False)),
+        ({"num_items": module.LARGEST_BY_DEFAULT + 1}, ("batch", "uniform", False)),
+        ({"source": "all"}, ("batch", "all", False)),
     ):
-        loader = load(data[0], **options)
-        found = loader.negatives_per, loader.negatives_from, loader.log_q
+        chosen = load(data[0], **options).negatives
+        found = chosen.per, chosen.source, chosen.log_q
         assert found == expected, options
 
 

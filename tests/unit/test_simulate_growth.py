@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.loading import build_specs, load_histories
 
 from freescale.config import SimulateConfig
-from freescale.data.batches.loader import Histories
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic, Seen
@@ -74,11 +74,11 @@ def test_ids_of_a_file_are_admitted_as_in_training(tmp_path):
     columns = {"user_id": list(range(40)), "item_id": items, "timestamp": [list(range(6))] * 40}
     path = tmp_path / "h.parquet"
     pq.write_table(pa.table(columns), path)
-    options = {"any_ids": True, "in_batch_share": 1.0, "negatives": 3}
-    source = RecordedWorkload(path, 4, cap=10, seed=0, **options)
+    options = {"any_ids": True, "in_batch_share": 1.0, "count": 3}
+    source = RecordedWorkload(path, 4, **build_specs(max_length=10, **options))
     rules = Dynamic(SHARDS * 8, Seen(2))
     directory, used = Directory(rules, 0, rules.shards), []
-    data = Histories(path, 4, max_length=10, seed=0, **options)
+    data = load_histories(path, 4, max_length=10, seed=0, **options)
     for number in range(6):
         batch = data.batch(number)
         ids = torch.cat([batch.values("history"), batch.values("targets")])

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from freescale.cli.main import main
 from freescale.config import RunConfig, SimulateConfig
 from freescale.data.batches.loader import Histories
+from freescale.data.batches.specs import NegativeSpec, SampleSpec
 from freescale.data.ingest.prepare import prepare
 from freescale.simulate.inputs import build_model, describe_training, list_omissions, read_workload
 from freescale.simulate.network import load_preset
@@ -99,9 +100,8 @@ def test_tables_are_placed_as_training_places_them(tmp_path, csv, settings):
     data = Histories(
         path,
         16,
-        max_length=config.data.max_length,
-        negatives=config.data.negatives,
-        negatives_per=config.data.negatives_per,
+        sample=SampleSpec(max_length=config.data.max_length),
+        negatives=NegativeSpec(config.data.negatives, config.data.negatives_per),
     )
     tables = build_sharded(config, data, LocalTransport()).tables
     tables.place(data.batch(0))

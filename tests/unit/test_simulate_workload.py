@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.loading import build_specs, load_histories
 
-from freescale.data.batches.loader import Histories
+from freescale.data.batches.specs import NegativeSpec
 from freescale.data.synthetic.generate import generate
 from freescale.embedding.collision import collision_masks
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
@@ -77,9 +78,9 @@ def histories(tmp_path_factory):
 
 
 READING = {
-    "negatives of a sample": {"task": "retrieval", "negatives": 8},
-    "negatives of a position": {"task": "retrieval", "negatives": 2, "negatives_per": "position"},
-    "negatives of the batch": {"task": "retrieval", "negatives": 50, "negatives_per": "batch"},
+    "negatives of a sample": {"task": "retrieval", "count": 8},
+    "negatives of a position": {"task": "retrieval", "count": 2, "per": "position"},
+    "negatives of the batch": {"task": "retrieval", "count": 50, "per": "batch"},
     "candidates": {"task": "ranking", "tasks": ("liked",), "candidates": 3},
 }
 
@@ -88,7 +89,7 @@ READING = {
 def test_a_file_gives_the_rows_that_training_reads(histories, task):
     """Against the batches of training's own ranks."""
     reading = READING[task]
-    source = RecordedWorkload(histories, 64, cap=200, **reading)
+    source = RecordedWorkload(histories, 64, **build_specs(**reading))
     asked = [source.find_requests(step, home(64), RANKS) for step in range(2)]
     demand = source.compute_demand(asked[0], asked[1], None)
     features = {"ranking": ["history", "candidates"]}.get(
@@ -97,7 +98,7 @@ def test_a_file_gives_the_rows_that_training_reads(histories, task):
     sets, lookups = [], []
     for step in range(2):
         batches = [
-            Histories(histories, 64, rank=rank, world=RANKS, max_length=200, **reading).batch(step)
+            load_histories(histories, 64, rank, RANKS, **reading).batch(step)
             for rank in range(RANKS)
         ]
         ids = [torch.cat([batch.values(name).flatten() for name in features]) for batch in batches]
@@ -113,8 +114,8 @@ def test_a_file_gives_the_rows_that_training_reads(histories, task):
 
 def test_a_sample_of_the_ids_says_how_far_it_is_off(histories):
     whole, part = (
-        RecordedWorkload(histories, 64, cap=200, negatives=0),
-        RecordedWorkload(histories, 64, cap=200, negatives=0, events=600),
+        RecordedWorkload(histories, 64, negatives=NegativeSpec(0)),
+        RecordedWorkload(histories, 64, negatives=NegativeSpec(0), events=600),
     )
     rows = []
     for source in (whole, part):
@@ -126,7 +127,7 @@ def test_a_sample_of_the_ids_says_how_far_it_is_off(histories):
 
 
 def test_users_that_come_again_are_noted(histories):
-    source = RecordedWorkload(histories, 1000, cap=200)
+    source = RecordedWorkload(histories, 1000)
     assert len(source.get_lengths(0)) == 1000 and any("REPEATED" in note for note in source.notes)
     assert source._batch(0).sample.max() == 999
 

@@ -31,7 +31,7 @@ def test_what_a_step_waited_for_and_which_rank_it_was():
     words = explain(figures(0, 8.0, busy_ms=short, **exposed))
     assert words == "5.00 s of waiting for rows on their way, longest on rank 1"
     words = explain(figures(0, 8.0, busy_ms=short, lane_ms=[7900.0, 2.0]))
-    assert words == "rank 0 waited 7.90 s for its own lanes, beside the main thread"
+    assert words == "rank 0 waited 7.90 s for its own lanes"
     alone = figures(0, 8.0, straggler_ms=[0.0], exposed_ms_per_rank=[0.0], lane_ms=[0.0])
     alone |= {"exposed_ms": {"rows": 0.0}, "busy_ms": {"forward": [2.0], "data": [7990.0]}}
     assert explain(alone) == "rank 0 worked ('data' for 7.99 s)"

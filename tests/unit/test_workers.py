@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.loading import load_histories
 from helpers.worker_processes import (
     LARGE,
     Counting,
@@ -22,7 +23,7 @@ from helpers.worker_processes import (
 )
 
 from freescale.batch import SequenceBatch
-from freescale.data import Histories, generate
+from freescale.data import generate
 from freescale.data.batches.workers import WorkerLoader, read_ahead
 from freescale.worker_server import WorkerServer, choose_workers
 
@@ -52,7 +53,7 @@ def are_equal(batch: SequenceBatch, other: SequenceBatch) -> bool:
 
 def test_workers_know_the_bounds_of_ids(histories):
     """They are those of the values; nobody reads these again."""
-    with WorkerLoader(Histories(histories, 8, negatives=5), 1) as loader:
+    with WorkerLoader(load_histories(histories, 8, count=5), 1) as loader:
         loader.wait_until_up()
         batch = next(loader)
     for name in ("history", "targets", "negatives"):
@@ -66,8 +67,10 @@ def test_workers_know_the_bounds_of_ids(histories):
 
 def test_workers_make_the_batches_that_the_source_makes(histories):
     """From the middle of a run; all are kept, more than there are slots for."""
-    options = {"negatives": 5, "negatives_per": "batch", "in_batch_share": 0.4, "epochs": 4}
-    source, alone = (Histories(histories, 8, start=9, rank=1, world=2, **options) for _ in range(2))
+    options = {"count": 5, "per": "batch", "in_batch_share": 0.4, "epochs": 4}
+    source, alone = (
+        load_histories(histories, 8, start=9, rank=1, world=2, **options) for _ in range(2)
+    )
     with WorkerLoader(source, 2) as loader:
         loader.wait_until_up()
         batches = list(loader)
@@ -81,7 +84,7 @@ def test_workers_make_the_batches_that_the_source_makes(histories):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_make_batches_without_samples(histories, rank):
     """A batch of one sample leaves one of two ranks nothing, from the first batch on."""
-    source = Histories(histories, 1, negatives=5, rank=rank, world=2)
+    source = load_histories(histories, 1, count=5, rank=rank, world=2)
     with WorkerLoader(source, 1) as loader:
         loader.wait_until_up()
         made = [next(loader) for _ in range(5)]

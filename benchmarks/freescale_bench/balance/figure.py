@@ -51,9 +51,14 @@ def read_lengths(path: Path | None, samples: int) -> np.ndarray:
             np.rint(np.exp(random.normal(np.log(3000), 1.0, samples))), 1, 21_000
         ).astype(np.int64)
     from freescale.data.batches.loader import Histories
+    from freescale.data.batches.specs import NegativeSpec, SampleSpec, SplitSpec
 
     data = Histories(
-        path, samples, max_length=21_000, split="none", negatives=1, in_batch_share=0.0
+        path,
+        samples,
+        sample=SampleSpec(max_length=21_000),
+        split=SplitSpec("none"),
+        negatives=NegativeSpec(1, in_batch_share=0.0),
     )
     return data.batch(0).sequences["history"].lengths.numpy()
 

@@ -20,13 +20,13 @@ from freescale.balance.cost import AdaptiveCost, CostModel, features
 from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.local import local
 from freescale.balance.partitioners.lookup import find_partitioner
-from freescale.balance.problem import Assignment, Partitioner, Problem, assign
+from freescale.balance.problem import Assignment, Partitioner, Problem, assign, find_lower_bound
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.segments import Segments
 
 _CAPPED = (greedy, local)  # partitioners that keep a cap
-_REMEMBERED = 8  # steps whose measurement may still come
+_REMEMBERED = 8  # steps whose measurement may be outstanding
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ class Balancer:
         self.least_gain = least_gain
         self.adaptive = AdaptiveCost(cost) if adapt else None
         self.errors = np.zeros(0)
-        """Of the last prediction that was measured: |predicted - measured| / measured of each rank.
-        A frozen model predicts no seconds: its costs are scaled to the measured total first."""
+        """|predicted - measured| / measured per rank, of the last step measured. Frozen costs are
+        scaled to the measured total first."""
         self._times: NDArray[Any] | None = None  # [ranks], of the last step measured
         self._planned: dict[int, _Planned] = {}  # by step
         # by step: assignments that a checkpoint had in flight
         self._restored: dict[int, NDArray[Any]] = {}
 
     def check(self, batch: SequenceBatch) -> None:
-        """Raises a ValueError if the cost takes the length of a feature that the batch lacks."""
+        """Raises ValueError if the cost needs the length of a feature that the batch lacks."""
         by_length = self.adaptive is not None or self.cost.quadratic or self.cost.linear
         named = self.feature is not None
         if by_length and named and len(batch) and self.feature not in batch.sequences:
@@ -108,8 +108,8 @@ class Balancer:
             )
 
     def plan(self, step: int, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment:
-        """table [n, 3]: length of the feature, candidates and tokens of every sample of a step's
-        global batch; home [n]: its rank now."""
+        """Plans a step's global batch. table [n, 3]: length of the feature, candidates, tokens;
+        home [n]: current rank."""
         rows, tokens = self._measure(table)
         cap = self.cap
         if cap is None and self.partitioner in _CAPPED:
@@ -133,15 +133,14 @@ class Balancer:
         return assignment
 
     def keep(self, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment | None:
-        """Arguments as of `plan`. The assignment by which every sample stays where it is, where
-        another could not gain `least_gain`; else None. Moving samples has a price that does not
-        depend on what they cost."""
+        """The assignment that moves nothing if another cannot gain `least_gain`, else None.
+        Arguments as in `plan`. Moving has a price that does not depend on the samples' cost."""
         if not self.least_gain or self.adaptive is not None or not len(table):
             return None
         rows, tokens = self._measure(table)
         costs = self.cost.of(rows)
         loads = np.bincount(home, costs, ranks)
-        bound = max(float(costs.sum()) / ranks, float(costs.max()))
+        bound = find_lower_bound(costs, ranks)
         if loads.max() - bound >= self.least_gain:
             return None
         if self.cap is not None and np.bincount(home, tokens, ranks).max() > self.cap:
@@ -168,7 +167,7 @@ class Balancer:
             del self._planned[old]
 
     def learn(self, step: int, seconds: NDArray[Any]) -> None:
-        """seconds [ranks] that each rank computed in a step, gathered; 0 where it is not known."""
+        """Learns from gathered compute seconds [ranks] of a step; 0: unknown."""
         planned = self._planned.get(step)
         if planned is None or len(planned.summed) != len(seconds):
             return
@@ -195,7 +194,7 @@ class Balancer:
     # ---- state: nothing to keep while the cost is frozen
 
     def state_dict(self, applied: int) -> dict[str, Any]:
-        """After `applied` steps. Assignments of later ones are in flight."""
+        """State after `applied` steps; assignments of later steps are in flight."""
         if self.adaptive is None:
             return {}
         later = {
@@ -208,7 +207,7 @@ class Balancer:
         return state
 
     def load_state_dict(self, state: dict[str, Any], ranks: int) -> None:
-        """On another number of ranks, batches in flight are assigned anew."""
+        """With another number of ranks, batches in flight are assigned again."""
         if self.adaptive is None or not state:
             return
         self.adaptive.load_state_dict(state["cost"])
@@ -224,17 +223,11 @@ class Balancer:
 def make_balancer(
     balance: str | Partitioner | Balancer | None, device: torch.device | str = "cpu"
 ) -> Balancer | None:
-    """Resolves the `balance` of a pipeline.
+    """Resolves the `balance` of a pipeline: None or "none", a partitioner's name, a function
+    `Problem -> ranks`, or a `Balancer`.
 
-    Args:
-        balance: None or "none"; a partitioner's name; a function `Problem -> ranks`; a `Balancer`.
-        device: where the model computes: `fixed` plans there if it is a GPU.
-
-    Returns:
-        The balancer; None where samples stay on their ranks.
-
-    Raises:
-        TypeError, ValueError: it is none of these.
+    Returns None if samples stay on their ranks. `fixed` plans on `device` if that is a GPU. Raises
+    TypeError or ValueError for anything else.
     """
     if balance is None or balance == "none":
         return None

@@ -66,7 +66,7 @@ class CostModel:
 
     @staticmethod
     def balanced_at(length: float) -> CostModel:
-        """Quadratic and linear terms are equal at this length."""
+        """The model whose quadratic and linear terms are equal at this length."""
         return CostModel(1.0, float(length))
 
     @staticmethod
@@ -90,8 +90,7 @@ class CostModel:
     def of_sasrec(
         *, width: int, layers: int, hidden: int | None = None, negatives: int = 0, tasks: int = 0
     ) -> CostModel:
-        """As `of_hstu`, of SASRec with `hidden` (default: `width`) columns inside its feed-forward
-        networks."""
+        """As `of_hstu`, for SASRec with `hidden` (default: `width`) feed-forward columns."""
         inside = width if hidden is None else hidden
         projections = layers * 2 * width * (4 * width + 2 * inside)
         return CostModel._of_layers(layers * 2 * width, projections, width, negatives, tasks)
@@ -100,12 +99,11 @@ class CostModel:
     def _of_layers(
         attention: int, projections: int, width: int, negatives: int, tasks: int
     ) -> CostModel:
-        """From the operations of a forward: of a pair of events and of an event, in all layers."""
+        """From the forward operations per pair of events and per event, over all layers."""
         return CostModel(
             quadratic=3.0 * attention,
             linear=3.0 * (projections + 2 * negatives * width),
-            # A candidate is a token that sees the history: its projections; its attention is in L^2
-            # by the token count.
+            # The token count in L^2 covers a candidate's attention; this is its projections.
             candidate=3.0 * (projections + 2 * tasks * width),
         )
 
@@ -113,9 +111,8 @@ class CostModel:
 def features(
     lengths: NDArray[Any], candidates: NDArray[Any] | None = None, segments: Segments | None = None
 ) -> NDArray[Any]:
-    """[n, 4]: L^2, L, candidates, 1. In histories cut into segments the pairs that see each other
-    take the place of L^2 / 2, and summaries count as candidates: like these they are projected and
-    attend, and predict no next item."""
+    """[n, 4]: L^2, L, candidates, 1. With segments, visible pairs replace L^2 / 2, and summaries
+    count as candidates: they are projected and attend, without predicting an item."""
     length = np.asarray(lengths, dtype=np.float64)
     count = (
         np.zeros_like(length) if candidates is None else np.asarray(candidates, dtype=np.float64)
@@ -127,16 +124,15 @@ def features(
 
 
 def _product(rows: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]:
-    """rows [n, k] times weights [k], term by term from the left. A matrix product may round
-    differently on another processor, and ranks that round differently may assign differently."""
+    """rows [n, k] times weights [k], term by term from the left: a matrix product may round
+    differently on another processor, and ranks would assign differently."""
     total: NDArray[np.float64] = rows[:, 0] * weights[0]
     for column in range(1, rows.shape[1]):
         total = total + rows[:, column] * weights[column]
     return total
 
 
-# weight of the proportions that it starts from, against one measurement of one rank: a guess, soon
-# outweighed
+# weight of the initial proportions against one measurement: a guess, soon outweighed
 _START = 1e-3
 _HELD = 1e-6
 _HOLD = _HELD * np.eye(5)
@@ -146,11 +142,10 @@ class AdaptiveCost:
     """Recursive least squares of step times on the summed features of what each rank computed.
 
     Everything that enters `update` is gathered from all ranks, so that all of them keep the same
-    coefficients. Times are compared after scaling each feature by its size at the start: the terms
-    differ by many orders of magnitude. Beside the four features of samples there is one of the
-    rank, 1 for each that computed anything: what a step costs whatever is in it. It does not enter
-    an assignment. The recursion is kept in its information form, so that a step costs the same
-    however many ranks measured it.
+    coefficients. Features are scaled by their size at the start, since the terms differ by many
+    orders of magnitude. A fifth feature, 1 for each rank that computed anything, is the fixed cost
+    of a step; it does not enter an assignment. The information form of the recursion makes a step
+    cost the same however many ranks measured it.
     """
 
     def __init__(self, start: CostModel, forgetting: float = 0.96) -> None:
@@ -165,27 +160,27 @@ class AdaptiveCost:
 
     @property
     def calibrated(self) -> bool:
-        """Whether predictions are seconds: something was measured."""
+        """Whether predictions are in seconds, after a measurement."""
         return self._scale is not None
 
     @property
     def model(self) -> CostModel:
-        """The present coefficients. Negative ones (noise) count as zero; before the first update,
-        what it started from."""
+        """Current coefficients; negative ones (noise) are 0. Before the first update, the initial
+        ones."""
         if self._scale is None:
             return self.start
         coefficients = np.maximum(self._weights, 0.0)[:4] / self._scale[:4]
         return CostModel(*coefficients.tolist()) if coefficients.any() else self.start
 
     def predict(self, summed: NDArray[Any]) -> NDArray[Any]:
-        """summed [ranks, 4]: features added up over each rank's samples -> seconds [ranks]. Only
-        once calibrated."""
+        """summed [ranks, 4]: features of each rank's samples -> seconds [ranks]. Needs
+        calibration."""
         assert self._scale is not None
         return _product(_with_constant(summed) / self._scale, self._weights)
 
     def update(self, summed: NDArray[Any], seconds: NDArray[Any]) -> None:
-        """summed [ranks, 4] and measured seconds [ranks] of a step, in rank order. Ranks with
-        nothing measured (0) are left out."""
+        """Updates with summed [ranks, 4] and measured seconds [ranks] of a step; 0: not
+        measured."""
         summed, seconds = np.asarray(summed, np.float64), np.asarray(seconds, np.float64)
         if not np.isfinite(seconds).all() or (seconds < 0).any():
             raise ValueError(f"step times must be finite and not negative, got {seconds.tolist()}")
@@ -202,7 +197,7 @@ class AdaptiveCost:
             rows[:, :, None] * rows[:, None, :]
         ).sum(axis=0)
         self._moment = self.forgetting * self._moment + (rows * seconds[:, None]).sum(axis=0)
-        # What the measurements say nothing about (a feature that is always zero) stays where it is.
+        # Features without information (always zero) keep their weights.
         self._weights = np.array(
             _solve(
                 (self._information + _HOLD).tolist(),
@@ -211,8 +206,7 @@ class AdaptiveCost:
         )
 
     def _begin(self, summed: NDArray[Any], seconds: NDArray[Any]) -> None:
-        """The unit of time is unknown before the first measurement: the start's proportions, scaled
-        to it."""
+        """Scales the initial proportions to the first measurement, which gives the unit of time."""
         self._scale = np.maximum(_with_constant(summed).mean(axis=0), 1e-30)
         weights = np.append(self.start.coefficients, 0.0) * self._scale
         self._weights = weights * (
@@ -235,8 +229,8 @@ class AdaptiveCost:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """matrix [k][k], symmetric and positive, by Gaussian elimination in Python's floats: the same
-    bits on every machine."""
+    """Solves a symmetric positive system [k][k] in Python floats: the same bits on every
+    machine."""
     size = len(right)
     for pivot in range(size):
         for row in range(pivot + 1, size):

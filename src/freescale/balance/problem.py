@@ -18,7 +18,7 @@ import numpy as np
 class Problem:
     """The samples of one global batch: all that a partitioner may depend on.
 
-    The arrays are gathered from all ranks, so that all ranks decide alike.
+    The arrays are gathered from all ranks, so that all ranks decide the same.
 
     Raises:
         ValueError: If the arrays differ in length, a cost is negative or not finite, a rank is out
@@ -29,7 +29,7 @@ class Problem:
     tokens: np.ndarray  # [n] int64
     home: np.ndarray  # [n] int64: the rank that holds the sample now
     ranks: int
-    cap: int | None = None  # the most tokens that a rank may hold
+    cap: int | None = None  # tokens that a rank may hold
     nodes: np.ndarray | None = None  # [ranks]: the node of each rank; None: all ranks in one node
     # [ranks]: measured seconds of a recent step; None unless assignments may depend on them
     times: np.ndarray | None = None
@@ -76,7 +76,7 @@ class Assignment:
     loads: np.ndarray  # [ranks] float64: predicted cost of each rank
     loads_before: np.ndarray  # [ranks] float64: the same, had every sample stayed where it was
     bound: float  # no assignment has a smaller maximum: max(mean load, largest sample)
-    moved_tokens: int  # of samples that leave their rank
+    moved_tokens: int  # tokens of samples that leave their rank
     partitioner: str
 
     @property
@@ -95,19 +95,19 @@ class Assignment:
         return float(100 * (1 - self.loads.mean() / self.loads.max())) if self.loads.any() else 0.0
 
 
+def find_lower_bound(costs: np.ndarray, ranks: int) -> float:
+    """The least largest load that any assignment can have: the mean load, or the largest cost."""
+    return max(float(costs.sum()) / ranks, float(costs.max(initial=0.0)))
+
+
 Partitioner = Callable[[Problem], np.ndarray]
 
 
 def assign(problem: Problem, partitioner: Partitioner) -> Assignment:
     """Calls a partitioner and checks its result.
 
-    Args:
-        problem: The samples of the global batch.
-        partitioner: Returns the rank of each sample, integers [n].
-
-    Raises:
-        ValueError: If the result has another shape or dtype, a rank is out of range, or a rank
-            exceeds the cap. The message names the partitioner.
+    Raises ValueError, with the partitioner's name, for a wrong shape or dtype, a rank out of range,
+    or a rank over the cap.
     """
     name = getattr(partitioner, "__name__", type(partitioner).__name__.lower())
     rank_of = np.asarray(partitioner(problem))
@@ -133,9 +133,7 @@ def assign(problem: Problem, partitioner: Partitioner) -> Assignment:
                 f"over the cap of {problem.cap}"
             )
     loads = np.bincount(rank_of, problem.costs, problem.ranks)
-    bound = (
-        max(float(problem.costs.sum()) / problem.ranks, float(problem.costs.max())) if n else 0.0
-    )
+    bound = find_lower_bound(problem.costs, problem.ranks)
     moved = int(problem.tokens[rank_of != problem.home].sum())
     before = np.bincount(problem.home, problem.costs, problem.ranks)
     return Assignment(rank_of, loads, before, bound, moved, name)

@@ -8,10 +8,10 @@ pipeline hides behind a step.
     III  AllToAll   of the samples, whole: histories, two-level candidates, side features, labels,
                     keys
 
-A stage is issued at one juncture of the step before and waited for at the next; the last one when
-the batch is needed. Planning and packing happen on the host, where the batch comes from, and so do
-all stages: no device is waited for. Candidate lengths travel with their samples: planning needs
-their sum alone, which is in stage I.
+A stage is issued at one point of the previous step and waited for at the next; the last one when
+the batch is needed. Planning, packing and all stages happen on the host, where the batch comes
+from: no device is waited for. Candidate lengths travel with their samples: planning needs their sum
+alone, which is in stage I.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import pack, unpack
 from freescale.transport.api import Transport
 
-COLUMNS = 3  # of stage I: length of the feature, candidates, tokens
+COLUMNS = 3  # columns of stage I: length of the feature, candidates, tokens
 
 
 class Shuffle:
@@ -53,13 +53,13 @@ class Shuffle:
         self._balancer, self._transport = balancer, transport
         self._error: Exception | None = None
         self._pending: Any = None
-        self._message = torch.zeros(0, dtype=torch.uint8)  # what goes to the ranks
-        self._bytes = [0] * transport.world  # of it, to each
+        self._message = torch.zeros(0, dtype=torch.uint8)  # bytes for all ranks
+        self._bytes = [0] * transport.world  # bytes for each rank
         self._coming = np.zeros((0, 0), np.int64)  # [ranks, tensors]: sizes of what comes from each
 
     def send_sizes(self, lengths: np.ndarray) -> None:
-        """After stage I. Plans, packs; stage II starts. lengths [n, COLUMNS]: of all samples, in
-        rank order."""
+        """Plans and packs after stage I; starts stage II. lengths [n, COLUMNS]: all samples, by
+        rank."""
         ranks, tensors = self._transport.world, len(self._batch.tensors())
         # to each rank: sizes, bytes, digest, whether this rank could plan
         message = np.zeros((ranks, tensors + 3), np.int64)
@@ -80,25 +80,21 @@ class Shuffle:
         name = self.assignment.partitioner if self.assignment is not None else "?"
         failed = np.flatnonzero(message[:, -1] == 0)
         if failed.size:
-            raise ValueError(
-                f"partitioner {name!r} failed on rank {failed[0]}: its message says why"
-            )
+            raise ValueError(f"partitioner {name!r} failed on rank {failed[0]}: see its message")
         if (message[:, -2] != message[0, -2]).any():
             raise ValueError(
                 f"partitioner {name!r} decided differently on different ranks: it "
                 "must depend on its argument alone"
             )
         self._coming = message[:, :-3]
-        # From host to host: samples come from there, their sizes are needed there, and no
-        # multiprocessor has to move them.
+        # From host to host: samples and sizes are needed there, and no SM has to move them.
         self._pending = self._transport.all_to_all(
             self._message, self._bytes, message[:, -3].tolist(), "samples"
         )
         del self._message
 
     def finish(self) -> SequenceBatch:
-        """Waits for stage III; this rank's samples, on the host, in the order of the global
-        batch."""
+        """Waits for stage III. Returns this rank's samples on the host, in global order."""
         return unpack(self._batch, self._pending.wait(), self._coming)
 
     def _plan(self, lengths: np.ndarray) -> int:
@@ -118,13 +114,13 @@ class Shuffle:
 
 
 def list_homes(counts: Sequence[int]) -> np.ndarray:
-    """[n]: the rank that holds each sample of a global batch, of which the ranks have so many."""
+    """[n]: the rank that holds each sample of a global batch, from the ranks' counts."""
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def count_events(batch: SequenceBatch, feature: str | None) -> np.ndarray | None:
-    """[samples]: the length of a sequence feature of a batch on the host, or the number of ids
-    (integers) in all of them; None if the batch has no such feature."""
+    """[samples]: length of a sequence feature of a host batch, or number of ids in all of them;
+    None if the batch lacks the feature."""
     if feature is not None:
         return batch.sequences[feature].lengths.numpy() if feature in batch.sequences else None
     counted = [each for each in batch.sequences.values() if not each.values.is_floating_point()]
@@ -132,8 +128,8 @@ def count_events(batch: SequenceBatch, feature: str | None) -> np.ndarray | None
 
 
 def measure_samples(batch: SequenceBatch, feature: str | None) -> np.ndarray:
-    """[samples, 3]: length of the feature (see `count_events`), candidates, tokens (of the feature,
-    and all values of the candidates)."""
+    """[samples, 3]: length of the feature (`count_events`), candidates, tokens (with candidates'
+    values)."""
     table = np.zeros((len(batch), COLUMNS), np.int64)
     events = count_events(batch, feature)
     if events is not None:
@@ -148,5 +144,5 @@ def measure_samples(batch: SequenceBatch, feature: str | None) -> np.ndarray:
 
 
 def copy_to_host(batch: SequenceBatch) -> SequenceBatch:
-    """The batch on the host, where it is planned. Waits for the device if the batch is there."""
+    """The batch on the host, where planning happens. Waits for the device if it was there."""
     return batch if batch.device.type == "cpu" else batch.map(Tensor.cpu)

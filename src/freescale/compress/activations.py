@@ -23,9 +23,9 @@ class ThresholdedExchange(nn.Module):
     `keep` largest entries; the others arrive as zeros, and get no gradient. With keep = width
     nothing is left out, and no positions travel.
 
-    Every rank calls it, a rank that has nothing to send with zero rows, and every rank calls
-    backward on something that depends on the result (a rank that received nothing: on its sum),
-    since the gradients travel then.
+    Every rank calls it, with zero rows if it has nothing to send. The gradients travel in backward,
+    so every rank also calls backward on something that depends on the result (on its sum, if it
+    received nothing).
     """
 
     def __init__(self, transport: Transport, keep: int) -> None:
@@ -39,8 +39,7 @@ class ThresholdedExchange(nn.Module):
     def forward(
         self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> Tensor:
-        """`send`: rows for each rank; `receive`: rows from each, asked of the others if not
-        given."""
+        """`send`: rows for each rank; `receive`: rows from each, exchanged if not given."""
         if x.dim() != 2:
             raise ValueError(f"a thresholded exchange takes [rows, width], not {list(x.shape)}")
         if self.keep > x.shape[1]:

@@ -1,5 +1,4 @@
-"""Entries of a vector that is zero elsewhere: their owners, their encoding, and their sum over the
-ranks."""
+"""Sparse entries of a vector: owners, encoding, and sum over the ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +13,13 @@ _INDEX_BYTES = 4
 
 
 def compute_owner_edges(length: int, world: int) -> list[int]:
-    """Edges [world + 1]: rank r owns entries [edges[r], edges[r + 1]). All tensors are sent at the
-    same density, so that equal ranges have nearly equal loads."""
+    """Edges [world + 1]: rank r owns entries [edges[r], edges[r + 1]). Equal density, equal
+    loads."""
     return [length * rank // world for rank in range(world + 1)]
 
 
 def pack_entries(positions: Tensor, values: Tensor) -> Tensor:
-    """positions [n] below 2^31, values [n] -> [n, bytes of an entry] uint8: one message carries
-    both."""
+    """positions [n] below 2^31, values [n] -> one message [n, bytes of an entry] uint8."""
     index = positions.to(torch.int32)[:, None].view(torch.uint8)
     return torch.cat([index, values.contiguous()[:, None].view(torch.uint8)], dim=1)
 
@@ -33,16 +31,15 @@ def unpack_entries(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def view_as_numbers(columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some columns of a message [n, bytes] as numbers [n, numbers]. Copied always: a single row may
-    begin between two numbers."""
+    """Columns of a message [n, bytes] as numbers, copied: rows may be unaligned."""
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 @dataclass(frozen=True)
 class EntryTraffic:
-    """What an exchange of entries moved, of this rank."""
+    """Entries that this rank exchanged."""
 
-    left: int  # entries that left for other ranks, to their owners and back from this one
+    left: int  # entries sent to other ranks: to owners, and sums back
     returned: int  # entries of the sum, over all ranks
 
 
@@ -52,9 +49,8 @@ def sum_entries(
     """vector [n], zero -> the sum of all ranks' entries, the same bits on every rank. positions
     ascend, each once.
 
-    Entries go to their owners, who add them in rank order and send the sums to all. An AllGather of
-    every rank's entries would send each world - 1 times as well, but as often as ranks have it;
-    here it comes back once.
+    Entries go to their owners, who add them in rank order and send the sums to all. An AllGather
+    would send an entry once per rank that has it; here its sum is sent once.
     """
     rank, world = transport.rank, transport.world
     edges = compute_owner_edges(vector.numel(), world)

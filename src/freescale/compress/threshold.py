@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SMALL = 1024  # entries of a tensor below which indices cost more than they save: it is summed whole
-# whole tensors take at most one part in so many of the budget: the large ones would have to wait
-# for them
+SMALL = 1024  # tensors with fewer entries are summed whole: indices would cost more than they save
+# whole tensors take at most this fraction of the budget, so that large ones need not wait
 _WHOLE_SHARE = 10
 
 
@@ -25,18 +24,18 @@ def check_share(eta: float) -> None:
 
 def check_period(every: int) -> None:
     if every < 1:
-        raise ValueError(f"thresholds are reset every so many steps: at least 1, got {every}")
+        raise ValueError(f"thresholds are reset every N steps: N must be at least 1, got {every}")
 
 
 def compute_budget(entries: int, eta: float) -> int:
-    """How many of so many entries a step may send: a share of 1 - eta, rounded down."""
+    """How many entries a step may send: a share of 1 - eta, rounded down."""
     check_share(eta)
     return math.floor(round((1 - eta) * entries, 6))  # 0.1 of 2,000 is 200, not 199.99999999999997
 
 
 def compute_remaining_budget(sizes: Sequence[int], eta: float) -> int:
-    """What of the budget is left to tensors that are thresholded. Where the whole ones would take
-    more than a tenth of it, the model is small, and the others have a budget of their own."""
+    """Budget of the thresholded tensors. If whole ones would take over a tenth of it, the model is
+    small, and the others have their own budget."""
     whole = sum(size for size in sizes if size < SMALL)
     allowed = compute_budget(sum(sizes), eta)
     if _WHOLE_SHARE * whole <= allowed:
@@ -45,14 +44,14 @@ def compute_remaining_budget(sizes: Sequence[int], eta: float) -> int:
 
 
 def distribute_budget(sizes: Sequence[int], allowed: int) -> list[int]:
-    """How many entries of each tensor a step may send: one, so that none waits for ever, and of
-    what is left by their sizes. The sum is at most what is allowed, or the number of tensors."""
+    """Entries that each tensor may send: one, so that none starves, and a share of the rest by
+    size. Their sum is at most `allowed`, or the number of tensors."""
     left, entries = max(0, allowed - len(sizes)), sum(sizes) - len(sizes)
     return [1 + left * (size - 1) // max(1, entries) for size in sizes]
 
 
 def get_smallest_threshold(dtype: torch.dtype) -> float:
-    """The least threshold: zeros are never worth sending."""
+    """The least threshold: zeros are never sent."""
     return torch.finfo(dtype).tiny
 
 
@@ -60,21 +59,23 @@ def compute_threshold(magnitudes: Tensor, most: int) -> Tensor:
     """magnitudes [n] -> [1]: what the `most` largest reach."""
     entries = magnitudes.numel()
     least = get_smallest_threshold(magnitudes.dtype)
-    if most == entries:  # all are sent, not only those that reach the smallest of this step
+    if most == entries:  # send all, not only those above this step's smallest
         return magnitudes.new_full((1,), least)
     return magnitudes.kthvalue(entries - most + 1, keepdim=True).values.clamp(min=least)
 
 
 def select_largest(magnitudes: Tensor, threshold: Tensor, most: int) -> Tensor:
-    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold; where more
-    than `most` do, of the largest, and of equal ones the first: errors grow, and an old threshold
-    would let ever more through. What is not a number always goes: it would stay unseen in the error
-    for ever, where the exact step shows it at once."""
+    """Positions [sent] int64, ascending, of magnitudes [n] that reach the threshold.
+
+    If more than `most` do, only the largest, and of equal ones the first: errors grow, and an old
+    threshold would let ever more through. NaN is always sent: kept in the error it would stay
+    unseen, while the exact step shows it at once.
+    """
     found = (magnitudes < threshold).logical_not_().nonzero().view(-1)
     if found.numel() <= most:
         return found
     reached = magnitudes[found]
-    # not a number, where `most` or more are not
+    # NaN if `most` or more are
     least = reached.kthvalue(found.numel() - most + 1).values
     sure = (reached > least) | reached.isnan()
     equal = reached == least

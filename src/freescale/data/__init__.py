@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.prefetch import prefetch
+from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.interactions import read_interactions
 from freescale.data.ingest.prepare import prepare
@@ -12,6 +13,10 @@ from freescale.data.synthetic.generate import SyntheticReport, generate
 
 __all__ = [
     "Histories",
+    "NegativeSpec",
+    "ReadSpec",
+    "SampleSpec",
+    "SplitSpec",
     "SyntheticReport",
     "generate",
     "hash_ids",

@@ -1,7 +1,7 @@
 """The histories file: Parquet with one row per user, ordered by the time of the user's last event.
 
 Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each
-history in time order. Under the key `freescale` the file's metadata says, as JSON: version,
+history in time order. The metadata key `freescale` has, as JSON: version,
 num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels, read, any_ids.
 Files made elsewhere need the columns only.
 """
@@ -9,7 +9,8 @@ Files made elsewhere need the columns only.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,19 @@ KEY = b"freescale"
 
 @dataclass(frozen=True)
 class HistoriesMetadata:
-    """What the metadata says about a histories file."""
+    """The metadata of a histories file."""
 
-    num_items: int  # largest id plus 1, or more; with any_ids, how many different ids there are
+    num_items: int  # largest id plus 1, or more; with any_ids, number of distinct ids
     num_users: int
     num_events: int
     dropped_users: int
     columns: tuple[str, ...]  # list columns
     fingerprint: str
     version: int = VERSION
-    # Columns whose source holds something else than 0 and 1: its file, its name there, the value.
-    # None: not looked for.
+    # Columns with values other than 0 and 1: file, name there, value. None: not checked.
     no_labels: Mapping[str, Sequence[str]] | None = None
-    read: tuple[str, ...] = ()  # lines that say what was read as what
-    any_ids: bool = False  # items are any numbers of 64 bits
+    read: tuple[str, ...] = ()  # report of how the source was interpreted
+    any_ids: bool = False  # items are arbitrary 64-bit ids
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,38 @@ class RowGroup:
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """A short name for data that is made of `parts`."""
+    """A short fingerprint of data that is made of `parts`."""
     return f"{hash_name(json.dumps(parts, default=str)) % (1 << 64):016x}"
 
 
 def is_histories(path: Path) -> bool:
-    """Whether a Parquet file has the form of histories, by its metadata or its list columns."""
-    try:
+    """Whether a Parquet file holds histories, by its metadata or its list columns."""
+    with explain_damage(path):
         metadata, schema = pq.read_metadata(path), pq.read_schema(path)
-    except pa.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{path}: not a readable Parquet file ({reason}); write it again"
-        ) from error
     return KEY in (metadata.metadata or {}) or any(
         field.name == "item_id" and is_list(field.type) for field in schema
     )
 
 
+@contextmanager
+def explain_damage(path: object) -> Iterator[None]:
+    """Turns pyarrow's error about a Parquet file into one line with the fix."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"{path}: not a readable Parquet file ({reason}); write it again"
+        ) from error
+
+
 class HistoriesFile:
-    """Reads a histories file row group by row group; only the sizes of row groups stay in memory.
+    """Reads a histories file by row group; only the sizes of row groups stay in memory.
 
     Args:
         path: Of the file.
         num_items: Ids are below it; by default the largest plus 1.
-        any_ids: Items are any numbers of 64 bits: those of a dynamic table.
+        any_ids: Items are arbitrary 64-bit ids of a dynamic table.
 
     Raises:
         ValueError: The file is missing, not a histories file, or has ids from `num_items` on.
@@ -125,7 +132,7 @@ class HistoriesFile:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that opens the file itself."""
+        """For another process, which opens the file itself."""
         return {name: value for name, value in vars(self).items() if name != "file"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -138,7 +145,7 @@ class HistoriesFile:
 
     @property
     def mean_length(self) -> float:
-        """Events of a history, on average, as the file's footer counts them."""
+        """Mean events of a history, from the file's footer."""
         metadata = self.file.metadata
         events: int = sum(
             next(
@@ -200,8 +207,7 @@ class HistoriesFile:
         return largest
 
     def find_largest(self, name: str) -> int:
-        """Largest value of an integer column, -1 without any: from the row groups' statistics if
-        they are there."""
+        """Largest value of an integer column, from statistics if present; -1 without any."""
         largest = -1
         for group in range(self.num_groups):
             extremes = self.read_extremes(group, name)
@@ -213,8 +219,7 @@ class HistoriesFile:
         return largest
 
     def read_extremes(self, group: int, name: str) -> tuple[int, int] | None:
-        """Smallest and largest value of an integer column in a row group, if its statistics say
-        so."""
+        """Smallest and largest value of an integer column in a row group, from its statistics."""
         kind = self.file.schema_arrow.field(name).type.value_type
         if pa.types.is_floating(kind):
             return None
@@ -226,8 +231,7 @@ class HistoriesFile:
         return int(column.statistics.min), int(column.statistics.max)
 
     def read(self, group: int, columns: tuple[str, ...]) -> RowGroup:
-        """Decodes the columns of one row group and checks them: equal lengths, ids in range, time
-        order, no nulls."""
+        """Decodes columns of one row group; checks lengths, id range, time order and nulls."""
         table = self.file.read_row_group(group, columns=list(columns))
         offsets: NDArray[Any] | None = None
         values = {}
@@ -240,12 +244,10 @@ class HistoriesFile:
                 )
             ends, values[name] = _flatten(column)
             if offsets is not None and not np.array_equal(offsets, ends):
-                user = self._read_user(
-                    group, int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
-                )
+                row = int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
                 raise ValueError(
-                    f"{self.path}: user {user} has lists of different lengths in "
-                    f"{name!r}; mend that row"
+                    f"{self._name_user(group, row)} has lists of different lengths in {name!r}; "
+                    "fix that row"
                 )
             offsets = ends
         assert offsets is not None
@@ -260,10 +262,9 @@ class HistoriesFile:
             items = None
         if items is not None and len(items) and (items.min() < 0 or items.max() >= self.num_items):
             at = int(np.flatnonzero((items < 0) | (items >= self.num_items))[0])
-            user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
             raise ValueError(
-                f"{self.path}: user {user} has item id {items[at]}, not in [0, {self.num_items}); "
-                "raise num_items or renumber the items"
+                f"{self._name_user(group, _find_row(offsets, at))} has item id {items[at]}, not in "
+                f"[0, {self.num_items}); raise num_items or renumber the items"
             )
         if times is not None and len(times) > 1:
             back = np.diff(times) < 0
@@ -271,15 +272,20 @@ class HistoriesFile:
             back[offsets[1:-1][(offsets[1:-1] > 0) & (offsets[1:-1] < len(times))] - 1] = False
             if back.any():
                 at = int(np.flatnonzero(back)[0])
-                user = self._read_user(group, int(np.searchsorted(offsets, at, "right")) - 1)
+                user = self._name_user(group, _find_row(offsets, at))
                 raise ValueError(
-                    f"{self.path}: user {user} has timestamp {times[at + 1]} after {times[at]}; "
-                    "sort each history by time"
+                    f"{user} has timestamp {times[at + 1]} after {times[at]}; sort each history by "
+                    "time"
                 )
 
-    def _read_user(self, group: int, row: int) -> int:
+    def _name_user(self, group: int, row: int) -> str:
+        """File and user, for errors."""
         users = self.file.read_row_group(group, columns=["user_id"]).column("user_id")
-        return int(users[row].as_py())
+        return f"{self.path}: user {users[row].as_py()}"
+
+
+def _find_row(offsets: NDArray[Any], event: int) -> int:
+    return int(np.searchsorted(offsets, event, "right")) - 1
 
 
 def count_events(column: pa.Array) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Writes histories files (histories.py says what they are) as row groups of bounded size."""
+"""Writes histories files (see histories.py) as row groups of bounded size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import pyarrow.parquet as pq
 from freescale.data.histories import KEY, HistoriesMetadata, count_events
 
 GROUP_USERS = 256  # users in a row group, at most
-GROUP_EVENTS = 1_000_000  # a row group ends with the user that reaches this
+GROUP_EVENTS = 1_000_000  # the user that reaches this ends the row group
 
 
 class HistoriesWriter:
-    """Writes users, given in their final order in tables of any size, as row groups of bounded
-    size."""
+    """Writes users, in final order and tables of any size, as row groups of bounded size."""
 
     def __init__(self, path: Path, schema: pa.Schema):
         self._writer = pq.ParquetWriter(path, schema, compression="zstd")
@@ -47,7 +46,7 @@ class HistoriesWriter:
             start = stop
         # what waits for the next call is copied out: it must not hold the whole table
         if self._rest and len(counts):
-            self._rest[-1] = _compact(self._rest[-1])
+            self._rest[-1] = self._rest[-1].take(pa.array(np.arange(len(self._rest[-1]))))
 
     def _flush(self) -> None:
         if self._rest:
@@ -68,7 +67,3 @@ def make_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     return pa.schema(
         [("user_id", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())]
     )
-
-
-def _compact(table: pa.Table) -> pa.Table:
-    return table.take(pa.array(np.arange(table.num_rows)))

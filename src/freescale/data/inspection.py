@@ -1,4 +1,4 @@
-"""What a histories file holds, as a person wants to know it before training."""
+"""What a histories file holds: a report before training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.data.batches.loader import Histories
+from freescale.data.batches.specs import ReadSpec, SampleSpec, SplitSpec
 from freescale.data.batches.splits import LEAST_EVENTS
 from freescale.data.histories import HistoriesFile
 from freescale.data.synthetic.collision_rate import CollisionCounter
 
-_BATCHES = 20  # consecutive ones, over which collisions are counted
+_BATCHES = 20  # consecutive batches over which collisions are counted
 _NEEDED = LEAST_EVENTS["leave-one-out"]
 _BAR = 40  # characters of the longest bar
 
@@ -32,8 +33,8 @@ class Inspection:
     dropped_users: int
     max_length: int
     global_batch: int
-    # Share of a batch's rows that the batch before reads too: of histories and targets, and of all
-    # with negatives. None: there is only one batch.
+    # Share of a batch's rows that the previous batch reads too: of histories and targets, and with
+    # negatives. None: only one batch.
     collisions: float | None
     collisions_with_negatives: float | None
 
@@ -65,12 +66,16 @@ def inspect_histories(
 ) -> Inspection:
     """Reads a histories file once, and some of its batches as training makes them.
 
-    Raises:
-        ValueError: The file cannot be trained on, since a label is missing or not 0 and 1.
+    Raises ValueError if a label is missing or not 0 and 1.
     """
     file = HistoriesFile(path, num_items)
     if labels:
-        Histories(path, global_batch, num_items=num_items, task="ranking", tasks=tuple(labels))
+        Histories(
+            path,
+            global_batch,
+            sample=SampleSpec(task="ranking", tasks=labels),
+            read=ReadSpec(num_items=num_items),
+        )
     lengths, counts = [], np.zeros(file.num_items, np.int64)
     first, last = [], []
     for number in range(file.num_groups):
@@ -97,7 +102,13 @@ def inspect_histories(
 def _count_collisions(
     path: Path, global_batch: int, max_length: int, num_items: int | None
 ) -> tuple[float | None, float | None]:
-    data = Histories(path, global_batch, max_length=max_length, num_items=num_items, split="none")
+    data = Histories(
+        path,
+        global_batch,
+        sample=SampleSpec(max_length=max_length),
+        split=SplitSpec("none"),
+        read=ReadSpec(num_items=num_items),
+    )
     own, all_rows = CollisionCounter(data.num_items), CollisionCounter(data.num_items)
     for number in range(min(_BATCHES, data.batches_per_epoch)):
         batch = data.batch(number)
@@ -112,7 +123,7 @@ def _count_collisions(
 
 
 def describe_inspection(found: Inspection) -> list[str]:
-    """Lines for people."""
+    """Report lines."""
     lengths, counts = found.lengths, found.item_counts
     middle = np.percentile(lengths, [50, 90, 99]).astype(int)
     lines = [
@@ -129,7 +140,7 @@ def describe_inspection(found: Inspection) -> list[str]:
     if found.collisions is not None and found.collisions_with_negatives is not None:
         lines.append(
             f"collisions, global batch {found.global_batch}: {found.collisions:.0%} of the rows "
-            f"that a batch reads for histories and targets, the batch before reads too "
+            f"that a batch reads for histories and targets, the previous batch reads too "
             f"({found.collisions_with_negatives:.0%} with its negatives)"
         )
     else:
@@ -141,7 +152,7 @@ def describe_inspection(found: Inspection) -> list[str]:
 
 
 def draw_lengths(lengths: NDArray[Any]) -> list[str]:
-    """A picture of the lengths: a bar for each power of two."""
+    """A histogram of lengths, by powers of two."""
     powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     counts = np.bincount(powers)
     lines = []

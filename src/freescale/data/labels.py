@@ -25,8 +25,7 @@ _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 
 
 def make_label(label: Label) -> Callable[[pa.Array], pa.Array]:
-    """The function that makes a label of its column: int8 of a comparison, else the column as
-    numbers."""
+    """Returns a function that makes a label of a column: int8 of a comparison, or numbers."""
 
     def make(values: pa.Array) -> pa.Array:
         values = decode_text(values)
@@ -42,7 +41,7 @@ def make_label(label: Label) -> Callable[[pa.Array], pa.Array]:
 
 
 def _spell_numbers(values: pa.Array) -> pa.Array:
-    """Text of `true` and `false` as text of 1 and 0."""
+    """Replaces `true` and `false` by 1 and 0."""
     if not is_text(values.type):
         return values
     for words, number in ((_TRUE, "1"), (_FALSE, "0")):
@@ -52,13 +51,13 @@ def _spell_numbers(values: pa.Array) -> pa.Array:
 
 def find_non_label(values: NDArray[Any]) -> str | None:
     """Returns the first value that is neither 0 nor 1, as text; None if there is none."""
-    wrong = ~((values == 0) | (values == 1))  # a value that is no number equals neither
+    wrong = ~((values == 0) | (values == 1))  # NaN equals neither
     return str(values[wrong.argmax()]) if wrong.any() else None
 
 
 def check_labels(file: HistoriesFile, names: Sequence[str]) -> None:
-    """Raises ValueError for columns with other values than 0 and 1. The metadata of prepared files
-    says what their sources hold; other files are read."""
+    """Raises ValueError for labels other than 0 and 1. Metadata of prepared files says; others are
+    read."""
     for name in names:
         if file.no_labels is None:
             found = _find_non_label_in(file, name)

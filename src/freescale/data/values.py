@@ -1,4 +1,4 @@
-"""Values of a column that are not what they must be: which row, which value, how to mend it."""
+"""Errors for bad values of a column: which row, which value, and the fix."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import pyarrow.compute as pc
 
 
 class BadValue(ValueError):
-    """A value of a column that cannot be used; `row` None: the column as a whole. The reader knows
-    the file and the line."""
+    """An unusable value; `row` None: the whole column. The reader adds file and line."""
 
-    def __init__(self, row: int | None, problem: str, mend: str):
-        super().__init__(f"{problem}; {mend}")
-        self.row, self.problem, self.mend = row, problem, mend
+    def __init__(self, row: int | None, problem: str, fix: str):
+        super().__init__(f"{problem}; {fix}")
+        self.row, self.problem, self.fix = row, problem, fix
 
 
 def refuse_nulls(values: pa.Array) -> None:
@@ -27,19 +26,25 @@ def refuse_nulls(values: pa.Array) -> None:
         )
 
 
-def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, mend: str) -> pa.Array:
-    """Strings as numbers or times. BadValue names the first that is none."""
+def refuse_any(wrong: pa.Array, values: pa.Array, problem: str, fix: str) -> None:
+    """Raises BadValue for the first of the values that is `wrong`; `problem` has `{}` for it."""
+    if (row := pc.index(wrong, pa.scalar(True)).as_py()) >= 0:
+        raise BadValue(row, problem.format(values[row].as_py()), fix)
+
+
+def parse_text(values: pa.Array, kind: pa.DataType, wanted: str, fix: str) -> pa.Array:
+    """Parses strings as numbers or times. BadValue names the first invalid one."""
     try:
         return values.cast(kind)
     except pa.ArrowInvalid as error:
         row = find_first_failing(values, kind) or 0
         text = values[row].as_py()[:80]
-        raise BadValue(row, f"holds {text!r}, not {wanted}", mend) from error
+        raise BadValue(row, f"holds {text!r}, not {wanted}", fix) from error
 
 
 def find_first_failing(values: pa.Array, kind: pa.DataType) -> int | None:
-    """The first value that cannot be cast, where one cannot, by halves; None if it is their type
-    that does not allow it."""
+    """Bisects for the first value that cannot be cast; None if the type itself does not allow
+    it."""
     try:
         values.slice(0, 0).cast(kind)
     except pa.ArrowException:
@@ -57,26 +62,22 @@ def find_first_failing(values: pa.Array, kind: pa.DataType) -> int | None:
 
 
 def parse_numbers(values: pa.Array) -> pa.Array:
-    """Numbers of any type, or as text, as float64 without nulls and NaN."""
+    """Numbers of any type or as text, as float64 without nulls and NaN."""
     refuse_nulls(values)
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.int8())
     numbers = (
-        parse_text(values, pa.float64(), "a number", "mend or drop such rows")
+        parse_text(values, pa.float64(), "a number", "fix or drop such rows")
         if is_text(values.type)
         else cast_values(values, pa.float64(), "numbers")
     )
     wrong = pc.invert(pc.is_finite(numbers))
-    row = pc.index(wrong, pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(
-            row, f"holds {values[row].as_py()!r}, not a number", "mend or drop such rows"
-        )
+    refuse_any(wrong, values, "holds {!r}, not a number", "fix or drop such rows")
     return numbers
 
 
 def cast_values(values: pa.Array, kind: pa.DataType, wanted: str) -> pa.Array:
-    """Casts values that are not text. BadValue if their type does not allow it."""
+    """Casts values other than text. Raises BadValue if the type does not allow it."""
     try:
         return values.cast(kind)
     except pa.ArrowException as error:
@@ -92,7 +93,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def decode_text(values: pa.Array) -> pa.Array:
-    """Dictionaries and bytes as what they stand for; anything else as it is."""
+    """Decodes dictionaries and bytes; other values are unchanged."""
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type):

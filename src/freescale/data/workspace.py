@@ -15,7 +15,7 @@ from pathlib import Path
 
 from freescale.file_lock import lock
 
-# locked by the process that works in the folder; says in which boot of which machine
+# locked by the process that works in the folder; contains the machine's boot id
 MARK = "freescale-work.lock"
 _FORGOTTEN_S = 24 * 3600
 _UNMARKED = re.compile(r"\.[0-9a-f]{16}-[a-z0-9_]{8}")  # folders of versions before the mark
@@ -30,7 +30,7 @@ def workspace(parent: Path, name: str) -> Iterator[Path]:
     try:
         mark = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # First locked, then signed: a signature without a lock means that the maker is dead.
+            # First lock, then sign: a signature without a lock means that the maker is dead.
             if lock(mark):
                 os.write(mark, _read_boot_id())
             yield folder
@@ -80,7 +80,7 @@ def _is_dead(folder: Path) -> bool:
 def _is_untouched(folder: Path) -> bool:
     try:
         newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
-    except OSError:  # somebody is at it
+    except OSError:  # in use
         return False
     return time.time() - newest > _FORGOTTEN_S
 
@@ -94,15 +94,15 @@ def _read_boot_id() -> bytes:
 
 @contextmanager
 def explain_full_disk(
-    folder: Path, work: str, mend: str, needed: Callable[[], float | None] = lambda: None
+    folder: Path, work: str, fix: str, needed: Callable[[], float | None] = lambda: None
 ) -> Iterator[None]:
     """Turns the error of a full disk into one line with the cause and the fix.
 
     Args:
         folder: On the disk.
         work: What was going on, for the message.
-        mend: The fix, for the message.
-        needed: Returns the bytes that the work needs, where they are known.
+        fix: The fix, for the message.
+        needed: Returns the bytes that the work needs, if known.
     """
     try:
         yield
@@ -113,7 +113,7 @@ def explain_full_disk(
         needs = f"; it needs up to {_format_bytes(amount)}" if amount else ""
         known = error.errno == errno.ENOSPC and folder.exists()
         free = f"; {_format_bytes(shutil.disk_usage(folder).free)} are free now" if known else ""
-        full = OSError(f"{folder}: {_FULL[error.errno]} while {work}{needs}{free}; {mend}")
+        full = OSError(f"{folder}: {_FULL[error.errno]} while {work}{needs}{free}; {fix}")
         full.errno = error.errno
         raise full from error
 

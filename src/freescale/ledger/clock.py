@@ -1,5 +1,4 @@
-"""Clocks for the ledger: the host's monotonic clock, or CUDA events that are read later and never
-waited for."""
+"""Clocks for the ledger: the host's monotonic clock, or CUDA events, read later without waiting."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ class Clock(Protocol):
         """Marks now: on the host, or at this point of the current stream."""
 
     def read(self, stamp: Any) -> int | None:
-        """Nanoseconds on the host's monotonic clock, or None while the device has not reached the
-        stamp."""
+        """Nanoseconds on the host's clock; None if the device has not reached the stamp."""
 
 
 class HostClock:

@@ -27,8 +27,7 @@ from freescale.ledger.trace import make_header, make_step_events, write_trace
 
 
 def measure_peak_memory(device: torch.device | str = "cpu") -> dict[str, int]:
-    """Returns the peak bytes of this process: `host` (resident) and, with a GPU, `gpu`
-    (allocated)."""
+    """Peak bytes of this process: `host` (resident) and, with a GPU, `gpu` (allocated)."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if torch.device(device).type == "cuda":
@@ -91,16 +90,15 @@ class Collector:
                     self.summary.add(json.loads(line))
 
     def restart(self) -> None:
-        """Goes on with the steps that `ledger.jsonl` holds, and forgets those after them: they are
-        made again."""
+        """Continues with the steps in `ledger.jsonl` and drops those after them, which are
+        repeated."""
         for queue in self._queues:
             queue.clear()
         self.summary = Summary(self._world)
         self._read_steps()
 
     def take_slow_steps(self) -> list[dict[str, Any]]:
-        """On rank 0: of the steps collected since the last call that took much longer than those
-        before them, the slowest."""
+        """On rank 0: the slowest outlier among the steps collected since the last call."""
         return self._slow.take()
 
     def collect(self) -> None:
@@ -168,13 +166,11 @@ class Collector:
 
 def _group_machines(machines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lists the different machines, each with its ranks."""
-    found: list[dict[str, Any]] = []
-    for rank, one in enumerate(machines):
-        alike = next(
-            (other for other in found if {**other, "ranks": None} == {**one, "ranks": None}), None
-        )
-        if alike is None:
-            found.append({**one, "ranks": [rank]})
-        else:
-            alike["ranks"].append(rank)
-    return found
+    distinct: list[dict[str, Any]] = []
+    for machine in machines:
+        if machine not in distinct:
+            distinct.append(machine)
+    return [
+        {**machine, "ranks": [rank for rank, other in enumerate(machines) if other == machine]}
+        for machine in distinct
+    ]

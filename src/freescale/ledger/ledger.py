@@ -5,9 +5,8 @@ result. `done`: the result was there. A blocking collective has issued == waited
 (merge.py) splits the wait at the moment when the last rank arrived: straggler time before it,
 exposed communication after it (waits.py).
 
-Another thread that communicates for the rank has a `ThreadLedger`. Its collectives stop nobody
-until the main thread waits for that thread; of each of them, the part that falls into this wait
-counts as waiting.
+Another thread that communicates for the rank has a `ThreadLedger`. Its collectives block nothing
+until the main thread waits for that thread; their overlap with this wait counts as waiting.
 """
 
 from __future__ import annotations
@@ -23,31 +22,21 @@ from torch.autograd import profiler as torch_profiler
 from freescale.ledger.clock import Clock, make_clock
 from freescale.ledger.record import KINDS, CollectiveRecord, Span
 
-_KEPT = 1024  # finished steps that wait to be drained; without draining the last ones are kept
+_KEPT = 1024  # finished steps that wait for `drain`; older ones are dropped
 
 
 OTHER = "other"  # between the spans
-# Spans in which the main thread waits for the rank's other threads. What is no wait for their
-# collectives there is a wait for their own work.
+# Spans in which the main thread waits for other threads: for their collectives, or their work.
 LANE_WAITS = ("arrive", "await batch", "await sums")
 
 
 def sum_busy(
     begin: int, end: int, spans: Iterable[Span], collectives: Iterable[CollectiveRecord]
 ) -> dict[str, int]:
-    """Sums the time of the main thread by the name of the innermost span.
+    """Sums the main thread's nanoseconds by innermost span; `other` is time outside all spans.
 
-    Waits for collectives are left out, and so are spans of other threads (`thread/name`). With the
-    waits, where these do not overlap, the sum is the duration of the step.
-
-    Args:
-        begin: Of the step, in nanoseconds.
-        end: Of the step.
-        spans: The spans of the step; inner ones lie within outer ones.
-        collectives: The collectives of the step.
-
-    Returns:
-        Nanoseconds by name of span; `other` is time outside all spans.
+    Waits for collectives and spans of other threads (`thread/name`) are left out. With the waits,
+    if these do not overlap, the sum is the step [begin, end). Inner spans lie within outer ones.
     """
     # (when, +1 or -1, a rule for ties, name of the span; empty for a wait)
     edges: list[tuple[int, int, int, str]] = []
@@ -94,13 +83,12 @@ class Collective:
         self.window: tuple[Any, Any] | None = None
 
     def wait(self) -> AbstractContextManager[None]:
-        """Surrounds the blocking part. The collective is recorded in the step that waits for it,
-        which may be a later one."""
+        """Surrounds the blocking part. The step that waits records the collective."""
         return _Wait(self)
 
 
-# Spans and waits are classes: beside an exchange of a few rows, a generator's context manager and
-# a label that no profiler reads would be a good part of the work.
+# Spans and waits are classes: a generator's context manager and an unread label would take a good
+# part of a small exchange.
 
 
 class _Wait(AbstractContextManager[None]):
@@ -155,7 +143,7 @@ class Ledger:
         device: The device that this rank computes on.
     """
 
-    name = ""  # of the thread; the main thread has none
+    name = ""  # the main thread has no name
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -168,7 +156,7 @@ class Ledger:
         text = f"Ledger({len(self._finished)} finished steps"
         if last is not None:
             text += f", last: step {last.number}"
-            if isinstance(last.end, int):  # of a device it would have to be read
+            if isinstance(last.end, int):  # device stamps would have to be read
                 text += f" in {(last.end - last.begin) / 1e6:.2f} ms"
             kinds = ", ".join(sorted({collective.kind for collective in last.collectives}))
             text += f", {len(last.spans)} spans, {len(last.collectives)} collectives ({kinds})"
@@ -186,7 +174,7 @@ class Ledger:
         self._step = None
 
     def cancel_step(self) -> None:
-        """Forgets a step that did not take place because the data had ended."""
+        """Drops a step that was not run because the data had ended."""
         self._step = None
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -213,12 +201,8 @@ class Ledger:
             self._step.collectives.append(collective)
 
     def record_wait(self, collectives: list[Collective], begin: Any) -> None:
-        """Adds collectives of another thread for which compute stopped from `begin` until now.
-
-        Args:
-            collectives: From `ThreadLedger.take`.
-            begin: A stamp of `clock`.
-        """
+        """Adds collectives of another thread (`ThreadLedger.take`) that stopped compute since
+        `begin`."""
         end = self.clock.stamp()
         for collective in collectives:
             collective.window = (begin, end)
@@ -230,13 +214,8 @@ class Ledger:
             self._step.counters[name] = self._step.counters.get(name, 0) + value
 
     def drain(self) -> list[dict[str, Any]]:
-        """Returns the finished steps and forgets them.
-
-        Waits for nothing: steps that the device has not finished stay for the next call.
-
-        Returns:
-            A plain record per step (see record.py), times in nanoseconds of this host's clock.
-        """
+        """Returns and forgets the finished steps as plain records (see record.py), with times in
+        nanoseconds of this host's clock. Never waits: steps unfinished on the device stay."""
         records: list[dict[str, Any]] = []
         while self._finished:
             record = self._read_step(self._finished[0])
@@ -261,7 +240,7 @@ class Ledger:
                 spans.append(Span(name, first, last))
         collectives = [collective for collective in step.collectives if collective.done is not None]
         records = [self._read_collective(collective) for collective in collectives]
-        # Here and not where ranks are merged: each rank sums its own.
+        # Here and not in the merge: each rank sums its own.
         busy = sum_busy(begin, end, spans, records)
         lanes = sum(busy.pop(name, 0) for name in LANE_WAITS)
         return {

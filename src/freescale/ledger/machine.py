@@ -14,10 +14,8 @@ def describe_machine() -> dict[str, Any]:
     """Returns CPU, cores, memory and GPU of this machine."""
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None
-    )
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = _find_entry(info, "model name")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = model or _lscpu() or platform.machine()
@@ -40,19 +38,19 @@ def get_gpu_name() -> str:
 
 def _lscpu() -> str | None:
     try:
-        lines = subprocess.run(
-            ["lscpu"], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        done = subprocess.run(["lscpu"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")), None
-    )
+    return _find_entry(done.stdout, "Model name")
+
+
+def _find_entry(text: str, name: str) -> str | None:
+    lines = (line for line in text.splitlines() if line.startswith(name))
+    return next((line.split(":", 1)[1].strip() for line in lines), None)
 
 
 def get_versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of Python, torch (with its build, as in `2.15.0+cu132`), numpy and those
-    of `packages` that are installed."""
+    """Versions of Python, torch (with build, as `2.15.0+cu132`), numpy and installed `packages`."""
     import torch
 
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,22 +21,17 @@ _SHARES = {
 
 
 def merge_step(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges one step.
+    """Merges each rank's record of a step (`Ledger.drain`), by rank and on one clock
+    (`shift_clock`).
 
-    Args:
-        records: What each rank's `Ledger.drain` gave for the step, in the order of the ranks and on
-            one clock (`shift_clock`).
-
-    Returns:
-        The figures of the step, as they stand in a line of ledger.jsonl. Times are milliseconds;
-        docs/how/ledger.md lists the keys.
-
-    Raises:
-        ValueError: The ranks recorded different collectives.
+    Returns the figures of the step, as in a line of ledger.jsonl. Times are milliseconds;
+    docs/how/ledger.md lists the keys. Raises ValueError if ranks recorded different collectives.
     """
     steps = [StepRecord.parse(record) for record in records]
     ranks = len(steps)
-    _check_collectives(steps)
+    kinds = [[collective.kind for collective in step.collectives] for step in steps]
+    if any(of_rank != kinds[0] for of_rank in kinds):
+        raise ValueError(f"ranks recorded different collectives in step {steps[0].step}: {kinds}")
     straggler, exposed = _sum_waits(steps)
     mean = sum((step.end - step.begin) / 1e6 for step in steps) / ranks
     compute = [
@@ -65,12 +61,6 @@ def merge_step(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _check_collectives(steps: Sequence[StepRecord]) -> None:
-    kinds = [[collective.kind for collective in step.collectives] for step in steps]
-    if any(of_rank != kinds[0] for of_rank in kinds):
-        raise ValueError(f"ranks recorded different collectives in step {steps[0].step}: {kinds}")
-
-
 def _sum_waits(steps: Sequence[StepRecord]) -> tuple[list[float], dict[str, list[float]]]:
     """Straggler milliseconds of each rank, and exposed milliseconds by kind and rank."""
     straggler = [0.0] * len(steps)
@@ -88,36 +78,30 @@ def _sum_waits(steps: Sequence[StepRecord]) -> tuple[list[float], dict[str, list
 
 def _sum_bytes(steps: Sequence[StepRecord]) -> dict[str, int]:
     """Bytes that all ranks sent, by kind."""
-    sent = dict.fromkeys(KINDS, 0)
-    for step in steps:
-        for collective in step.collectives:
-            sent[collective.kind] += collective.sent
-    return sent
+    collectives = [collective for step in steps for collective in step.collectives]
+    return {kind: sum(c.sent for c in collectives if c.kind == kind) for kind in KINDS}
 
 
 def _sum_paths(steps: Sequence[StepRecord]) -> dict[str, dict[str, int]]:
     """Bytes that all ranks sent, by kind and by what carried them."""
     paths: dict[str, dict[str, int]] = {}
-    for step in steps:
-        for kind, by_path in step.paths.items():
-            of_kind = paths.setdefault(kind, {})
-            for path, sent in by_path.items():
-                of_kind[path] = of_kind.get(path, 0) + sent
+    for kind, by_path in (entry for step in steps for entry in step.paths.items()):
+        of_kind = paths.setdefault(kind, {})
+        for path, sent in by_path.items():
+            of_kind[path] = of_kind.get(path, 0) + sent
     return paths
 
 
 def _average_spans(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Milliseconds of each span, mean over ranks."""
-    spans: dict[str, float] = {}
-    for step in steps:
-        for span in step.spans:
-            lasts = (span.end - span.begin) / 1e6 / len(steps)
-            spans[span.name] = spans.get(span.name, 0.0) + lasts
-    return spans
+    spans: dict[str, float] = defaultdict(float)
+    for span in (span for step in steps for span in step.spans):
+        spans[span.name] += (span.end - span.begin) / 1e6 / len(steps)
+    return dict(spans)
 
 
 def _merge_counters(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Sums over ranks; of counters called `max_...` the largest."""
+    """Sums over ranks; for counters `max_...` the maximum."""
     counters: dict[str, float] = {}
     for step in steps:
         for name, value in step.counters.items():
@@ -129,15 +113,13 @@ def _merge_counters(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _list_busy(steps: Sequence[StepRecord]) -> dict[str, list[float]]:
-    """What the main threads did when they did not wait: milliseconds of each rank by name, to the
-    microsecond."""
+    """Milliseconds of each rank's main thread by span, without waits, to the microsecond."""
     names = dict.fromkeys(name for step in steps for name in step.busy)
     return {name: [round(step.busy.get(name, 0) / 1e6, 3) for step in steps] for name in names}
 
 
 def _list_shares(steps: Sequence[StepRecord]) -> dict[str, dict[str, list[float]]]:
-    """What each rank had of the batch `before` balancing and `after` it, which is empty where
-    nothing was balanced."""
+    """Each rank's share of the batch `before` and `after` balancing, empty without balancing."""
     shares: dict[str, dict[str, list[float]]] = {"before": {}, "after": {}}
     for name, counters in _SHARES.items():
         for when, counter in zip(shares, counters, strict=True):
@@ -147,7 +129,7 @@ def _list_shares(steps: Sequence[StepRecord]) -> dict[str, dict[str, list[float]
 
 
 def _derive_ratios(counters: Mapping[str, float], costs: Sequence[float]) -> dict[str, float]:
-    """Figures that only some steps have. `costs`: predicted, of each rank before balancing."""
+    """Figures of some steps only. `costs`: predicted per rank before balancing."""
     ratios: dict[str, float] = {}
     if counters.get("max_length"):
         padded = counters["samples"] * counters["max_length"]

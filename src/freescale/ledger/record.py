@@ -37,7 +37,7 @@ class CollectiveRecord(NamedTuple):
 class Carrier(NamedTuple):
     """Which thread waited for a collective, and what carried it."""
 
-    thread: str | None  # empty for the main thread; None where it was not recorded
+    thread: str | None  # empty for the main thread; None if not recorded
     path: str | None
 
 
@@ -48,16 +48,15 @@ class StepRecord:
     end: int
     spans: list[Span]
     collectives: list[CollectiveRecord]
-    carriers: list[Carrier]  # of each collective
-    busy: Mapping[str, int]  # of the main thread, by span, without its waits
-    lane_wait: int  # the main thread waits for what this rank's other threads compute
+    carriers: list[Carrier]  # one per collective
+    busy: Mapping[str, int]  # main thread's time by span, without waits
+    lane_wait: int  # wait of the main thread for this rank's other threads
     paths: Mapping[str, Mapping[str, int]]  # bytes sent, by kind and by what carried them
     counters: Mapping[str, float]
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> StepRecord:
-        """A record from `Ledger.drain`, from JSON or from the simulator, which leaves some parts
-        out."""
+        """Parses a record of `Ledger.drain`, JSON or the simulator, which leaves parts out."""
         collectives = [CollectiveRecord(*entry) for entry in plain["collectives"]]
         unknown = [(None, None)] * len(collectives)
         return cls(

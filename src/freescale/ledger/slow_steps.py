@@ -8,23 +8,23 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_HISTORY = 100  # steps that a step is compared with
+_HISTORY = 100  # earlier steps for comparison
 _ENOUGH = 10  # steps before the first comparison
-_TIMES = 3.0  # a slow step takes so many times the usual time,
-_MORE_MS = 1000.0  # and so much more: what is short varies
-_KEPT = 20  # of a run, in ledger.json
+_TIMES = 3.0  # a slow step takes this many times the usual time
+_MORE_MS = 1000.0  # and at least this much more: short steps vary
+_KEPT = 20  # slow steps in ledger.json
 
 
 class SlowSteps:
-    """Finds them, step by step."""
+    """Finds slow steps, one step at a time."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=_HISTORY)
         self._fresh: list[dict[str, Any]] = []
-        self.found: list[dict[str, Any]] = []  # the slowest of the run, in their order
+        self.found: list[dict[str, Any]] = []  # the slowest of the run, in order
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Takes the figures of the next step."""
+        """Adds the figures of the next step."""
         lasts = figures["step_ms"]
         if len(self._before) >= _ENOUGH:
             usual = statistics.median(self._before)
@@ -35,7 +35,7 @@ class SlowSteps:
         self._before.append(lasts)
 
     def take(self) -> list[dict[str, Any]]:
-        """Of those found since the last call the slowest: one warning is enough."""
+        """Returns the slowest found since the last call: one warning is enough."""
         fresh, self._fresh = self._fresh, []
         slowest = sorted([*self.found, *fresh], key=_get_seconds)[-_KEPT:]
         self.found = sorted(slowest, key=lambda entry: int(entry["step"]))
@@ -43,11 +43,7 @@ class SlowSteps:
 
 
 def explain(figures: Mapping[str, Any]) -> str:
-    """What a step waited for, and which rank made it wait.
-
-    Args:
-        figures: of the step, as in a line of ledger.jsonl.
-    """
+    """What a step waited for and which rank caused it, from its line of ledger.jsonl."""
     straggler, exposed = figures["straggler_ms"], figures["exposed_ms"]
     ranks = len(straggler)
     busy, late = _find_work(figures["busy_ms"], straggler)
@@ -69,12 +65,12 @@ def explain(figures: Mapping[str, Any]) -> str:
         return f"{seconds:.2f} s of waiting for {kind} on their way, longest on rank {worst}"
     if largest == "lanes":
         rank = _find_largest(figures["lane_ms"])
-        return f"rank {rank} waited {seconds:.2f} s for its own lanes, beside the main thread"
+        return f"rank {rank} waited {seconds:.2f} s for its own lanes"
     return f"rank {late} worked{busy}"
 
 
 def _find_work(busy: Mapping[str, Sequence[float]], straggler: Sequence[float]) -> tuple[str, int]:
-    """What the rank that waited least for others did longest, in words, and which rank it is."""
+    """The longest span of the rank that waited least, as text, and that rank."""
     late = min(range(len(straggler)), key=lambda rank: straggler[rank])
     if not busy:
         return "", late

@@ -93,8 +93,7 @@ class Summary:
         return [total / self._counts[name] for total in self._rank_sums.get(name, [])]
 
     def summarize(self) -> dict[str, Any]:
-        """Returns means over the measured steps, as in ledger.json; of the step time the median,
-        too."""
+        """Means over the measured steps, as in ledger.json, and the median step time."""
         measured = len(self._step_ms)
         counted = {
             "ranks": self.ranks,
@@ -138,8 +137,7 @@ class Summary:
             "straggler_ms_per_rank": self._average_per_rank("straggler_ms"),
             "exposed_ms_per_rank": self._average_per_rank("exposed_ms_per_rank"),
             "lane_ms_per_rank": self._average_per_rank("lane_ms"),
-            # Over all measured steps, also those without the span: with the waits it adds up to the
-            # step.
+            # Over all measured steps: with the waits it adds up to the step.
             "busy_ms_per_rank": {
                 name.split("/", 1)[1]: [total / self._busy_steps for total in totals]
                 for name, totals in self._rank_sums.items()

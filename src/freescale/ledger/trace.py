@@ -1,7 +1,7 @@
 """Writes the records of all ranks as a Chrome/Perfetto trace.
 
 A rank is a process of the trace. Its lanes are compute, communication, and each thread that
-communicates beside the compute.
+communicates alongside the compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORMER_LANES = {"coming": "input"}  # in the files of earlier versions
 
 
 def rename_lane(name: str) -> str:
-    """The present name of a lane, or of a span `lane/span`, out of a file of any version."""
+    """The current name of a lane, or of a span `lane/span`, from a file of any version."""
     lane, slash, span = name.partition("/")
     return _FORMER_LANES.get(lane, lane) + slash + span
 
@@ -29,25 +29,20 @@ def make_header(ranks: int) -> list[dict[str, Any]]:
     """Events that name the ranks and their lanes."""
     events: list[dict[str, Any]] = []
     for rank in range(ranks):
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        for lane, name in enumerate(LANES):
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
-            )
+        of_rank = {"ph": "M", "pid": rank}
+        events.append({**of_rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events += [
+            {**of_rank, "name": "thread_name", "tid": lane, "args": {"name": name}}
+            for lane, name in enumerate(LANES)
+        ]
     return events
 
 
 def make_step_events(records: Sequence[Mapping[str, Any]], origin: int) -> list[dict[str, Any]]:
-    """Makes the events of one step.
+    """Trace events of one step, from a plain record per rank on one clock.
 
-    A collective lasts from this rank's arrival to its end; `wait_us` says how long compute stood
-    still for it.
-
-    Args:
-        records: A plain record per rank, on one clock.
-        origin: The time 0 of the trace, in nanoseconds.
+    A collective lasts from this rank's arrival to its end; `wait_us` is how long compute waited for
+    it. `origin` is the trace's time 0 in nanoseconds.
     """
     events: list[dict[str, Any]] = []
 

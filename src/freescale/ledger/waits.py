@@ -1,7 +1,7 @@
 """How a wait for a collective is divided. Pure functions over plain data.
 
 These definitions of straggler time and exposed communication hold for training, benchmarks,
-TorchRec beside it, and the simulator.
+TorchRec runs and the simulator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Interval = tuple[int, int]  # begin and end
 
 
 class SplitWait(NamedTuple):
-    """The two parts of a wait, in the unit of the times given."""
+    """The two parts of a wait, in the unit of its times."""
 
     straggler: float
     exposed: float

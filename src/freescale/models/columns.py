@@ -14,8 +14,7 @@ from freescale.kernels.softmax.reference import Negatives, Per
 
 
 def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -> Jagged:
-    """A sequence of the batch, checked to have the lengths of `like`, which were checked
-    themselves."""
+    """A sequence of the batch, checked against the lengths of `like`."""
     if name not in batch.sequences:
         raise ValueError(
             f"the batch has no sequence {name!r}; it has "
@@ -38,8 +37,7 @@ def find_sequence(batch: SequenceBatch, name: str, like: Jagged | None = None) -
 
 
 def measure_time_span(*parts: Jagged) -> int | None:
-    """The longest time between two events of a sample, over all parts; None if the host does not
-    know the times."""
+    """The longest time span of a sample, over all parts; None if the host lacks the times."""
     hosts = [part.host for part in parts if part.host is not None]
     if len(hosts) < len(parts):
         return None
@@ -59,11 +57,10 @@ def measure_time_span(*parts: Jagged) -> int | None:
 
 
 def sum_values(rows: Tensor, of: Jagged) -> Tensor:
-    """[values, width] -> [candidates, width]: the sum of each candidate's rows, in an order that is
-    fixed on every device."""
+    """[values, width] -> [candidates, width]: each candidate's rows, summed in a fixed order."""
     if not rows.shape[0]:
         return torch.cat([rows, rows.new_zeros(len(of), rows.shape[1])])
-    # unsafe: torch would check the lengths where they are, on the device; the host has checked them
+    # unsafe: skips torch's check on the device; the host has checked the lengths
     return torch.segment_reduce(rows, "sum", lengths=of.lengths, axis=0, initial=0.0, unsafe=True)
 
 
@@ -77,8 +74,8 @@ def find_candidates(batch: SequenceBatch) -> Nested:
 
 
 def find_negatives(batch: SequenceBatch, like: Jagged) -> Negatives:
-    """The negatives of the samples (dense), of their positions (sequences, with the lengths of
-    `like`) or of the batch (shared), as ids; with their log-q if the batch has it beside them."""
+    """Negatives as ids, with log-q if present: of samples (dense), of positions (sequences, as long
+    as `like`) or of the batch (shared)."""
     name, log_q = "negatives", "negatives_log_q"
     found: tuple[Per, dict[str, Tensor]]
     if name in batch.sequences:
@@ -87,22 +84,17 @@ def find_negatives(batch: SequenceBatch, like: Jagged) -> Negatives:
     elif name in batch.shared:
         found = "batch", dict(batch.shared)
     else:
-        batch.values(name)  # which says what the batch has instead
+        batch.values(name)  # raises with the names that exist
         found = "sample", dict(batch.dense)
     return Negatives(found[1][name], found[0], found[1].get(log_q))
 
 
 def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Finds the rows of ids without copying them, where the table can.
+    """Finds the rows of ids [...], without copying them if possible.
 
-    Args:
-        table: An nn.Embedding, a module with `locate(ids) -> (rows, index)`, or any other that maps
-            ids [...] to rows [..., width].
-        ids: Each [...].
-
-    Returns:
-        (rows [u, width], for each of the ids their index [...] into them). Equal ids have equal
-        indices.
+    `table` is an nn.Embedding, a module with `locate(ids) -> (rows, index)`, or any other that maps
+    ids [...] to rows [..., width]. Returns rows [u, width], and for each of the ids their index
+    [...] into them; equal ids have equal indices.
     """
     if type(table) is nn.Embedding and _is_plain(table):
         return table.weight, list(ids)
@@ -120,13 +112,13 @@ def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def find_log_q(table: nn.Module, ids: Tensor) -> Tensor | None:
-    """[...] log-q of ids [...], from a table that counts them; None from any other."""
+    """Log-q [...] of ids [...] if the table counts them, else None."""
     find: Any = getattr(table, "find_log_q", None)
     return None if find is None else find(ids)
 
 
 def _find_first(ids: Tensor) -> Tensor:
-    """ids [n] -> [n]: the first place of each one's id, without a read of the device."""
+    """ids [n] -> [n]: place of the first equal id, without reading the device."""
     ordered, order = ids.sort(stable=True)
     places = torch.arange(ids.numel(), device=ids.device)
     begins = torch.where(ordered == ordered.roll(1), 0, places)  # where a run of equal ids begins
@@ -135,7 +127,7 @@ def _find_first(ids: Tensor) -> Tensor:
 
 
 def _is_plain(table: nn.Embedding) -> bool:
-    """Whether its rows are used as they are, and get a dense gradient."""
+    """Whether its rows are used unchanged and get a dense gradient."""
     return (
         table.padding_idx is None
         and table.max_norm is None

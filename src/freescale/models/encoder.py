@@ -1,11 +1,14 @@
-"""What heads ask of an encoder, and what encoders have in common."""
+"""What heads need of an encoder, and what encoders share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.kernels.attention.plan import AttentionPlan
@@ -40,7 +43,7 @@ class Encoder(nn.Module, ABC):
         dropout: float,
         input_scale: float | None,
         input_dropout: float | None,
-        **sizes: int | None,  # of the layers
+        **sizes: int | None,  # sizes of the layers
     ) -> None:
         super().__init__()
         for name, size in {"width": width, "max_length": max_length, **sizes}.items():
@@ -68,14 +71,13 @@ class Encoder(nn.Module, ABC):
         keys: Tensor | None = None,  # [samples] int64
         timestamps: Tensor | None = None,  # [tokens] int64
         candidate_counts: Tensor | None = None,  # [samples] int64
-        host: HostSizes | None = None,  # of the above; without it they are read from the device
+        host: HostSizes | None = None,  # sizes of the above; read from the device if None
     ) -> Tensor:  # [tokens, width]
         """Encodes every token."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold forward and backward: for batches of one size the kernels
-        are launched with the same arguments."""
+        """Whether a CUDA graph can capture it: equal sizes launch kernels with equal arguments."""
         return False
 
     @property
@@ -89,8 +91,8 @@ class Encoder(nn.Module, ABC):
     def _prepare_inputs(
         self, plan: AttentionPlan | TilePlan, x: Tensor, keys: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the first layer reads, in the encoder's own dtype, whatever the tables hold; and
-        the tokens' keys, if anything is dropped."""
+        """Inputs of the first layer in the encoder's dtype, and the tokens' keys if anything is
+        dropped."""
         return add_positions(
             plan,
             x,
@@ -101,22 +103,28 @@ class Encoder(nn.Module, ABC):
         )
 
     def _check_sizes(self, x: Tensor, tokens: int, longest_history: int) -> None:
-        """Of a batch's plan, against x and the positions that the model has."""
+        """Checks a plan's sizes against x and `max_length`."""
         if longest_history > self.max_length:
             raise ValueError(TOO_LONG.format(longest_history, self.max_length))
         if tokens != x.shape[0]:
             raise ValueError(f"lengths add up to {tokens}, but there are {x.shape[0]} tokens")
 
     def _choose_keys(self, keys: Tensor | None, lengths: Tensor) -> Tensor | None:
-        """The samples' keys, from which what is dropped follows; None where nothing is."""
+        """The samples' keys, which dropout follows from; None without dropout."""
         if not self.drops:
             return None
         if keys is None or keys.shape != lengths.shape:
-            raise ValueError(
-                f"dropout needs keys, one per sample ({lengths.numel()}); got {_describe(keys)}"
-            )
+            got = "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"
+            raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {got}")
         return keys
 
 
-def _describe(keys: Tensor | None) -> str:
-    return "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"
+def run_each(layers: nn.ModuleList, x: Tensor, inputs: Sequence[Any], recomputes: bool) -> Tensor:
+    """Runs layers one after another, with the same further inputs."""
+    for layer in layers:
+        if recomputes and torch.is_grad_enabled():
+            # dropout is a function of keys: there is no generator state to keep
+            x = recompute(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = layer(x, *inputs)
+    return x

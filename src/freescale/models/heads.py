@@ -32,8 +32,9 @@ from freescale.models.segments import Memory, SegmentedHSTU
 
 
 class _SequenceHead(nn.Module):
-    """Item and action tables in front of the encoder. Tables on the meta device take no memory
-    until they are sharded."""
+    """Item and action tables in front of the encoder; on the meta device they take no memory."""
+
+    _item_features: tuple[str, ...]
 
     def __init__(
         self, encoder: Encoder, num_items: int, num_actions: int, table_device: str | None
@@ -53,6 +54,12 @@ class _SequenceHead(nn.Module):
             if table is not None:
                 nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
+    @property
+    def features(self) -> dict[str, list[str]]:
+        """Which batch features each table reads."""
+        actions = {} if self.action is None else {"action": ["actions"]}
+        return {"item": list(self._item_features)} | actions
+
     def _embed_events(self, batch: SequenceBatch, history: Jagged) -> Tensor:
         """Sums the item and action rows of each event: [tokens, width]."""
         x: Tensor = self.item(history.values)
@@ -63,8 +70,7 @@ class _SequenceHead(nn.Module):
     def _build_inputs(
         self, batch: SequenceBatch
     ) -> tuple[Tensor, Tensor, Tensor | None, HostSizes]:
-        """The encoder's inputs for the histories: events, lengths, timestamps, sizes on the
-        host."""
+        """Encoder inputs of the histories: events, lengths, timestamps, host sizes."""
         history = find_sequence(batch, "history")
         x, timestamps, span = self._embed_events(batch, history), None, None
         if self.encoder.has_time_bias:
@@ -112,10 +118,11 @@ class Retrieval(_SequenceHead):
     "timestamps" with a time bias, optionally "target_weights" (0 leaves a position out). Negatives
     are the batch's "negatives", wherever it has them: of a sample in `dense` [samples, K], of a
     position in `sequences` [tokens, K], of all in `shared` [K]. A negative that is the target
-    counts as absent. "negatives_log_q" beside them and "targets_log_q" in `sequences`, both
-    optional, are subtracted from the logits; where the batch has neither, what the item table
-    estimates, if it does.
+    counts as absent. "negatives_log_q" in the same place and "targets_log_q" in `sequences`,
+    both optional, are subtracted from the logits; without them, the item table's own estimates.
     """
+
+    _item_features = ("history", "targets", "negatives")
 
     def __init__(
         self,
@@ -134,35 +141,22 @@ class Retrieval(_SequenceHead):
         self.normalize = normalize
 
     @property
-    def features(self) -> dict[str, list[str]]:
-        """Which batch features each table reads."""
-        actions = {} if self.action is None else {"action": ["actions"]}
-        return {"item": ["history", "targets", "negatives"]} | actions
-
-    @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold its forward and backward: for batches of one size its
-        kernels are launched with the same arguments."""
+        """Whether a CUDA graph can capture forward and backward."""
         return self.encoder.capturable
 
     def count_work(self, tokens: int) -> int:
-        """Values of the tokens of a batch, over all layers."""
+        """Token values of a batch, over all layers."""
         return tokens * self.encoder.width * len(self.encoder.layers)
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         history = find_sequence(batch, "history")
         targets = find_sequence(batch, "targets", history)
-        weights = (
-            find_sequence(batch, "target_weights", history).values
-            if "target_weights" in batch.sequences
-            else None
+        weights, targets_log_q = (
+            find_sequence(batch, name, history).values if name in batch.sequences else None
+            for name in ("target_weights", "targets_log_q")
         )
         negatives = find_negatives(batch, history)
-        targets_log_q = (
-            find_sequence(batch, "targets_log_q", history).values
-            if "targets_log_q" in batch.sequences
-            else None
-        )
         if targets_log_q is None and negatives.log_q is None:
             targets_log_q = find_log_q(self.item, targets.values)
             negatives = replace(negatives, log_q=find_log_q(self.item, negatives.index))
@@ -224,6 +218,8 @@ class Ranking(_SequenceHead):
     [candidates, tasks]; candidates "candidates", whose items are summed.
     """
 
+    _item_features = ("history", "candidates")
+
     def __init__(
         self,
         encoder: Encoder,
@@ -238,12 +234,6 @@ class Ranking(_SequenceHead):
             raise ValueError(f"tasks must be different names, at least one, not {list(tasks)}")
         self.tasks = tuple(tasks)
         self.judge = nn.Linear(encoder.width, len(self.tasks))
-
-    @property
-    def features(self) -> dict[str, list[str]]:
-        """Which batch features each table reads."""
-        actions = {} if self.action is None else {"action": ["actions"]}
-        return {"item": ["history", "candidates"]} | actions
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         candidates = find_candidates(batch).outer

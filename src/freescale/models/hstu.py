@@ -1,16 +1,12 @@
-"""HSTU (arXiv 2402.17152): the encoder that both heads share.
-
-A sample's outputs depend on that sample alone: the attention is divided by the configured maximum
-length, dropout is drawn from the sample's own key, and nothing is normalised over the batch.
-"""
+"""HSTU (arXiv 2402.17152): the encoder that both heads share. The attention is divided by the
+configured maximum length, so that outputs of a sample do not depend on the others."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
@@ -18,7 +14,7 @@ from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.attention import plan_attention
 from freescale.kernels.dispatch.layer import fits_fused_layer, run_layers
-from freescale.models.encoder import Encoder
+from freescale.models.encoder import Encoder, run_each
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 
 
@@ -50,17 +46,11 @@ class HSTU(Encoder):
     ) -> None:
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
         d_v = width // heads if d_v is None and heads > 0 else d_v
+        sizes: dict[str, Any] = {"heads": heads, "d_qk": d_qk, "d_v": d_v}
+        shape = {"width": width, "max_length": max_length, "dropout": dropout, **sizes}
+        shape["num_time_buckets"] = num_time_buckets
         super().__init__(
-            width=width,
-            max_length=max_length,
-            dropout=dropout,
-            input_scale=input_scale,
-            input_dropout=input_dropout,
-            layers=layers,
-            heads=heads,
-            num_time_buckets=num_time_buckets,
-            d_qk=d_qk,
-            d_v=d_v,
+            input_scale=input_scale, input_dropout=input_dropout, layers=layers, **shape
         )
         assert d_qk is not None and d_v is not None
         self.widths = (d_qk, d_v)
@@ -72,16 +62,10 @@ class HSTU(Encoder):
         self.layers = nn.ModuleList(
             HSTULayer(
                 number=number,
-                width=width,
-                heads=heads,
-                d_qk=d_qk,
-                d_v=d_v,
-                max_length=max_length,
-                dropout=dropout,
                 position_bias=position_bias,
                 time_bias=time_bias,
-                num_time_buckets=num_time_buckets,
                 reach=reach,
+                **shape,
             )
             for number in range(layers)
         )
@@ -93,7 +77,7 @@ class HSTU(Encoder):
         keys: Tensor | None = None,  # [samples] int64
         timestamps: Tensor | None = None,  # [tokens] int64
         candidate_counts: Tensor | None = None,  # [samples] int64
-        host: HostSizes | None = None,  # of the above; without it they are read from the device
+        host: HostSizes | None = None,  # sizes of the above; read from the device if None
     ) -> Tensor:  # [tokens, width]
         timestamps = self._check_inputs(x, timestamps)
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
@@ -102,7 +86,7 @@ class HSTU(Encoder):
         return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
-        """The timestamps, if they are used."""
+        """Returns the timestamps if they are used."""
         self._check_width(x)
         if self.has_time_bias and timestamps is None:
             raise ValueError(
@@ -143,7 +127,7 @@ class HSTU(Encoder):
         plan: AttentionPlan | TilePlan,
         earlier: Earlier | None = None,
     ) -> Tensor:
-        """Through all layers; the inputs are those of a layer."""
+        """Runs all layers; arguments as in `HSTULayer.forward`."""
         token_keys = token_keys if self.dropout > 0 else None
         recomputes = self.checkpoint and torch.is_grad_enabled()
         d_qk, d_v = self.widths
@@ -164,10 +148,4 @@ class HSTU(Encoder):
                 recompute=recomputes,
             )
         inputs = lengths, token_keys, timestamps, candidate_counts, plan, earlier
-        for layer in self.layers:
-            if recomputes:
-                # dropout is a function of keys: there is no generator state to keep
-                x = recompute(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, *inputs)
-        return x
+        return run_each(self.layers, x, inputs, recomputes)

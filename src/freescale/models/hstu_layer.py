@@ -14,8 +14,8 @@ from freescale.kernels.dispatch.layer import gated_norm, layer_norm, silu_split
 from freescale.kernels.layer.triton_fused import LayerParameters
 
 EPS = 1e-6  # of both norms
-# Of the projection's first values: small gates and values leave the inputs in charge of the first
-# outputs, and a model learns faster from there than from layers that drown them.
+# Initial std of the projection: with small gates and values the inputs dominate at first, and a
+# model learns faster than from layers that drown them.
 PROJECTION_STD = 0.02
 
 
@@ -29,9 +29,9 @@ def get_product_dtype(parameter: Tensor) -> torch.dtype:
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
     """linear(x) for x [tokens, in], fast for requests of a served model on ARM processors.
 
-    There torch leaves a product with a transposed matrix to oneDNN, which prepares each for half a
-    millisecond: longer than the products of a small request take. Without gradients the matrix is
-    laid out as it is read.
+    There torch passes products with a transposed matrix to oneDNN, whose setup takes half a
+    millisecond each: longer than the products of a small request. Without gradients the matrix is
+    copied into the order in which it is read.
     """
     served = (
         x.device.type == "cpu"
@@ -46,15 +46,14 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 class InputNorm(nn.LayerNorm):
-    """LayerNorm in the dtype of the projection that follows."""
+    """LayerNorm in the dtype of the following projection."""
 
     def forward(self, x: Tensor, plan: AttentionPlan | TilePlan) -> Tensor:  # type: ignore[override]
         return layer_norm(plan, x, self.weight, self.bias, self.eps, get_product_dtype(self.weight))
 
 
 class GatedNorm(nn.LayerNorm):
-    """LayerNorm, gate and dropout, in the dtype of the projection that follows. Drops nothing
-    without keys."""
+    """LayerNorm, gate and, with keys, dropout, in the dtype of the following projection."""
 
     def forward(  # type: ignore[override]
         self,
@@ -70,7 +69,7 @@ class GatedNorm(nn.LayerNorm):
 
 
 class Earlier(Protocol):
-    """What a layer's tokens attend to beyond the samples of its plan; the result is added."""
+    """What tokens attend to beyond their samples; the result is added."""
 
     def attend(
         self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
@@ -78,8 +77,7 @@ class Earlier(Protocol):
 
 
 class HSTULayer(nn.Module):
-    """LayerNorm, projection to u, v, q, k, attention, gate by u, dropout, projection back,
-    residual."""
+    """LayerNorm, projection to u, v, q, k, attention, gate, dropout, projection back, residual."""
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class HSTULayer(nn.Module):
         position_bias: bool,
         time_bias: bool,
         num_time_buckets: int,
-        reach: int | None = None,  # positions that two tokens may be apart, if not max_length
+        reach: int | None = None,  # largest distance of two tokens, if not max_length
     ) -> None:
         super().__init__()
         self.number = number

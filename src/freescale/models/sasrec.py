@@ -2,15 +2,13 @@
 
 Queries are normalised, keys and values are not; the residual of the attention is its normalised
 query, that of the feed-forward network its normalised input. Norms have no parameters. This is the
-model whose results with a sampled softmax stand beside HSTU's in the published tables.
+model with a sampled softmax that published tables compare with HSTU.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as recompute
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
@@ -20,7 +18,7 @@ from freescale.kernels.attention.softmax import (
     plan_softmax_attention,
     softmax_attention,
 )
-from freescale.models.encoder import Encoder
+from freescale.models.encoder import Encoder, run_each
 from freescale.random import derive, draw_keep_mask
 
 EPS = 1e-8  # of the norms
@@ -75,7 +73,7 @@ class SASRec(Encoder):
         keys: Tensor | None = None,  # [samples] int64
         timestamps: Tensor | None = None,  # not read
         candidate_counts: Tensor | None = None,  # [samples] int64
-        host: HostSizes | None = None,  # of the above; without it they are read from the device
+        host: HostSizes | None = None,  # sizes of the above; read from the device if None
     ) -> Tensor:  # [tokens, width]
         self._check_width(x)
         plan = plan_softmax_attention(
@@ -83,16 +81,8 @@ class SASRec(Encoder):
         )
         self._check_sizes(x, plan.tokens, plan.longest_history)
         x, token_keys = self._prepare_inputs(plan, x, keys)
-        token_keys = token_keys if self.dropout > 0 else None
-        for layer in self.layers:
-            if self.checkpoint and torch.is_grad_enabled():
-                # dropout is a function of keys: there is no generator state to keep
-                x = recompute(
-                    layer, x, token_keys, plan, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x = layer(x, token_keys, plan)
-        return x
+        inputs = token_keys if self.dropout > 0 else None, plan
+        return run_each(self.layers, x, inputs, self.checkpoint)
 
 
 class SASRecLayer(nn.Module):

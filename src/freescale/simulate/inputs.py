@@ -17,7 +17,7 @@ from freescale.simulate.workload import Workload
 from freescale.train.build import (
     adopt_choices,
     build_encoder,
-    list_sample_options,
+    build_specs,
     prepare_data,
 )
 
@@ -103,8 +103,8 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
         given |= {"rows": config.rows, "in_batch_share": 1.0}  # negatives that such a table has
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}
     trained = RunConfig.from_settings(given, base)
-    samples = Histories(prepare_data(trained), 1, **list_sample_options(trained))
-    return adopt_choices(trained, samples)
+    samples = Histories(prepare_data(trained), 1, **build_specs(trained))
+    return adopt_choices(trained, samples.negatives)
 
 
 def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None = None) -> Workload:
@@ -134,14 +134,8 @@ def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None 
 
 def read_workload(trained: RunConfig, samples: int) -> RecordedWorkload:
     """The batches that training with these settings reads, `samples` in each."""
-    options = list_sample_options(trained)
     return RecordedWorkload(
-        prepare_data(trained),
-        samples,
-        cap=options.pop("max_length"),
-        name=trained.data.data,
-        shuffle=trained.data.shuffle,
-        **options,
+        prepare_data(trained), samples, name=trained.data.data, **build_specs(trained)
     )
 
 

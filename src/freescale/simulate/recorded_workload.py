@@ -5,7 +5,7 @@ off."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.batch import SequenceBatch
-from freescale.config import SimulateConfig
 from freescale.data.batches.loader import Histories
+from freescale.data.batches.specs import ReadSpec
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.random import derive, hash_name, integers
@@ -52,11 +52,10 @@ class RecordedWorkload:
     Args:
         path: A histories file.
         samples: Of a global batch.
-        cap: Longest history; of longer ones the last events are taken.
-        seed: Of the order of users and of the negatives.
+        read: Order and seed. There is no last epoch.
         events: Ids of a step, at most; of more, a sample by the hash of the id is looked at.
         name: What a reader knows the file by; its path by default.
-        reading: Further options of `Histories`.
+        specs: Further specs of `Histories`.
     """
 
     def __init__(
@@ -64,17 +63,16 @@ class RecordedWorkload:
         path: str | Path,
         samples: int,
         *,
-        cap: int = SimulateConfig.cap,
-        seed: int = SimulateConfig.seed,
+        read: ReadSpec | None = None,
         events: int = 4_000_000,
         name: str | None = None,
-        **reading: Any,
+        **specs: Any,
     ) -> None:
         self.samples, self._events = samples, events
-        options = {"max_length": cap, "seed": seed, "epochs": 1 << 30, **reading}
-        whole = Histories(path, 1, **options)
+        specs["read"] = replace(read or ReadSpec(), epochs=1 << 30)
+        whole = Histories(path, 1, **specs)
         self._size = min(samples, whole.num_samples)
-        self._data = Histories(path, self._size, **options)
+        self._data = Histories(path, self._size, **specs)
         # ids of a dynamic table are any numbers: hashed to as many as there is arithmetic for
         self._space = _HASHED if self._data.any_ids else self._data.num_items
         self.items = max(2, self._data.num_items)

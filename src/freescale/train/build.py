@@ -18,6 +18,7 @@ from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.negatives import choose_negatives
+from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.prepare import prepare
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
@@ -84,50 +85,52 @@ def load_histories(
     config: RunConfig, path: Path, transport: Transport, part: str = "train"
 ) -> Histories:
     """One rank's data of a part of the split."""
-    data, train = config.data, config.train
-    training = part == "train"
+    train = config.train
     return Histories(
         path,
-        train.global_batch if training else train.eval_batch,
+        train.global_batch if part == "train" else train.eval_batch,
         rank=transport.rank,
         world=transport.world,
-        part=part,
-        shuffle=data.shuffle and training,
-        epochs=train.epochs if training else 1,
-        **list_sample_options(config),
+        **build_specs(config, part),
     )
 
 
-def list_sample_options(config: RunConfig) -> dict[str, Any]:
-    """The options of `Histories` that say what a sample holds."""
-    data = config.data
-    names = (
-        "max_length",
-        "split",
-        "split_time",
-        "negatives",
-        "negatives_per",
-        "negatives_from",
-        "popularity_power",
-        "in_batch_share",
-        "log_q",
-        "candidates",
-        "num_items",
-    )
+def build_specs(config: RunConfig, part: str = "train") -> dict[str, Any]:
+    """The specs of `Histories` for a part of the split, as keywords."""
+    data, training = config.data, part == "train"
     return {
-        **{name: getattr(data, name) for name in names},
-        "any_ids": "item" in config.dynamic_tables,
-        "task": config.model.task,
-        "tasks": config.label_names,
-        "seed": config.train.seed,
+        "sample": SampleSpec(
+            config.model.task, config.label_names, data.max_length, data.candidates
+        ),
+        "split": SplitSpec(data.split, data.split_time, part),
+        "negatives": NegativeSpec(
+            data.negatives,
+            data.negatives_per,
+            data.negatives_from,
+            data.popularity_power,
+            data.in_batch_share,
+            data.log_q,
+        ),
+        "read": ReadSpec(
+            seed=config.train.seed,
+            shuffle=data.shuffle and training,
+            epochs=config.train.epochs if training else 1,
+            num_items=data.num_items,
+            any_ids="item" in config.dynamic_tables,
+        ),
     }
 
 
-def adopt_choices(config: RunConfig, data: Histories) -> RunConfig:
-    """The configuration with the negatives that the data has chosen in place of `auto`."""
-    names = ("negatives_per", "negatives", "negatives_from", "log_q")
-    chosen = {name: getattr(data, name) for name in names}
-    return replace(config, data=replace(config.data, **chosen))
+def adopt_choices(config: RunConfig, chosen: NegativeSpec) -> RunConfig:
+    """Replaces `auto` in the configuration by the negatives that `Histories` chose."""
+    data = replace(
+        config.data,
+        negatives=chosen.count,
+        negatives_per=chosen.per,
+        negatives_from=chosen.source,
+        log_q=chosen.log_q,
+    )
+    return replace(config, data=data)
 
 
 def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:

@@ -15,7 +15,7 @@ from freescale.train.callbacks import Callback, Metrics
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from freescale.data.batches.loader import Histories
+    from freescale.data.batches.specs import NegativeSpec
     from freescale.train.trainer import Trainer
 
 
@@ -171,7 +171,7 @@ def describe_run(trainer: Trainer) -> list[str]:
     about = ""
     if compressed := build_reducer(trainer.config):
         about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
-    drawn = f"; {describe_negatives(data)}" if data.task == "retrieval" else ""
+    drawn = f"; {describe_negatives(data.negatives)}" if data.sample.task == "retrieval" else ""
     items = f"{data.num_items:,} items"
     if data.any_ids:
         items = f"{data.num_items:,} different item ids" if data.num_items else "any item ids"
@@ -187,13 +187,13 @@ def describe_run(trainer: Trainer) -> list[str]:
     ]
 
 
-def describe_negatives(data: Histories) -> str:
+def describe_negatives(chosen: NegativeSpec) -> str:
     """What targets compete with."""
-    if data.negatives_from == "all":
-        return f"full softmax over {data.negatives:,} items"
-    text = f"{data.negatives} negatives per {data.negatives_per}"
-    if data.negatives_from == "popularity":
-        text += f" by popularity to the power of {data.popularity_power:g}"
-    if data.in_batch_share:
-        text += f", {data.in_batch_share:.0%} from the batch"
-    return f"{text}, log-q corrected" if data.log_q else text
+    if chosen.source == "all":
+        return f"full softmax over {chosen.count:,} items"
+    text = f"{chosen.count} negatives per {chosen.per}"
+    if chosen.source == "popularity":
+        text += f" by popularity to the power of {chosen.popularity_power:g}"
+    if chosen.in_batch_share:
+        text += f", {chosen.in_batch_share:.0%} from the batch"
+    return f"{text}, log-q corrected" if chosen.log_q else text

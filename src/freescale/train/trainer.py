@@ -110,7 +110,7 @@ class Trainer:
         config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self.histories, transport)
         # the run's config.json keeps it, and a resumed run repeats it
-        self.config = config = adopt_choices(config, self.data)
+        self.config = config = adopt_choices(config, self.data.negatives)
         total = count_steps(self.data, settings.steps)
         self.model = build_model(config, self.data, transport)
         self.optimizer = build_optimizer(config, self.model)

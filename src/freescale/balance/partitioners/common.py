@@ -12,7 +12,23 @@ def sort_descending(costs: np.ndarray) -> np.ndarray:
     return np.argsort(-costs, kind="stable")
 
 
-_TRADES = 4  # at most, per rank
+def find_room(problem: Problem, sample: int, loads: np.ndarray, held: np.ndarray, name: str) -> int:
+    """The least loaded rank that can hold a sample. ValueError from partitioner `name` if none."""
+    cap = np.inf if problem.cap is None else problem.cap
+    fits = held + problem.tokens[sample] <= cap
+    if not fits.any():
+        raise explain_no_room(problem, sample, name)
+    return int(np.where(fits, loads, np.inf).argmin())
+
+
+def explain_no_room(problem: Problem, sample: int, name: str) -> ValueError:
+    return ValueError(
+        f"{name}: sample {sample} with {problem.tokens[sample]} tokens fits on no rank under the "
+        f"cap of {problem.cap}: raise the cap by a tenth"
+    )
+
+
+_TRADES = 4  # per rank, at most
 
 
 def trade_samples(problem: Problem, rank_of: np.ndarray, goal: float | None = None) -> None:
@@ -38,8 +54,8 @@ def trade_samples(problem: Problem, rank_of: np.ndarray, goal: float | None = No
             return
         gap = loads[full] - loads[empty]
         mine, theirs = np.flatnonzero(rank_of == full), np.flatnonzero(rank_of == empty)
-        # Giving i and taking j (or nothing: the last column) changes both loads by costs[i] -
-        # costs[j]; best is half the gap.
+        # Swapping i for j (or nothing: the last column) shifts costs[i] - costs[j]; half the gap is
+        # best.
         shift = costs[mine][:, None] - np.append(costs[theirs], 0.0)[None, :]
         extra = tokens[mine][:, None] - np.append(tokens[theirs], 0)[None, :]
         allowed = (

@@ -15,12 +15,6 @@ def fixed(problem: Problem) -> np.ndarray:
 
     Rank i of n gets the sorted positions i, 2n-1-i, 2n+i, ... Counts differ by at most one. Ignores
     the cap.
-
-    Args:
-        problem: Costs [n] and the number of ranks.
-
-    Returns:
-        rank_of [n] int64.
     """
     order = sort_descending(problem.costs)
     place = np.arange(len(order)) % (2 * problem.ranks)

@@ -6,23 +6,20 @@ import heapq
 
 import numpy as np
 
-from freescale.balance.partitioners.common import sort_descending, trade_samples
+from freescale.balance.partitioners.common import (
+    explain_no_room,
+    find_room,
+    sort_descending,
+    trade_samples,
+)
 from freescale.balance.problem import Problem
 
 
 def greedy(problem: Problem) -> np.ndarray:
     """Places the most expensive sample first, on the least loaded rank; then trades samples.
 
-    Counts are free; the cap is kept. The default: closest to the lower bound.
-
-    Args:
-        problem: Costs [n], tokens [n], ranks and the cap.
-
-    Returns:
-        rank_of [n] int64.
-
-    Raises:
-        ValueError: If a sample fits on no rank under the cap.
+    Counts are free; the cap is kept. The default: closest to the lower bound. Raises ValueError if
+    a sample fits on no rank under the cap.
     """
     rank_of = place_longest_first(problem)
     trade_samples(problem, rank_of)
@@ -33,12 +30,6 @@ def greedy_equal(problem: Problem) -> np.ndarray:
     """Places one sample per rank and round, the most expensive of a round on the least loaded rank.
 
     Counts differ by at most one. Ignores the cap.
-
-    Args:
-        problem: Costs [n] and the number of ranks.
-
-    Returns:
-        rank_of [n] int64.
     """
     order = sort_descending(problem.costs)
     loads = np.zeros(problem.ranks)
@@ -51,16 +42,12 @@ def greedy_equal(problem: Problem) -> np.ndarray:
     return rank_of
 
 
-_NO_ROOM = (
-    "greedy: sample {sample} with {tokens} tokens fits on no rank under the cap of {cap}: "
-    "raise the cap by a tenth"
-)
 _FEW = 256  # samples: up to here a loop over samples is faster than array operations
 
 
 def place_longest_first(problem: Problem) -> np.ndarray:
-    """Longest processing time first: the most expensive sample goes to the least loaded rank that
-    has room. Returns rank_of [n]."""
+    """Longest processing time first: each sample to the least loaded rank with room. rank_of
+    [n]."""
     if len(problem.costs) <= _FEW:
         return _place_one_at_a_time(problem)
     return _place_many_at_a_time(problem)
@@ -77,7 +64,7 @@ def _place_one_at_a_time(problem: Problem) -> np.ndarray:
         while cap is not None and heap and heap[0][2] + tokens[sample] > cap:
             full.append(heapq.heappop(heap))
         if not heap:
-            raise ValueError(_NO_ROOM.format(sample=sample, tokens=tokens[sample], cap=cap))
+            raise explain_no_room(problem, sample, "greedy")
         load, rank, held = heap[0]
         rank_of[sample] = rank
         heapq.heapreplace(heap, (load + costs[sample], rank, held + tokens[sample]))
@@ -111,9 +98,7 @@ def _place_many_at_a_time(problem: Problem) -> np.ndarray:
             if over.any():
                 count = int(over.argmax())
                 if not count:
-                    room = _find_least_loaded_with_room(
-                        loads, held, int(tokens[start]), problem, int(order[start])
-                    )
+                    room = find_room(problem, int(order[start]), loads, held, "greedy")
                     count, ranks = 1, np.array([room])
         ranks, block = ranks[:count], slice(start, start + count)
         placed[block] = ranks
@@ -123,13 +108,3 @@ def _place_many_at_a_time(problem: Problem) -> np.ndarray:
     rank_of = np.empty(len(order), np.int64)
     rank_of[order] = placed
     return rank_of
-
-
-def _find_least_loaded_with_room(
-    loads: np.ndarray, held: np.ndarray, tokens: int, problem: Problem, sample: int
-) -> int:
-    assert problem.cap is not None
-    room = np.flatnonzero(held + tokens <= problem.cap)
-    if not room.size:
-        raise ValueError(_NO_ROOM.format(sample=sample, tokens=tokens, cap=problem.cap))
-    return int(room[loads[room].argmin()])

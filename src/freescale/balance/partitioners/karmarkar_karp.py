@@ -13,12 +13,6 @@ def karmarkar_karp(problem: Problem) -> np.ndarray:
 
     Starts from blocks of one sample per rank and joins the two blocks of largest spread, largest
     sums against smallest, until one is left. Counts differ by at most one. Ignores the cap.
-
-    Args:
-        problem: Costs [n] and the number of ranks.
-
-    Returns:
-        rank_of [n] int64.
     """
     ranks, n = problem.ranks, len(problem.costs)
     if not n:

@@ -5,28 +5,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from freescale.balance.partitioners.common import trade_samples
+from freescale.balance.partitioners.common import find_room, trade_samples
 from freescale.balance.problem import Problem
 
 _TOLERANCE = 0.004  # how far above the lower bound a load may stay
 
 
 def local(problem: Problem) -> np.ndarray:
-    """Moves samples only from overloaded ranks, within a node where possible.
+    """Moves samples only from overloaded ranks, within a node if possible.
 
-    Every rank above the goal gives away its most expensive samples (they relieve most for the
-    tokens that move) until it is below. A sample goes to the least loaded rank of its node if that
-    stays below the goal, otherwise to the least loaded rank of all. Trades follow. Counts are free;
-    the cap is kept.
-
-    Args:
-        problem: Costs [n], tokens [n], home [n], ranks, the cap and the nodes [ranks].
-
-    Returns:
-        rank_of [n] int64.
-
-    Raises:
-        ValueError: If a sample fits on no rank under the cap.
+    Every rank above the goal gives away its most expensive samples (most relief per token moved)
+    until it is below. A sample goes to the least loaded rank of its node if that stays below the
+    goal, otherwise to the least loaded of all. Trades follow. Counts are free; the cap is kept.
+    Raises ValueError if a sample fits on no rank under it.
     """
     rank_of = problem.home.copy()
     if not len(rank_of):
@@ -46,13 +37,7 @@ def local(problem: Problem) -> np.ndarray:
         near = neighbours[int(nodes[problem.home[sample]])]
         taker = near[loads[near].argmin()]
         if loads[taker] + cost > goal or held[taker] + tokens > cap:
-            fits = held + tokens <= cap
-            if not fits.any():
-                raise ValueError(
-                    f"local: sample {sample} with {tokens} tokens fits on no rank "
-                    f"under the cap of {problem.cap}"
-                )
-            taker = np.where(fits, loads, np.inf).argmin()
+            taker = find_room(problem, sample, loads, held, "local")
         rank_of[sample] = taker
         loads[taker] += cost
         held[taker] += tokens
@@ -63,8 +48,8 @@ def local(problem: Problem) -> np.ndarray:
 def _choose_samples_to_give(
     problem: Problem, loads: np.ndarray, held: np.ndarray, goal: float, cap: float
 ) -> np.ndarray:
-    """Samples that overloaded ranks give away, indices [k]: as many of the most expensive as fit
-    into the excess, then the cheapest that covers the remainder."""
+    """Samples [k] that overloaded ranks give away: the most expensive that fit into the excess,
+    then the cheapest that covers the remainder."""
     # Rank by rank, by falling cost; equal costs keep the order of the batch.
     order = np.lexsort((-problem.costs, problem.home))
     ends = np.cumsum(np.bincount(problem.home))

@@ -32,15 +32,11 @@ PARTITIONERS: dict[str, Partitioner] = {
 
 
 def find_partitioner(name: str, device: torch.device | str = "cpu") -> Partitioner:
-    """Finds a partitioner by name.
+    """Finds a partitioner by a name of `PARTITIONERS` or `module:function`.
 
-    Args:
-        name: One of `PARTITIONERS`, or `module:function`. `variable` comes with a tuner of its own,
-            which learns only from problems with measured times.
-        device: If it is a GPU, `fixed` sorts there.
-
-    Raises:
-        ValueError: If there is no such partitioner or it cannot be called.
+    `variable` has its own tuner, which learns only from problems with measured times. `fixed` sorts
+    on `device` if that is a GPU. Raises ValueError if there is no such partitioner or it cannot be
+    called.
     """
     if name == "fixed" and torch.device(device).type == "cuda":
         return FixedOnDevice(torch.device(device))

@@ -49,8 +49,7 @@ class Variable:
         return self.shares
 
     def _tune(self, times: np.ndarray) -> None:
-        """Moves the cuts by times [ranks] of a step, the same on every rank. If any is 0 (not
-        measured), the cuts stay."""
+        """Moves the cuts by step times [ranks]; if any is 0 (not measured), they stay."""
         times = np.asarray(times, np.float64)
         if not np.isfinite(times).all() or (times < 0).any():
             raise ValueError(

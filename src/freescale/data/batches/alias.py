@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class AliasTable:
-    """Every item owns a column of equal width. What its probability does not fill belongs to one
-    other item, its alias."""
+    """Columns of equal width, one per item. The rest of a column belongs to one other item, its
+    alias."""
 
     filled: NDArray[np.float64]  # [items] share of the column that is the item's own
     aliases: NDArray[np.int64]  # [items]
 
     @staticmethod
     def of(weights: NDArray[Any]) -> AliasTable:
-        """The table of probabilities proportional to `weights` [items], none negative and some
-        above 0.
+        """The table of probabilities proportional to `weights` [items]: none negative, some above
+        0.
 
         Items below the mean (light) are filled up by those above it (heavy), both in the order of
         their ids. A heavy item that falls below the mean is filled up by the next one. Which heavy
@@ -30,7 +30,7 @@ class AliasTable:
         scaled = weights * (len(weights) / weights.sum())  # 1 is the width of a column
         filled, aliases = np.minimum(scaled, 1.0), np.arange(len(weights))
         is_heavy = scaled >= 1
-        is_heavy[np.argmax(scaled)] = True  # also where rounding leaves none
+        is_heavy[np.argmax(scaled)] = True  # even if rounding leaves none
         light, heavy = np.flatnonzero(~is_heavy), np.flatnonzero(is_heavy)
         missing, left = np.cumsum(1 - scaled[light]), np.cumsum(scaled[heavy] - 1)
         before = np.concatenate([[0.0], missing[:-1]])[: len(light)]

@@ -14,11 +14,10 @@ from freescale.pinning import pin
 
 
 class Arena:
-    """Anonymous memory behind a file descriptor that other processes inherit. It is gone when the
-    last process that maps it is."""
+    """Anonymous memory behind an inheritable file descriptor, freed with its last mapping."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int | None = None) -> None:
-        """`fd`: of an arena that another process made; None makes one."""
+        """`fd`: of another process's arena; None creates one."""
         page = mmap.PAGESIZE
         self.slots, self.slot_bytes = slots, -(-slot_bytes // page) * page
         size = self.slots * self.slot_bytes
@@ -32,8 +31,8 @@ class Arena:
         return self._array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def pin(self) -> bool:
-        """Makes copies to a GPU independent of the host, as long as a view of the memory lives.
-        False if the driver refuses: copies are made then, but slower."""
+        """Pins the memory while a view of it lives. False if the driver refuses: copies are then
+        slower."""
         try:
             pin(self._array, self._array.ctypes.data, self._array.nbytes)
         except RuntimeError:
@@ -42,7 +41,7 @@ class Arena:
 
 
 def make_file(size: int) -> int:
-    """The descriptor of a file of this size without a name, in memory where that is possible."""
+    """The descriptor of an unnamed file of this size, in memory if possible."""
     if hasattr(os, "memfd_create"):  # unlike files in /dev/shm, which containers keep small
         fd = os.memfd_create("freescale-batches")
     else:

@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from freescale.batch import compute_offsets, concat_ranges
+from freescale.data.batches.specs import ReadSpec
 from freescale.random import derive, hash_name
 
 _GROUPS, _ROWS = hash_name("order of row groups"), hash_name("order of rows")
 
 
 class EpochOrder:
-    """Row groups are permuted, then rows inside windows of `window` consecutive permuted row
-    groups.
+    """Row groups are permuted, then rows inside windows of `shuffle_groups` consecutive permuted
+    row groups.
 
     A reader that holds one window reads every row group once per epoch. Memory: O(row groups) and
     two windows.
     """
 
-    def __init__(self, starts: Tensor, *, seed: int, shuffle: bool, window: int):
+    def __init__(self, starts: Tensor, read: ReadSpec):
         self.starts = starts  # [groups + 1]: first sample of each row group
-        self.seed, self.shuffle, self.window = seed, shuffle, window
+        self.seed, self.shuffle, self.window = read.seed, read.shuffle, read.shuffle_groups
         self._sizes = starts[1:] - starts[:-1]
         self.groups = lru_cache(2)(self._groups)
         self._shuffled_window = lru_cache(2)(self._shuffle_window)

@@ -78,17 +78,17 @@ def draw_negatives(
 def _draw_targets(
     keys: Tensor, targets: Jagged, count: int, halo: int, batch_size: int, homes: Tensor
 ) -> Tensor:
-    """[n, count] targets of the next `halo` samples that have some; 0 where none has."""
+    """[n, count] targets of the next `halo` samples that have any; 0 if none has."""
     if halo <= 0 or not targets.values.numel():
         return torch.zeros(len(keys), count, dtype=torch.int64)
     some = torch.zeros(batch_size, dtype=torch.int64)
     some[: len(targets.lengths)] = targets.lengths > 0
     before = torch.cat([torch.zeros(1, dtype=torch.int64), some.repeat(2).cumsum(0)])
     first = homes % batch_size + 1  # of the halo, [n]
-    able = before[first + halo] - before[first]  # samples of it that have targets
+    able = before[first + halo] - before[first]  # samples of the halo with targets
     numbers = torch.arange(count)
     step = integers(derive(keys[:, None], _SAMPLE, numbers), able.clamp(min=1)[:, None])
-    wanted = before[first][:, None] + step  # so many samples with targets are before it
+    wanted = before[first][:, None] + step  # samples with targets before it
     chosen = (torch.searchsorted(before, wanted, right=True) - 1) % batch_size
     chosen = torch.where(able[:, None] > 0, chosen, 0)
     lengths = targets.lengths[chosen]
@@ -100,8 +100,7 @@ def _draw_targets(
 
 
 def derive_position_keys(keys: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens] keys of the positions of samples with these keys and lengths, and [tokens] samples
-    that they are of."""
+    """Keys [tokens] of the samples' positions, and the sample [tokens] of each."""
     homes = torch.repeat_interleave(torch.arange(len(keys)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
     places = torch.arange(len(homes)) - starts[homes]
@@ -134,8 +133,8 @@ def _draw_coins(keys: NDArray[np.int64], count: int) -> NDArray[np.float64]:
 
 
 def _draw_bits(keys: NDArray[np.int64], name: int, count: int) -> NDArray[np.uint64]:
-    """derive(keys[:, None], name, arange(count)), in place in one array: the negatives are most of
-    what a batch draws."""
+    """derive(keys[:, None], name, arange(count)) in place: most of a batch's draws are
+    negatives."""
     base = derive(torch.from_numpy(keys), name).numpy().view(np.uint64)
     drawn: NDArray[np.uint64] = np.add.outer(
         base * _GOLDEN, np.arange(1, count + 1, dtype=np.uint64)

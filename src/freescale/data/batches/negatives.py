@@ -1,10 +1,10 @@
-"""Which items targets compete with: the choices of the options, and the negatives of a batch with
-the probabilities of their draws."""
+"""Which items targets compete with: automatic choices, and the negatives of a batch with the
+probabilities of their draws."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,116 +19,114 @@ from freescale.data.batches.negative_draws import (
     derive_position_keys,
     draw_negatives,
 )
+from freescale.data.batches.specs import NegativeSpec
+from freescale.data.batches.splits import WANTED
+from freescale.data.batches.windows import WindowReader
+from freescale.data.histories import HistoriesFile
 
-NEGATIVES_FROM = ("auto", "uniform", "popularity", "all")
-NEGATIVES_PER = ("auto", "sample", "position", "batch")
-# Events of a mean history below which a batch shares its negatives. A sample's own are rows that
+# Mean events per history below which a batch shares its negatives. A sample's own are rows that
 # few positions use: 256 rows for 6 positions cost many times what the positions do.
 SHORT = 32.0
-# Items of the largest catalogue that can be negatives all at once. Every rank fetches the rows of
-# all of them in every step, and every position is multiplied with them.
+# Largest catalogue for the full softmax: every rank fetches all rows in every step.
 LARGEST_CATALOGUE = 1 << 17
-# Items of the largest catalogue that is counted without being asked for: 84 MB in every process.
-LARGEST_UNASKED = 1 << 22
-# Items of the largest catalogue whose counts are kept, with 20 bytes each in every process.
+# Largest catalogue that is counted by default: 84 MB in every process.
+LARGEST_BY_DEFAULT = 1 << 22
+# Largest catalogue that can be counted, at 20 bytes per item in every process.
 LARGEST_COUNTED = 1 << 28
 
 
 def choose_negatives_per(
-    asked: str, mean_length: float, source: str = "uniform", count: int | None = None
+    per: str, mean_length: float, source: str = "uniform", count: int | None = None
 ) -> str:
-    """What has negatives of its own: `sample`, `position` or `batch`.
+    """What has its own negatives: `sample`, `position` or `batch`.
 
-    Args:
-        asked: One of these, or `auto`, which leaves it to this rule.
-        mean_length: Events of a history, on average over the file.
-        source: One of `NEGATIVES_FROM`. All items are the same for every position.
-        count: How many negatives are asked for; None: not said. A number without a word about
-            what it is of is of a sample.
+    With source `all`, every position has the same negatives. `auto` depends on the file's mean
+    length; a given `count` is then per sample.
     """
     if source == "all":
         return "batch"
-    if asked != "auto":
-        return asked
+    if per != "auto":
+        return per
     return "batch" if mean_length < SHORT and count is None else "sample"
 
 
-def choose_negatives_from(asked: str, per: str, num_items: int | None, log_q: bool | None) -> str:
-    """What negatives are drawn from: `uniform`, `popularity` or `all`.
+def choose_negatives_from(source: str, per: str, num_items: int | None, log_q: bool | None) -> str:
+    """What negatives are drawn from: `uniform`, `popularity` or `all`; `auto` leaves it to this
+    rule.
 
-    A batch that shares its negatives reaches few items in a step. Those that are drawn by
-    popularity, with the correction for it, compete with the targets; of items drawn alike most
-    are of the long tail and teach little.
-
-    Args:
-        asked: One of these, or `auto`, which leaves it to this rule.
-        per: What has negatives of its own.
-        num_items: Size of the catalogue, whose items would have to be counted; None: there is none.
-        log_q: Whether logits are corrected; False: it is asked not to.
+    A batch that shares its negatives reaches few items in a step. Popular items, with the
+    correction, compete with the targets; uniform draws are mostly from the long tail and teach
+    little. `num_items` would have to be counted (None: no catalogue), and `log_q` False rules the
+    correction out.
     """
-    if asked != "auto":
-        return asked
-    countable = num_items is not None and num_items <= LARGEST_UNASKED and log_q is not False
+    if source != "auto":
+        return source
+    countable = num_items is not None and num_items <= LARGEST_BY_DEFAULT and log_q is not False
     return "popularity" if per == "batch" and countable else "uniform"
 
 
-def choose_negatives(asked: int | None, per: str) -> int:
-    """How many negatives each sample, position or batch (`per`) has, where they are drawn. A batch
-    has more: its positions, of all samples, see no others."""
-    if asked is not None:
-        return asked
+def choose_negatives(count: int | None, per: str) -> int:
+    """Negatives per sample, position or batch (`per`). A batch has more: all its positions share
+    them."""
+    if count is not None:
+        return count
     return 1024 if per == "batch" else 256
 
 
-def choose_log_q(asked: bool | None, source: str, in_batch_share: float) -> bool:
-    """Whether logits are corrected for the probabilities of the draws. Where these are all equal
-    the correction changes nothing; the full softmax draws nothing."""
+def choose_log_q(log_q: bool | None, source: str, in_batch_share: float) -> bool:
+    """Whether logits are corrected for the probabilities of the draws. If all are equal, the
+    correction changes nothing; the full softmax draws nothing."""
     unequal = source == "popularity" or (source != "all" and in_batch_share > 0)
-    return unequal and asked is not False
+    return unequal and log_q is not False
 
 
-def check_catalogue(num_items: int, asked: int | None, in_batch_share: float) -> None:
-    """Refuses options that do not go with the full softmax.
+def resolve_negatives(
+    spec: NegativeSpec, file: HistoriesFile, max_length: int, training: bool
+) -> NegativeSpec:
+    """Replaces every automatic choice by its result.
 
-    Args:
-        num_items: Size of the catalogue.
-        asked: How many negatives are asked for; None: not said.
-        in_batch_share: Share of them that is asked of the batch.
+    `max_length` is that of a sample; `training` says whether batches have negatives. Raises
+    ValueError if the catalogue does not allow a choice.
     """
+    per = choose_negatives_per(spec.per, min(file.mean_length, max_length), spec.source, spec.count)
+    if file.any_ids and training and (spec.source == "all" or spec.in_batch_share < 1):
+        raise ValueError(
+            f"negatives_from {spec.source!r} with in_batch_share {spec.in_batch_share:g}: a "
+            "dynamic table has no catalogue to draw negatives from; use those of the batch, "
+            "in_batch_share 1"
+        )
+    num_items = None if file.any_ids else file.num_items
+    source = choose_negatives_from(spec.source, per, num_items, spec.log_q)
+    count = choose_negatives(spec.count, per)
+    if source == "all" and training:
+        _check_catalogue(file.num_items, spec)
+        count = file.num_items
+    log_q = choose_log_q(spec.log_q, source, spec.in_batch_share)
+    if num_items is not None and num_items > LARGEST_COUNTED and (log_q or source == "popularity"):
+        raise ValueError(
+            f"the catalogue has {num_items:,} items; popularity and log-q are for up to "
+            f"{LARGEST_COUNTED:,}: use --negatives-from uniform and --no-log-q"
+        )
+    return replace(spec, count=count, per=per, source=source, log_q=log_q)
+
+
+def _check_catalogue(num_items: int, spec: NegativeSpec) -> None:
+    """Refuses options that contradict the full softmax."""
     if num_items > LARGEST_CATALOGUE:
         raise ValueError(
             f"--negatives-from all takes up to {LARGEST_CATALOGUE:,} items, the catalogue has "
             f"{num_items:,}: every rank reads all their rows in every step; draw some with "
             "--negatives-from uniform or popularity"
         )
-    if asked not in (None, num_items):
+    if spec.count not in (None, num_items):
         raise ValueError(
-            f"--negatives {asked} with --negatives-from all: all {num_items:,} items are "
+            f"--negatives {spec.count} with --negatives-from all: all {num_items:,} items are "
             "negatives; leave --negatives out"
         )
-    if in_batch_share:
+    if spec.in_batch_share:
         raise ValueError(
-            f"--in-batch-share {in_batch_share:g} with --negatives-from all: the targets of the "
-            "batch are among all items; leave it out"
-        )
-
-
-def check_in_batch(source: str, in_batch_share: float) -> None:
-    """Refuses negatives that a dynamic table cannot have."""
-    if source == "all" or in_batch_share < 1:
-        raise ValueError(
-            f"negatives_from {source!r} with in_batch_share {in_batch_share:g}: a dynamic table "
-            "has no catalogue that negatives could be drawn from; take those of the batch, "
-            "in_batch_share 1"
-        )
-
-
-def check_countable(num_items: int) -> None:
-    """Refuses a catalogue whose items are too many to keep the probability of each."""
-    if num_items > LARGEST_COUNTED:
-        raise ValueError(
-            f"the catalogue has {num_items:,} items; popularity and log-q are for up to "
-            f"{LARGEST_COUNTED:,}: use --negatives-from uniform and --no-log-q"
+            f"--in-batch-share {spec.in_batch_share:g} with --negatives-from all: the targets of "
+            "the batch are among all items; leave it out"
         )
 
 
@@ -145,54 +143,46 @@ class NegativeSampler:
     """Draws the negatives of a rank's slice of a batch.
 
     Args:
-        per: `sample`, `position` or `batch`.
-        count: Of each of these.
-        in_batch: How many of them are targets of other samples.
-        halo: How many samples further these come from, at most; those of a batch come from all of
-            its samples.
+        spec: Resolved by `resolve_negatives`. In-batch negatives of a batch come from all its
+            samples, others from the next `halo`.
         seed: Of the run.
         num_items: Ids are below it. None: there is no catalogue, and all come from the batch.
-        popularity: What those that are not from the batch are drawn from; None: uniform.
-        log_q: [num_items] float32 log of the probability that a draw is each item, to correct
-            logits with; None: no correction.
-        whole: The negatives are all items, once each; nothing is drawn.
+        popularity: Distribution over the catalogue; None: uniform.
+        log_q: [num_items] float32 log-probability of drawing each item; None: no correction.
     """
 
-    per: str
-    count: int
-    in_batch: int
-    halo: int
+    spec: NegativeSpec
     seed: int
     num_items: int | None
     popularity: AliasTable | None = None
     log_q: Tensor | None = None
-    whole: bool = False
+
+    @property
+    def in_batch(self) -> int:
+        """Negatives that are targets of other samples."""
+        return _count_in_batch(self.spec)
 
     def draw(
         self, number: int, keys: Tensor, targets: Jagged, low: int, size: int
     ) -> DrawnNegatives:
-        """The negatives of a slice of batch `number`, with what corrects for their probabilities.
+        """Draws the negatives of a slice of batch `number`, and looks up their log-q.
 
-        Args:
-            number: Of the global batch.
-            keys: [own] of the slice's samples.
-            targets: Of the slice's samples, then of those after them (`count_beyond`).
-            low: Place of the slice's first sample in the global batch.
-            size: Samples of the global batch.
+        The slice has samples of `keys` [own], from place `low` on in a batch of `size`. `targets`
+        are theirs, then those of the samples after them (`count_beyond`).
         """
-        if self.whole and self.num_items is not None:
+        if self.spec.source == "all" and self.num_items is not None:
             return DrawnNegatives({}, {}, {"negatives": torch.arange(self.num_items)})
-        own = int(targets.lengths.numpy()[: len(keys)].sum())  # of all targets
-        homes, halo = None, min(self.halo, size - 1)  # a sample is never in its own halo
-        if self.per == "position":
+        own = int(targets.lengths.numpy()[: len(keys)].sum())  # targets of the slice
+        homes, halo = None, min(self.spec.halo, size - 1)  # a sample is never in its own halo
+        if self.spec.per == "position":
             keys, homes = derive_position_keys(keys, targets.lengths[: len(keys)])
-        elif self.per == "batch":
+        elif self.spec.per == "batch":
             # counted from the batch's first sample, wherever the slice begins
             keys, homes, halo = derive_batch_key(self.seed, number), torch.tensor([-low - 1]), size
         negatives = draw_negatives(
             keys,
             targets,
-            count=self.count,
+            count=choose_negatives(self.spec.count, self.spec.per),
             in_batch=self.in_batch,
             halo=halo,
             batch_size=size,
@@ -205,36 +195,59 @@ class NegativeSampler:
             log_q = self.log_q.numpy()
             columns["negatives_log_q"] = torch.from_numpy(log_q[negatives.numpy()])
             sequences["targets_log_q"] = torch.from_numpy(log_q[targets.values.numpy()[:own]])
-        if self.per == "sample":
+        if self.spec.per == "sample":
             return DrawnNegatives(columns, sequences, {})
-        if self.per == "position":
+        if self.spec.per == "position":
             return DrawnNegatives({}, sequences | columns, {})
         return DrawnNegatives({}, sequences, {name: rows[0] for name, rows in columns.items()})
 
     def count_beyond(self, size: int, own: int) -> int:
-        """Samples after a slice of `own` samples that its in-batch negatives may come from: the
-        halo, or all of the batch for those that it shares."""
+        """How many samples after a slice of `own` its in-batch negatives may come from."""
         if not self.in_batch:
             return 0
-        if self.per == "batch":
+        if self.spec.per == "batch":
             return size - own
-        return min(self.halo, size - 1) if own else 0
+        return min(self.spec.halo, size - 1) if own else 0
+
+
+def build_sampler(
+    spec: NegativeSpec, file: HistoriesFile, reader: WindowReader, seed: int
+) -> NegativeSampler:
+    """Builds the sampler of a resolved spec. Popularity and log-q read the whole file."""
+    if file.any_ids:
+        return NegativeSampler(spec, seed, None)
+    weights = popularity = log_q = None
+    if spec.source == "popularity":
+        weights = reader.count_items().numpy() ** spec.popularity_power
+        if not weights.any():
+            raise ValueError(
+                f"{file.path}: the train part holds no events to draw popular items from: {WANTED}"
+            )
+        popularity = AliasTable.of(weights)
+    if spec.log_q:
+        weights = np.ones(file.num_items) if weights is None else weights
+        catalogue, share = weights / weights.sum(), 0.0
+        targets, empty = np.zeros(file.num_items), 0.0
+        in_batch = _count_in_batch(spec)
+        if in_batch and (spec.per == "batch" or spec.halo):
+            share = in_batch / choose_negatives(spec.count, spec.per)
+            targets, empty = reader.share_targets()
+        log_q = mix_log_q(catalogue, targets, empty, share)
+    return NegativeSampler(spec, seed, file.num_items, popularity, log_q)
+
+
+def _count_in_batch(spec: NegativeSpec) -> int:
+    return round(choose_negatives(spec.count, spec.per) * spec.in_batch_share)
 
 
 def mix_log_q(
     catalogue: NDArray[np.float64], batch: NDArray[np.float64], empty: float, share: float
 ) -> Tensor:
-    """The log of the probability that a draw is each item, over all batches.
+    """Log-probability [items] float32 of drawing each item, over all batches; -inf for 0.
 
-    Args:
-        catalogue: [items] of a draw from the catalogue.
-        batch: [items] of a sample's target: a sample, then one of its targets; of samples without
-            targets nothing.
-        empty: Share of samples without targets, for which the catalogue steps in.
-        share: Of the draws that are targets of samples.
-
-    Returns:
-        [items] float32; -inf where it is 0.
+    `catalogue` [items] is the distribution over the catalogue. `batch` [items] is that of drawing a
+    sample, then one of its targets; samples without any, a share of `empty`, draw from the
+    catalogue. `share` of the draws are targets.
     """
     mixed = share * batch + (1 - share + share * empty) * catalogue
     with np.errstate(divide="ignore"):

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """Yields what `iterable` yields, up to `depth` items ahead of the consumer.
+    """Yields the items of `iterable`, up to `depth` ahead of the consumer.
 
     The iterable runs in a thread of its own. What it raises is raised here; when the consumer stops
     early (break, close, an exception), the thread ends before this generator does.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.data.batches.specs import SplitSpec
 from freescale.data.histories import RowGroup
 
-PARTS = ("train", "validation", "test")
-SPLITS = ("leave-one-out", "time", "none")
-# Events of a user who is trained on: one, and a target; with two more where these are held out.
+# Fewest events of a user that can be trained on: one and a target, and two if these are held out.
 LEAST_EVENTS = {"leave-one-out": 4, "none": 2}
 WANTED = (
     f"leave-one-out needs users with {LEAST_EVENTS['leave-one-out']} or more events, "
@@ -28,61 +26,45 @@ class Window(NamedTuple):
     tail: NDArray[Any]  # how many at the end are beyond the history: targets or candidates
 
 
-@dataclass(frozen=True)
-class Split:
-    """How histories are divided; `loader.Histories` shows the table of all splits.
+def find_ends(split: SplitSpec, group: RowGroup, part: str) -> NDArray[Any]:
+    """[users]: where the part of each history ends, its first target included."""
+    start: NDArray[np.int64] = group.offsets[:-1]
+    stop: NDArray[np.int64] = group.offsets[1:]
+    if split.kind == "none":
+        return stop
+    if split.kind == "leave-one-out":
+        held_out = {"train": 2, "validation": 1, "test": 0}[part]
+        return np.asarray(np.maximum(stop - held_out, start))
+    cut = _find_cuts(split, group)
+    if part == "test":
+        return np.where(cut < stop, cut + 1, start)
+    return np.asarray(np.maximum(cut - (part == "train"), start))
 
-    Args:
-        kind: One of `SPLITS`.
-        time: With kind `time`: events at or after it are held out.
-    """
 
-    kind: str
-    time: int | None
+def find_later(split: SplitSpec, group: RowGroup, most: int) -> NDArray[Any]:
+    """[users]: how many events follow the first target of the test part, at most `most`. Only a
+    split by time has any, and only if there is a history before the target."""
+    start, stop = group.offsets[:-1], group.offsets[1:]
+    if split.kind != "time":
+        return np.zeros_like(start)
+    cut = _find_cuts(split, group)
+    return np.where(cut > start, np.clip(stop - cut - 1, 0, most), 0)
 
-    def find_ends(self, group: RowGroup, part: str) -> NDArray[Any]:
-        """[users]: where the part of each history ends, its first target included."""
-        start: NDArray[np.int64] = group.offsets[:-1]
-        stop: NDArray[np.int64] = group.offsets[1:]
-        if self.kind == "none":
-            return stop
-        if self.kind == "leave-one-out":
-            held_out = {"train": 2, "validation": 1, "test": 0}[part]
-            return np.asarray(np.maximum(stop - held_out, start))
-        cut = self._find_cuts(group)
-        if part == "test":
-            return np.where(cut < stop, cut + 1, start)
-        return np.asarray(np.maximum(cut - (part == "train"), start))
 
-    def find_later(self, group: RowGroup, most: int) -> NDArray[Any]:
-        """[users]: how many events follow the first target of the test part, at most `most`: those
-        of a split by time. None follow without a history before it."""
-        start, stop = group.offsets[:-1], group.offsets[1:]
-        if self.kind != "time":
-            return np.zeros_like(start)
-        cut = self._find_cuts(group)
-        return np.where(cut > start, np.clip(stop - cut - 1, 0, most), 0)
-
-    def _find_cuts(self, group: RowGroup) -> NDArray[Any]:
-        """[users]: the first event at or after the split."""
-        start, stop = group.offsets[:-1], group.offsets[1:]
-        earlier = np.concatenate([[0], np.cumsum(group.values["timestamp"] < self.time)])
-        return np.asarray(start + earlier[stop] - earlier[start])
+def _find_cuts(split: SplitSpec, group: RowGroup) -> NDArray[Any]:
+    """[users]: the first event at or after the split time."""
+    start, stop = group.offsets[:-1], group.offsets[1:]
+    earlier = np.concatenate([[0], np.cumsum(group.values["timestamp"] < split.time)])
+    return np.asarray(start + earlier[stop] - earlier[start])
 
 
 def find_window(
     start: NDArray[Any], end: NDArray[Any], max_length: int, tail: int | NDArray[Any]
 ) -> Window:
-    """Finds the events that samples need.
+    """Finds the events that samples [samples] need, from `start` to at most `end` of their part.
 
-    A sample whose part has fewer than two events has an empty window.
-
-    Args:
-        start: [samples] first event of each history.
-        end: [samples] where its part ends.
-        max_length: Of the history.
-        tail: Events beyond the history, at most, of all or of each sample; fewer where the history
-            would be empty.
+    At most `tail` events (of all or of each sample) are beyond the history, fewer if it would be
+    empty otherwise. A sample whose part has fewer than two events has an empty window.
     """
     usable = end - start >= 2
     tails = np.where(usable, np.minimum(tail, end - start - 1), 0)

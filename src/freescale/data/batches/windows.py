@@ -13,45 +13,43 @@ from torch import Tensor
 
 from freescale.batch import concat_ranges
 from freescale.data.batches.epoch_order import EpochOrder
-from freescale.data.batches.splits import Split, Window, find_window
+from freescale.data.batches.specs import ReadSpec, SplitSpec
+from freescale.data.batches.splits import Window, find_ends, find_later, find_window
 from freescale.data.histories import HistoriesFile, RowGroup
 
 
 class WindowReader:
-    """Reads the events of samples; keeps the row groups that it read last. A file that fits in
-    memory is one row group: of short histories, a batch is of many groups and takes little of each.
+    """Reads the events of samples and caches row groups. A file that fits in memory is one row
+    group: with short histories, a batch reads a little of many groups.
 
     Args:
         file: The histories.
         order: Of the samples in an epoch.
-        split: Which events belong to a part.
-        part: The part that is read.
+        split: Which events belong to the part that is read.
         columns: List columns of the file.
+        read: How much is shuffled together and kept in memory.
         max_length: Of a history.
         tail: Events beyond the history, at most.
-        kept_groups: Decoded row groups in memory, at most, unless
-        kept_bytes: of them take no more than this.
     """
 
     def __init__(
         self,
         file: HistoriesFile,
         order: EpochOrder,
-        split: Split,
-        part: str,
+        split: SplitSpec,
         columns: Sequence[str],
+        read: ReadSpec,
         *,
         max_length: int,
         tail: int,
-        kept_groups: int,
-        kept_bytes: int,
     ) -> None:
         self._file, self._order, self._split = file, order, split
-        self._part, self._max_length, self._tail = part, max_length, tail
-        self._columns, self._kept_groups = tuple(columns), kept_groups
-        self._kept_bytes, self._bytes = kept_bytes, 0
+        self._max_length, self._tail = max_length, tail
+        # decoded row groups in memory, at most, unless all take no more than these bytes
+        self._kept_groups, self._kept_bytes = read.shuffle_groups + 2, read.kept_bytes
+        self._columns, self._bytes = tuple(columns), 0
         events = file.mean_length * file.num_samples
-        self._whole = 8 * events * len(self._columns) <= kept_bytes  # of at most 8 bytes each
+        self._whole = 8 * events * len(self._columns) <= read.kept_bytes  # at most 8 bytes each
         self._windows: dict[int, Window] = {}  # of all samples of a row group, by its number
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
@@ -59,15 +57,10 @@ class WindowReader:
     def read(
         self, epoch: int, numbers: NDArray[Any]
     ) -> tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]:
-        """Reads the events that samples need.
+        """Reads the events of samples `numbers` [n], row groups in the order of `epoch`.
 
-        Args:
-            epoch: In whose order row groups are read.
-            numbers: [n] of samples in the file.
-
-        Returns:
-            The events by column, one sample after another; [n]: how many each sample has; [n]: how
-            many at the end of these are beyond the history.
+        Returns the events by column, one sample after another; [n]: how many each sample has; [n]:
+        how many of these, at the end, are beyond the history.
         """
         if self._whole:
             window = self._find_window(0, numbers)
@@ -93,8 +86,7 @@ class WindowReader:
         return columns, lengths, tails
 
     def _list_members(self, epoch: int, group_of: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
-        """The row groups of samples in the epoch's order, so that each is read once, with the
-        samples of each."""
+        """Row groups in the epoch's order, so that each is read once, with the samples of each."""
         read_order = self._order.groups(epoch).numpy()
         place = np.empty_like(read_order)
         place[read_order] = np.arange(len(read_order))
@@ -107,10 +99,10 @@ class WindowReader:
     def _find_window(self, number: int, rows: NDArray[Any]) -> Window:
         group = self._read_group(number)
         if number not in self._windows:
-            ends = self._split.find_ends(group, self._part)
+            ends = find_ends(self._split, group, self._split.part)
             tails = np.full_like(ends, self._tail)
-            if self._part == "test":
-                later = self._split.find_later(group, self._tail - 1)
+            if self._split.part == "test":
+                later = find_later(self._split, group, self._tail - 1)
                 ends, tails = ends + later, later + 1
             self._windows[number] = find_window(group.offsets[:-1], ends, self._max_length, tails)
         begin, end, tail = self._windows[number]
@@ -162,22 +154,18 @@ class WindowReader:
         """Item ids of the train part, of one row group after the other."""
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))
-            lengths = torch.from_numpy(self._split.find_ends(group, "train") - group.offsets[:-1])
+            lengths = torch.from_numpy(find_ends(self._split, group, "train") - group.offsets[:-1])
             index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
             yield group.values["item_id"][index]
 
     def share_targets(self) -> tuple[NDArray[np.float64], float]:
-        """How the targets of the samples divide among the items. Reads the whole file.
-
-        Returns:
-            ([num_items]: the probability of each item to be a target of a sample, where samples
-            are equally likely and so are the targets of each; and the share of samples that have
-            none, which is what the others add up to less than 1).
-        """
+        """[num_items] probability of each item to be a target, if samples are equally likely and so
+        are the targets of each, and the share of samples without targets (these add up to 1). Reads
+        the whole file."""
         shares, empty = np.zeros(self._file.num_items), 0
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))
-            ends = self._split.find_ends(group, "train")
+            ends = find_ends(self._split, group, "train")
             window = find_window(group.offsets[:-1], ends, self._max_length, 1)
             lengths = window.end - window.begin - window.tail
             index = list_ranges(window.begin + 1, lengths)

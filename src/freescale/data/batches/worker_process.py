@@ -40,29 +40,29 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedBatch:
     """A batch that is in a slot."""
 
     number: int
     slot: int
-    schema: str  # of batch_codec
+    schema: str  # from batch_codec
     layout: Layout
-    spans: dict[str, int]  # of sequences that know theirs
+    spans: dict[str, int]  # spans of sequences, if known
     bounds: Bounds
-    message: bytes | None = None  # the buffer itself, if it is larger than a slot
+    message: bytes | None = None  # the buffer, if larger than a slot
 
 
 def main(fd: int) -> None:
     """The server: forks workers until the connection `fd` is closed."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the trainer may need more batches to stop well
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the trainer may need batches to stop
         signal.signal(stop, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it hands that on
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores it passes that on
     torch.set_num_threads(1)
-    import freescale.data.batches.loader  # noqa: F401 - what most sources are of: once, not in each worker
+    import freescale.data.batches.loader  # noqa: F401 - once for all workers
 
-    gc.freeze()  # what was imported stays in pages that all workers share
+    gc.freeze()  # imports stay in pages that all workers share
     control = socket.socket(fileno=fd)
-    workers: list[int] = []  # process ids; 0: it was waited for
+    workers: list[int] = []  # process ids; 0: reaped
     with suppress(ConnectionError):  # the trainer has ended
         control.sendall(RECORD.pack(Record.UP, 0))
         while True:
@@ -91,19 +91,19 @@ def _fork(control: socket.socket, fds: list[int], own: int) -> int:
             # the trainer must see a worker's end, though the others live
             if number >= _SHARED and number != own:
                 os.close(fd)
-        _be_worker(fds[own], *fds[:_SHARED])
+        _run_worker(fds[own], *fds[:_SHARED])
     return worker
 
 
 def _wait(workers: list[int], index: int) -> int:
-    """The exit status of a worker that has ended or is about to."""
+    """The exit status of a worker that has ended or is ending."""
     _, status = os.waitpid(workers[index], 0)
     workers[index] = 0
     return os.waitstatus_to_exitcode(status)
 
 
 def _end(workers: list[int]) -> None:
-    """Whatever they are doing: they have nothing to put away."""
+    """Kills the workers: they have nothing to clean up."""
     for worker in filter(None, workers):
         os.kill(worker, signal.SIGKILL)
     for worker in filter(None, workers):
@@ -111,8 +111,8 @@ def _end(workers: list[int]) -> None:
     workers.clear()
 
 
-def _be_worker(fd: int, memory: int, source: int) -> NoReturn:
-    """Works until the connection `fd` is closed."""
+def _run_worker(fd: int, memory: int, source: int) -> NoReturn:
+    """Runs until the connection `fd` is closed."""
     status = 1
     try:
         with suppress(EOFError, ConnectionError):  # the trainer has ended
@@ -121,7 +121,7 @@ def _be_worker(fd: int, memory: int, source: int) -> NoReturn:
     except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
     finally:
-        os._exit(status)  # without what the server would do at its own end
+        os._exit(status)  # without the server's exit handlers
 
 
 def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
@@ -131,7 +131,7 @@ def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
         with mmap.mmap(pickled, 0, access=mmap.ACCESS_READ) as whole:
             source: BatchSource = pickle.loads(whole)
         number, free = source.start + index, deque[int]()
-        while True:  # the end is the trainer's: it closes the connection
+        while True:  # the trainer ends it by closing the connection
             while not free or number >= source.stop or connection.poll():
                 slot, needed = pickle.loads(connection.recv_bytes())
                 free.extend([] if slot is None else [slot])
@@ -144,10 +144,10 @@ def _work(connection: Connection[Any, Any], memory: int, pickled: int) -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - raised in the trainer
         connection.send_bytes(_pickle_error(error))
-        connection.recv_bytes()  # it is read before the connection ends
+        connection.recv_bytes()  # wait until it has been read
 
 
-def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> Made:
+def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> FinishedBatch:
     tensors = batch.tensors()
     layout = Layout.of(tensors)
     large = layout.size > arena.slot_bytes
@@ -160,11 +160,11 @@ def _make(batch: SequenceBatch, number: int, arena: Arena, slot: int) -> Made:
     spans = {name: part.span for name, part in batch.sequences.items() if part.span is not None}
     message = buffer.numpy().tobytes() if large else None
     bounds = find_bounds(tensors)
-    return Made(number, slot, describe_schema(batch), layout, spans, bounds, message)
+    return FinishedBatch(number, slot, describe_schema(batch), layout, spans, bounds, message)
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """The error with its traceback as a note; in words, if it cannot be pickled."""
+    """The error with its traceback as a note; as text if it cannot be pickled."""
     note = f"in a data worker:\n{''.join(traceback.format_exception(error)).rstrip()}"
     error.add_note(note)
     try:

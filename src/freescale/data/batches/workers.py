@@ -5,14 +5,14 @@ run, packed, in slots of its own. The training process builds tensors that view 
 last of them is gone and no device copies from it any more, the slot goes back to its worker. With
 CUDA all slots are pinned once.
 
-    trainer -> worker   its share; then, again and again, a free slot, or none, and the first batch
-                        that is still needed
+    trainer -> worker   its share; then repeatedly a free slot, or none, and the first batch that
+                        is still needed
     worker -> trainer   a batch's number, slot and layout, or the error instead
 
 Workers are forked from a server (freescale.worker_server), a fresh interpreter: scripts need no
-main guard. Until they are up, the caller's thread makes the batches: steps that take a little
-longer end sooner than steps that wait. Workers end with the connection, however the trainer ends,
-and the shared memory has no name that could be left behind.
+main guard. Until they are up, the caller's thread makes the batches: that is slower, but faster
+than waiting. Workers end with the connection, however the trainer ends, and the shared memory is
+unnamed, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from freescale.batch import SequenceBatch
 from freescale.batch_codec import build_empty_batch
 from freescale.data.batches.arena import Arena, make_file
 from freescale.data.batches.prefetch import prefetch
-from freescale.data.batches.worker_process import BatchSource, Made
+from freescale.data.batches.worker_process import BatchSource, FinishedBatch
 from freescale.packed import Packed
 from freescale.worker_server import WorkerServer
 
-_HELD = 6  # batches that a schedule has under way, about
-_SPARE = 4  # a slot has room for so many times the first batch
-_LEAST = 1 << 20  # bytes of a slot
+_IN_FLIGHT = 6  # batches in flight in a schedule, about
+_HEADROOM = 4  # slot size, as a multiple of the first batch
+_LEAST_BYTES = 1 << 20  # of a slot
 
 
 def read_ahead(
@@ -83,9 +83,9 @@ class WorkerLoader:
         self._source, self._number = source, source.start
         self._workers: list[_Worker] = []
         self._server: WorkerServer | None = None
-        self._lasts = server is not None  # beyond this loader
+        self._lasts = server is not None  # outlives this loader
         self._first: SequenceBatch | None = None
-        self.made_here = 0  # batches that did not wait for a worker to be up
+        self.made_here = 0  # batches made before a worker was up
         if source.start >= source.stop:
             return
         self._server = WorkerServer() if server is None else server
@@ -99,8 +99,8 @@ class WorkerLoader:
         source = self._source
         first = self._first = source.batch(source.start).pack()
         assert first.packed is not None and self._server is not None
-        slots = 2 + -(-_HELD // workers)
-        arena = Arena(workers * slots, max(_LEAST, _SPARE * first.packed.numel()))
+        slots = 2 + -(-_IN_FLIGHT // workers)
+        arena = Arena(workers * slots, max(_LEAST_BYTES, _HEADROOM * first.packed.numel()))
         if pin:
             arena.pin()
         pickled = pickle.dumps(source)
@@ -124,7 +124,7 @@ class WorkerLoader:
         if not self._workers or self._number >= self._source.stop:
             raise StopIteration
         worker = self._workers[(self._number - self._source.start) % len(self._workers)]
-        batch = worker.take(self._number)
+        batch = worker.pop(self._number)
         if batch is None:
             self.made_here += 1
             batch = self._first
@@ -135,19 +135,19 @@ class WorkerLoader:
         return batch
 
     def wait_for_next(self) -> None:
-        """Waits until the worker has made the next batch, if it is up."""
+        """Waits until the worker has made the next batch, if it is running."""
         if self._workers and self._number < self._source.stop:
             index = (self._number - self._source.start) % len(self._workers)
             self._workers[index].wait_for(self._number)
 
     def wait_until_up(self) -> None:
-        """Waits for the workers, instead of making their first batches here. Before the first
-        batch; for those who count or compare batches, not for those who train on them."""
+        """Waits for the workers before the first batch, for callers that count or compare
+        batches."""
         for worker in self._workers[: self._source.stop - self._number]:
             worker.wait_until_up()
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing."""
+        """Kills the workers."""
         for worker in self._workers:
             worker.close()
         self._workers = []
@@ -178,7 +178,7 @@ class _Lease:
 
 
 class _Worker:
-    """The trainer's end of one worker."""
+    """One worker, as the trainer sees it."""
 
     def __init__(
         self,
@@ -192,19 +192,19 @@ class _Worker:
         self._number, self._workers, self._arena = number, workers, arena
         self._server = server
         self._lent = 0  # slots that the worker may fill or has filled
-        self._returned: deque[_Lease] = deque()  # by whatever thread drops the last tensor
-        self._arrived: Made | None = None
+        self._returned: deque[_Lease] = deque()  # by any thread that drops the last tensor
+        self._arrived: FinishedBatch | None = None
         self._has_delivered = False
         self._connection: Connection[Any, Any] = Connection(connection.detach())
         self._send(pickle.dumps((number, workers, arena.slots, arena.slot_bytes)))
         for slot in slots:
-            self._give(slot, 0)
+            self._offer(slot, 0)
 
-    def take(self, number: int) -> SequenceBatch | None:
-        """The batch; None if the worker is not up, or skips it: it is not asked for again."""
+    def pop(self, number: int) -> SequenceBatch | None:
+        """The batch; None if the worker is not running yet, or skips it."""
         self.wait_for(number)
         if self._arrived is None or self._arrived.number != number:
-            # what it begins with if it comes up now; nobody may read that for a long time
+            # where to begin if it starts now; the message may stay unread for long
             if select.select([], [self._connection], [], 0)[1]:
                 self._send(pickle.dumps((None, number + self._workers)))
             return None
@@ -212,11 +212,11 @@ class _Worker:
         return self._open(made, number + 1)
 
     def wait_for(self, number: int) -> None:
-        """Until the batch has arrived; not at all while the worker is not up."""
+        """Waits for the batch; returns at once if the worker is not running."""
         self._reclaim(number)
         while self._arrived is None or self._arrived.number < number:
             if self._arrived is not None:
-                self._give(self._arrived.slot, number)
+                self._offer(self._arrived.slot, number)
             if not self._has_delivered and not self._connection.poll():
                 return
             self._arrived = self._receive()
@@ -225,20 +225,20 @@ class _Worker:
         if not self._has_delivered:
             self._arrived = self._receive()
 
-    def _receive(self) -> Made:
+    def _receive(self) -> FinishedBatch:
         """The batch that the worker has made next."""
         try:
             message = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):  # it may have died in the middle of a message
+        except (EOFError, OSError):  # it may have died while sending
             raise self._explain_death() from None
         if isinstance(message, BaseException):
             raise message
-        assert isinstance(message, Made)
+        assert isinstance(message, FinishedBatch)
         self._has_delivered = True
         self._lent -= 1
         return message
 
-    def _open(self, made: Made, needed: int) -> SequenceBatch:
+    def _open(self, made: FinishedBatch, needed: int) -> SequenceBatch:
         like = _build_like(made.schema)
         spans = {
             name: replace(like.sequences[name], span=span) for name, span in made.spans.items()
@@ -247,7 +247,7 @@ class _Worker:
             like = replace(like, sequences={**like.sequences, **spans})
         if made.message is not None:  # too large for a slot
             buffer = torch.frombuffer(bytearray(made.message), dtype=torch.uint8)
-            self._give(made.slot, needed)
+            self._offer(made.slot, needed)
             packing = Packed(buffer, made.layout, bounds=made.bounds)
             return replace(like.with_packing(packing), number=made.number)
         view = self._arena.view(made.slot)[: made.layout.size]
@@ -255,9 +255,9 @@ class _Worker:
         if self._lent:
             lease = _Lease(made.slot)
             weakref.finalize(view, self._returned.append, lease).atexit = False
-        else:  # its last slot: whoever keeps all these batches must not stop it
+        else:  # its last slot: keeping all batches must not stop the worker
             buffer = buffer.clone()
-            self._give(made.slot, needed)
+            self._offer(made.slot, needed)
         packing = Packed(buffer, made.layout, lease, made.bounds)
         return replace(like.with_packing(packing), number=made.number)
 
@@ -265,11 +265,11 @@ class _Worker:
         for _ in range(len(self._returned)):
             lease = self._returned.popleft()
             if lease.is_over:
-                self._give(lease.slot, needed)
+                self._offer(lease.slot, needed)
             else:
                 self._returned.append(lease)
 
-    def _give(self, slot: int, needed: int) -> None:
+    def _offer(self, slot: int, needed: int) -> None:
         self._lent += 1
         self._send(pickle.dumps((slot, needed)))
 
@@ -278,7 +278,7 @@ class _Worker:
             for message in messages:
                 self._connection.send_bytes(message)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # what it said last is still to be read
+            pass  # its last message is still unread
 
     def _explain_death(self) -> RuntimeError:
         status = self._server.find_status(self._number)
@@ -292,6 +292,4 @@ class _Worker:
         self._connection.close()
 
 
-@lru_cache(4)
-def _build_like(schema: str) -> SequenceBatch:
-    return build_empty_batch(schema)
+_build_like = lru_cache(4)(build_empty_batch)

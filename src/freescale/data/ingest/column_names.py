@@ -1,4 +1,4 @@
-"""Which column of a table plays which role, by the names that are usual in public data."""
+"""Which column of a table plays which role, by the usual names in public data."""
 
 from __future__ import annotations
 
@@ -35,15 +35,12 @@ USUAL: dict[str, tuple[str, ...]] = {
 def find_roles(
     names: Sequence[str], given: Mapping[str, str], roles: Sequence[str] = tuple(USUAL)
 ) -> dict[str, str]:
-    """The columns of the roles, as far as they are found.
+    """Finds columns of roles among the `names` of a table.
 
-    Args:
-        names: Columns of the table.
-        given: What the user says: columns of roles. An empty column leaves the role out.
-        roles: What to look for.
+    `given` has the user's columns of roles; an empty one leaves the role out.
     """
     found = {}
-    plain = {_simplify(name): name for name in reversed(names)}  # of two alike, the first
+    plain = {_simplify(name): name for name in reversed(names)}  # of two equal ones, the first
     taken = set(given.values())
     for role in roles:
         if role in given:
@@ -60,8 +57,7 @@ def find_roles(
 def require_roles(
     file: object, names: Sequence[str], given: Mapping[str, str], found: Mapping[str, str]
 ) -> None:
-    """Raises ValueError, with an example of `--columns`, if user, item or time is not found, or one
-    column would be two of these."""
+    """Raises ValueError if user, item or time is missing, or one column has two of these roles."""
     for role, name in found.items():
         if name not in names and (role, name) != ("time", ORDER):
             raise ValueError(
@@ -77,21 +73,18 @@ def require_roles(
     missing = [role for role in ("user", "item", "time") if role not in found]
     if not missing:
         return
-    asked = ",".join(f"{role}=NAME" for role in missing)
+    wanted = ",".join(f"{role}=NAME" for role in missing)
     kept = "".join(f"{role}={name}," for role, name in given.items())
-    hint = (
-        f"; if rows are in order of time: --columns {kept}time={ORDER}"
-        if missing == ["time"]
-        else ""
-    )
+    in_order = f"; if rows are in order of time: --columns {kept}time={ORDER}"
+    hint = in_order if missing == ["time"] else ""
     raise ValueError(
         f"{file}: no column is recognised as {' and '.join(missing)} among "
-        f"{', '.join(map(repr, names))[:200]}; say which: --columns {kept}{asked}{hint}"
+        f"{', '.join(map(repr, names))[:200]}; say which: --columns {kept}{wanted}{hint}"
     )
 
 
 def refuse_repeated(file: object, name: str, names: Sequence[str]) -> None:
-    """Raises ValueError if a column that is read has the name of another one."""
+    """Raises ValueError if another column has the same name."""
     if (count := list(names).count(name)) > 1:
         raise ValueError(
             f"{file}: {count} columns are named {name!r} among {', '.join(names)[:200]}; "

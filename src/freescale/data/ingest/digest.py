@@ -3,9 +3,9 @@ same.
 
 Name, size and modification time do not tell files apart, since archives and images preserve
 modification times. They cannot preserve the kernel's own time of the last change (ctime), so a
-cached digest is used where path, inode, size and both times are unchanged in the same boot of the
-machine. Files are read whole at every start where the file system takes times from elsewhere
-(images, overlays, FUSE), and where a file is so new that another change might get the same time.
+cached digest is valid if path, inode, size and both times are unchanged in the same boot of the
+machine. Files are read whole at every start if the file system takes times from elsewhere (images,
+overlays, FUSE), or if a file is so new that another change might get the same time.
 """
 
 from __future__ import annotations
@@ -26,22 +26,11 @@ from typing import Any
 
 _BLOCK = 1 << 18
 _THREADS = 4
-_SETTLED_S = 2.0  # no file system that keeps its own times counts them more coarsely
-_KEPT_S = 30 * 24 * 3600  # of what is remembered
-_DISKS = {
-    "ext2",
-    "ext3",
-    "ext4",
-    "xfs",
-    "btrfs",
-    "f2fs",
-    "jfs",
-    "zfs",
-    "bcachefs",
-    "tmpfs",
-    "ramfs",
-}
-_SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"}
+_SETTLED_S = 2.0  # at least the time resolution of any such file system
+_KEPT_S = 30 * 24 * 3600  # cached digests
+# file systems that set change times themselves
+_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "zfs", "bcachefs"}
+_OTHERS = {"tmpfs", "ramfs", "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph"}
 
 Stamp = tuple[int, ...]  # device, inode, size, mtime, ctime
 
@@ -55,8 +44,7 @@ class Content:
     stamp: Stamp
 
     def check_unchanged(self) -> None:
-        """Raises ValueError if size or times changed: what was made of the file belongs to no
-        digest then."""
+        """Raises ValueError if size or times changed: results would not match the digest."""
         if _make_stamp(os.stat(self.path))[2:] != self.stamp[2:]:
             raise _make_changed_error(self.path)
 
@@ -68,15 +56,10 @@ def compute_digest(*parts: Any) -> str:
 def read_contents(
     paths: Sequence[Path], memory: Path, report: Callable[[float], None]
 ) -> list[Content]:
-    """Computes or looks up the digests of files.
+    """Computes digests of files, or looks them up in `memory`, a folder that may be shared.
 
-    Args:
-        paths: The files.
-        memory: A folder of known digests, which other processes and machines may use too.
-        report: Called with the share done, where files have to be read.
-
-    Raises:
-        ValueError: A file changed while it was read.
+    `report` is called with the share done, if files have to be read. Raises ValueError for a file
+    that changed while it was read.
     """
     sizes = [path.stat().st_size for path in paths]
 
@@ -94,21 +77,21 @@ def _read_content(path: Path, memory: Path, report: Callable[[int], None]) -> Co
         stamp = _make_stamp(os.fstat(file.fileno()))
         known = _find_known(path, memory)
         if known is not None:
-            with suppress(OSError, ValueError, KeyError, TypeError):  # of no use: the file is read
+            with suppress(OSError, ValueError, KeyError, TypeError):  # unusable: read the file
                 about = json.loads(known.read_text(encoding="utf-8"))
                 if tuple(about["stamp"]) == stamp:
                     return Content(path, str(about["digest"]), stamp)
         content = Content(path, _compute_digest(file, report), stamp)
         if _make_stamp(os.fstat(file.fileno())) != stamp:
             raise _make_changed_error(path)
-    content.check_unchanged()  # another file may have taken the name
+    content.check_unchanged()  # another file may have the name now
     if known is not None and time.time() - stamp[4] / 1e9 > _SETTLED_S:
         _remember(known, content)
     return content
 
 
 def _compute_digest(file: FileIO, report: Callable[[int], None]) -> str:
-    """The digest of the digests of the blocks, which several threads compute."""
+    """The digest of the block digests, computed by several threads."""
     whole, pending, read = hashlib.blake2b(digest_size=16), deque[Future[bytes]](), 0
     with ThreadPoolExecutor(_THREADS) as threads:
         while block := file.read(_BLOCK):
@@ -126,7 +109,7 @@ def _compute_digest(file: FileIO, report: Callable[[int], None]) -> str:
 
 
 def _find_known(path: Path, memory: Path) -> Path | None:
-    """The file in which the digest of `path` is remembered; None where times prove nothing."""
+    """Where the digest of `path` is cached; None if times prove nothing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
@@ -139,8 +122,7 @@ def _find_known(path: Path, memory: Path) -> Path | None:
 
 
 def keeps_own_times(path: Path, mounts: str) -> bool:
-    """Whether the file system under `path` sets the time of a change itself. `mounts`: as
-    /proc/self/mountinfo."""
+    """Whether the file system under `path` sets change times itself, by /proc/self/mountinfo."""
     best, answer = -1, False
     for line in mounts.splitlines():
         fields = line.split()
@@ -150,12 +132,12 @@ def keeps_own_times(path: Path, mounts: str) -> bool:
         if path.is_relative_to(point) and len(point.parts) >= best:
             # the file system itself, not this view of it
             written = "ro" not in fields[after + 3].split(",")
-            best, answer = len(point.parts), fields[after + 1] in _DISKS | _SHARED and written
+            best, answer = len(point.parts), fields[after + 1] in _DISKS | _OTHERS and written
     return answer
 
 
 def _remember(known: Path, content: Content) -> None:
-    """Writes the digest where it can; otherwise the next start reads the file again."""
+    """Caches the digest if possible; otherwise the next start reads the file again."""
     with suppress(OSError):
         known.parent.mkdir(parents=True, exist_ok=True)
         for other in known.parent.iterdir():

@@ -24,8 +24,8 @@ _NUMBER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 
 
 def hash_ids(values: Iterable[str | bytes]) -> Tensor:
-    """Ids of a dynamic table (`freescale.Dynamic`) from strings. A string that is a number of 64
-    bits with a sign, in its usual form ("7", not "07" or "+7"), is that number; any other is hashed
+    """Ids of a dynamic table (`freescale.Dynamic`) from strings. A string that is a signed 64-bit
+    number in its usual form ("7", not "07" or "+7"), is that number; any other is hashed
     to 64 bits: blake2b of its UTF-8 bytes with a digest of 8 bytes, the least significant first. Of
     a billion different strings, two share an id with a probability of 3 %.
 
@@ -39,14 +39,8 @@ def hash_ids(values: Iterable[str | bytes]) -> Tensor:
 
 
 def _hash_texts(texts: Sequence[str | bytes]) -> NDArray[np.int64]:
-    known: dict[str | bytes, bytes] = {}
-    ids = []
-    for text in texts:
-        found = known.get(text)
-        if found is None:
-            found = known[text] = _hash_text(text)
-        ids.append(found)
-    return np.frombuffer(b"".join(ids), "<i8").astype(np.int64)
+    known = {text: _hash_text(text) for text in set(texts)}
+    return np.frombuffer(b"".join(known[text] for text in texts), "<i8").astype(np.int64)
 
 
 def _hash_text(text: str | bytes) -> bytes:
@@ -58,7 +52,7 @@ def _hash_text(text: str | bytes) -> bytes:
 
 
 class HashedIds:
-    """The ids of a column, block by block; finds different texts that share an id.
+    """Encodes a column block by block and finds different texts that share an id.
 
     12 bytes for each different id. With `keep`, also the texts that are no numbers.
     """
@@ -73,11 +67,11 @@ class HashedIds:
 
     @property
     def different(self) -> int:
-        """Different texts and numbers so far."""
+        """Distinct texts and numbers so far."""
         return sum(len(ids) for ids, _ in self._runs) + len(self._shared)
 
     def encode(self, values: pa.Array) -> pa.Array:
-        """Ids of a block's values. BadValue for what is missing or cannot be an id."""
+        """Ids of a block's values. Raises BadValue for missing or invalid values."""
         try:
             numbers = parse_integers(values, signed=True)
         except NotIntegers:
@@ -100,7 +94,7 @@ class HashedIds:
         return pa.array(ids).take(encoded.indices)
 
     def _find_new(self, ids: NDArray[np.int64], second: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """[n] whether ids [n] of different texts have not been seen; they are from now on."""
+        """[n] whether ids [n] of distinct texts are new; marks them as seen."""
         new, other = np.ones(len(ids), bool), np.zeros(len(ids), bool)
         for known, seconds in self._runs:
             places = np.searchsorted(known, ids).clip(max=len(known) - 1)
@@ -122,7 +116,7 @@ class HashedIds:
         return new
 
     def _add_run(self, ids: NDArray[np.int64], second: NDArray[np.uint32]) -> None:
-        """Merges runs of similar length: there are few, whatever the number of blocks."""
+        """Merges runs of similar length, so that few remain."""
         self._runs.append((ids, second))
         while len(self._runs) > 1 and len(self._runs[-2][0]) < 2 * len(self._runs[-1][0]):
             (a, b), (c, d) = self._runs.pop(), self._runs.pop()
@@ -131,9 +125,11 @@ class HashedIds:
             self._runs.append((merged[order], np.concatenate([b, d])[order]))
 
     def describe(self) -> str:
-        """For people: how many ids, and whether texts share one."""
+        """A summary for the user: how many ids, and whether texts share one."""
         if not self._hashed:
             return f"{self.different:,} integers"
-        shared = len(self._shared)
-        told = f"{shared:,} of them share an id with another" if shared else "no two share an id"
-        return f"{self.different:,} ids, {self._hashed:,} of them strings hashed to 64 bits; {told}"
+        shared = "no two share an id"
+        if self._shared:
+            shared = f"{len(self._shared):,} of them share an id with another"
+        hashed = f"{self._hashed:,} of them strings hashed to 64 bits"
+        return f"{self.different:,} ids, {hashed}; {shared}"

@@ -25,9 +25,9 @@ from freescale.data.ingest.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.ingest.interactions import Interactions
 from freescale.random import derive, integers
 
-_LAST = "\0last"  # timestamp of a user's last event: a name that no column of a file has
+_LAST = "\0last"  # a user's last timestamp; no file has such a column name
 _FAN_OUT = 128  # files open at once in a partition
-_SAMPLES = 64  # order samples taken per bucket of events: how evenly the second partition cuts
+_SAMPLES = 64  # order samples per bucket, which even out the second partition
 
 Progress = Callable[[str, float], None]
 
@@ -38,8 +38,8 @@ def partition(
     parts: int,
     folder: Path,
 ) -> list[tuple[Path, int]]:
-    """Writes data that does not fit in memory to Arrow files, each row to that of its part, in
-    order. Returns path and number of rows of each part."""
+    """Writes each row to the Arrow file of its part, in order. Returns path and rows of each
+    part."""
     folder.mkdir(exist_ok=True)
     paths = [folder / f"{p}.arrow" for p in range(parts)]
     counts = np.zeros(parts, np.int64)
@@ -62,7 +62,7 @@ def partition(
 
 
 def spill(tables: Iterable[pa.Table], path: Path) -> None:
-    """Writes tables of one schema to a file; no file without tables."""
+    """Writes tables of one schema to a file; no tables, no file."""
     with ExitStack() as stack:
         writer = None
         for table in tables:
@@ -85,7 +85,7 @@ def read_table(path: Path) -> pa.Table:
 
 
 def describe_interactions(interactions: Interactions) -> list[str]:
-    """Lines for people, once all has been read: the roles of columns, and what was left out."""
+    """Report lines after reading: the roles of columns, and what was left out."""
     layout, files = interactions.layouts[0], interactions.files
     parts = []
     for role, name in (("user", "user_id"), ("item", "item_id"), ("action", "action")):
@@ -129,14 +129,14 @@ def _describe_ids(interactions: Interactions, name: str) -> str:
 
 @dataclass
 class Spilled:
-    """How many bytes of events lie on the disk so far."""
+    """Bytes of events spilled to disk so far."""
 
     bytes: int = 0
-    share: float = 0.0  # of the source that was read for them
+    share: float = 0.0  # share of the source read so far
 
     def estimate_peak(self) -> float | None:
-        """Bytes on the disk at the peak, when all histories are there twice while users are
-        ordered; None before the first event."""
+        """Peak bytes on disk: all histories twice, while users are ordered. None before the first
+        event."""
         return 2 * self.bytes / self.share if self.share else None
 
 
@@ -149,7 +149,7 @@ def build_histories(
     limit: int,
     spilled: Spilled,
 ) -> list[Path]:
-    """Writes histories.parquet and, where ids are strings, vocabulary.parquet.
+    """Writes histories.parquet and, if ids are strings, vocabulary.parquet.
 
     Args:
         interactions: What to read.
@@ -164,7 +164,7 @@ def build_histories(
         The paths of the files, the histories last.
 
     Raises:
-        ReadDifferently: What has been read shows that it must be read in another way.
+        ReadDifferently: The file must be read in another way.
         ValueError: An id is out of range, or no user has two events.
     """
     largest, events, dropped = -1, 0, 0
@@ -177,8 +177,7 @@ def build_histories(
             if num_items is not None and largest >= num_items:
                 raise ValueError(
                     f"{interactions.files[0]}: item id {largest} is not below num_items "
-                    f"{num_items}; "
-                    "raise num_items or leave it out"
+                    f"{num_items}; raise num_items or leave it out"
                 )
             events += batch.num_rows
             spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction
@@ -247,8 +246,7 @@ def build_histories(
 def _partition_by_user(
     batches: Iterable[pa.RecordBatch], rows: int, folder: Path, limit: int, level: int = 0
 ) -> Iterator[pa.Table]:
-    """Partitions events by a hash of the user; yields buckets of about `limit` events, each user
-    whole in one."""
+    """Partitions events by a hash of the user into buckets of about `limit` events."""
     # twice as many as needed, since hashing is uneven
     parts = int(np.clip(-(-2 * rows // limit), 1, _FAN_OUT))
     seed = derive(level, 0)
@@ -258,7 +256,7 @@ def _partition_by_user(
         return integers(derive(seed, users), parts).numpy()
 
     for path, count in partition(batches, part, parts, folder / f"users{level}"):
-        # one user may be larger than a bucket: no use cutting again
+        # a single user may exceed a bucket and cannot be cut further
         if count > limit and (count < rows or level == 0):
             yield from _partition_by_user(read_batches(path), count, folder, limit, level + 1)
         elif count:
@@ -269,8 +267,7 @@ def _partition_by_user(
 def _sort_by_last_event(
     tables: Iterable[pa.RecordBatch], samples: NDArray[Any], folder: Path, level: int = 0
 ) -> Iterator[pa.Table]:
-    """Users in order of (last timestamp, user). `samples` [n, 2], sorted and unique, say where to
-    cut."""
+    """Sorts users by (last timestamp, user). `samples` [n, 2], sorted and unique, give the cuts."""
     parts = min(-(-len(samples) // _SAMPLES), _FAN_OUT)
     if parts <= 1:
         table = pa.Table.from_batches(list(tables))
@@ -282,8 +279,7 @@ def _sort_by_last_event(
     splitters = samples[cuts]  # [parts - 1, 2]
 
     def part(batch: pa.RecordBatch) -> NDArray[Any]:
-        """How many splitters are at or before each user, by sorting both together: pairs have no
-        searchsorted."""
+        """Counts splitters at or before each user by sorting both: pairs have no searchsorted."""
         last = np.concatenate([splitters[:, 0], batch.column(_LAST).to_numpy()])
         user = np.concatenate([splitters[:, 1], batch.column("user_id").to_numpy()])
         order = np.lexsort((user, last))  # stable: a splitter comes before the user that it equals
@@ -300,8 +296,8 @@ def _sort_by_last_event(
 
 
 def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
-    """Flat events -> one row per user with lists in time order and the last timestamp; number of
-    users dropped."""
+    """Flat events -> one row per user, in time order, with the last timestamp; number of users
+    dropped."""
     users, times = _to_numpy(events, "user_id"), _to_numpy(events, "timestamp")
     order = np.lexsort((times, users))  # stable
     users = users[order]
@@ -322,7 +318,7 @@ def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
 
 
 def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
-    """[n, 2] pairs (last timestamp, user), one for every `step` events in their order."""
+    """[n, 2] pairs (last timestamp, user), one every `step` events."""
     last, users = _to_numpy(table, _LAST), _to_numpy(table, "user_id")
     counts = np.diff(_read_offsets(table))
     order = np.lexsort((users, last))
@@ -333,12 +329,11 @@ def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
 
 
 def _estimate_rows(interactions: Interactions) -> int:
-    """Number of events, or about as many: a text line of them has seldom fewer than 24 bytes."""
-    sizes = [
+    """Number of events; for text an estimate of 24 bytes per event or more."""
+    return sum(
         pq.read_metadata(file.path).num_rows if format == "parquet" else file.size // 24
         for file, format in zip(interactions.files, interactions.formats, strict=True)
-    ]
-    return sum(sizes)
+    )
 
 
 def _read_schema(path: Path) -> pa.Schema:

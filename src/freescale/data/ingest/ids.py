@@ -1,7 +1,7 @@
 """Ids: integers stay as they are; anything else is coded, densely and in order of first appearance.
 
-A column is one or the other throughout. Whether it is shows only when all of it has been read, so
-reading begins with integers and starts again with codes (`ReadDifferently`) where that was wrong.
+A column is one or the other throughout. The whole column decides, so
+reading begins with integers and starts again with codes (`ReadDifferently`) if that was wrong.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from freescale.data.values import BadValue, cast_values, is_text, refuse_nulls
+from freescale.data.values import BadValue, cast_values, is_text, refuse_any, refuse_nulls
 
 VOCABULARY = "vocabulary.parquet"
 _NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
-_SMALL = 1 << 20  # a catalogue of so many rows is never too large
-_ROWS_PER_EVENT = 10  # of the item table; beyond it, ids are numbers drawn from a large range
+_SMALL = 1 << 20  # a catalogue up to this size is never too large
+_ROWS_PER_EVENT = 10  # of the item table; sparser ids are random numbers
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What has been found out about columns that does not show at their beginning."""
+    """Findings about columns that their first values do not show."""
 
     coded: Mapping[str, str] = field(default_factory=dict)  # id column -> why it is coded
-    finer: Mapping[str, int] = field(default_factory=dict)  # file -> how often times were refined
+    finer: Mapping[str, int] = field(default_factory=dict)  # file -> refinements of its times
 
     def code(self, name: str, reason: str) -> Reading:
         return replace(self, coded={**self.coded, name: reason})
@@ -38,7 +38,7 @@ class Reading:
 
 
 class ReadDifferently(ValueError):
-    """What was read so far has to be read again, in another way."""
+    """The file has to be read again, in another way."""
 
     def __init__(self, message: str, reading: Reading):
         super().__init__(message)
@@ -46,25 +46,23 @@ class ReadDifferently(ValueError):
 
 
 class NotIntegers(Exception):
-    """Ids that cannot stay as they are, and why."""
+    """Ids that must be coded, and why."""
 
 
 def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     """Ids as int64.
 
-    Raises:
-        NotIntegers: they are strings, beyond int64, have leading zeros or, unless `signed`, are
-            negative.
-        BadValue: an id is missing or a fraction.
+    Raises NotIntegers for strings, ids beyond int64, leading zeros and, unless `signed`, negative
+    ids; BadValue for missing ids and fractions.
     """
     refuse_nulls(values)
     if is_text(values.type):
-        if not signed:  # those of dynamic tables are told apart one by one, in whatever block
-            values = _drop_zeros_behind_points(values)
+        if not signed:  # dynamic tables treat ids one by one, whatever block they are in
+            values = _strip_zero_fractions(values)
         try:
             numbers = values.cast(pa.int64())
         except pa.ArrowInvalid:
-            _refuse_words_for_nothing(values)
+            _refuse_missing_markers(values)
             raise NotIntegers("strings") from None
         # 007 is not 7, and 0x1f would be read as 31
         zeros = pc.and_(pc.starts_with(values, "0"), pc.greater(pc.binary_length(values), 1))
@@ -78,13 +76,8 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     elif pa.types.is_floating(values.type):
         whole = pc.floor(values)
         fits = pc.and_(pc.equal(whole, values), pc.less(pc.abs(whole), float(1 << 63)))
-        row = pc.index(fits, pa.scalar(False)).as_py()
-        if row >= 0:
-            raise BadValue(
-                row,
-                f"holds {values[row].as_py()!r} ({values.type}), not an id",
-                "cast it to int64 or to strings",
-            )
+        problem = f"holds {{!r}} ({values.type}), not an id"
+        refuse_any(pc.invert(fits), values, problem, "cast it to int64 or to strings")
         numbers = cast_values(whole, pa.int64(), "ids")
     else:
         raise BadValue(
@@ -97,35 +90,30 @@ def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
     return numbers
 
 
-def _drop_zeros_behind_points(texts: pa.Array) -> pa.Array:
-    """Whole numbers with a point, 12.0, as programs write integers of a column with gaps: 12, as in
-    a Parquet file of floats. Other texts stay as they are."""
+def _strip_zero_fractions(texts: pa.Array) -> pa.Array:
+    """Turns 12.0, as written for integer columns with gaps, into 12. Other texts are unchanged."""
     whole = pc.match_substring_regex(texts, r"^-?\d+\.0+$")
     if not pc.any(whole).as_py():
         return texts
     return pc.if_else(whole, pc.replace_substring_regex(texts, r"\.0+$", ""), texts)
 
 
-def _refuse_words_for_nothing(texts: pa.Array) -> None:
-    """Raises BadValue for words like NaN among integers: as an id they would make all the others
-    strings, too."""
+def _refuse_missing_markers(texts: pa.Array) -> None:
+    """Raises BadValue for NaN and the like among integers, which would turn all ids into
+    strings."""
     words = pc.is_in(pc.utf8_lower(texts), pa.array(_NOTHING, texts.type))
-    row = pc.index(words, pa.scalar(True)).as_py()
-    if row < 0:
+    if not pc.any(words).as_py():
         return
     try:
         texts.filter(pc.invert(words)).cast(pa.int64())
     except pa.ArrowInvalid:
-        return  # strings throughout: it may be somebody's name
-    raise BadValue(
-        row,
-        f"holds {texts[row].as_py()!r} among integers",
-        "drop such rows, or leave the value empty and add --missing drop",
-    )
+        return  # strings throughout: it may be a name
+    fix = "drop such rows, or leave the value empty and add --missing drop"
+    refuse_any(words, texts, "holds {!r} among integers", fix)
 
 
 def is_huge(largest: int, events: int) -> bool:
-    """Whether a table with a row for every id up to `largest` would be nearly all unused."""
+    """Whether a table with a row for every id would be almost unused."""
     return largest >= _SMALL and largest >= _ROWS_PER_EVENT * events
 
 
@@ -148,8 +136,7 @@ class Vocabulary:
         return known.take(encoded.indices)
 
     def write(self, path: Path, hashed: Iterable[tuple[pa.Array, pa.Array]] = ()) -> None:
-        """Writes the columns `column`, `id` and `text`. `hashed`: ids and texts of items that are
-        not numbered."""
+        """Writes the columns `column`, `id` and `text`. `hashed`: ids and texts of hashed items."""
         schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
         with pq.ParquetWriter(path, schema) as writer:
             for name, codes in self.columns.items():
@@ -165,14 +152,14 @@ class Vocabulary:
 
 
 def find_vocabulary(histories: Path) -> Path | None:
-    """The vocabulary beside a prepared histories file; None if ids are as in the source."""
+    """The vocabulary of a prepared histories file; None if ids are unchanged."""
     path = histories.parent / VOCABULARY
     return path if path.is_file() else None
 
 
 def check_vocabulary(histories: Path, expected: Path, columns: Sequence[str]) -> None:
-    """Raises ValueError if the ids of a prepared file are numbered otherwise than `expected`, a
-    vocabulary, says. `columns`: those whose numbers a model knows."""
+    """Raises ValueError if ids of a prepared file differ from the `expected` vocabulary in the
+    `columns` that a model knows."""
     known = _read_vocabulary(expected, columns)
     found = find_vocabulary(histories)
     if known.num_rows and (found is None or not _read_vocabulary(found, columns).equals(known)):
@@ -183,8 +170,8 @@ def check_vocabulary(histories: Path, expected: Path, columns: Sequence[str]) ->
 
 
 def restore_ids(vocabulary: Path | None, column: str, ids: Sequence[int]) -> list[str | int]:
-    """Ids of a prepared file as its source has them. An id that the vocabulary does not hold is a
-    number of the source, or a hash whose text was not kept."""
+    """Original ids of a prepared file. Ids outside the vocabulary are integers, or hashes without
+    text."""
     if vocabulary is None:
         return list(ids)
     table = _read_vocabulary(vocabulary, [column])

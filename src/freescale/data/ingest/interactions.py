@@ -57,7 +57,7 @@ from freescale.data.ingest.timestamps import (
     detect_timestamps,
 )
 from freescale.data.labels import find_non_label, make_label
-from freescale.data.values import BadValue, decode_text, parse_numbers, refuse_nulls
+from freescale.data.values import decode_text, parse_numbers, refuse_any, refuse_nulls
 
 IDS = ("user_id", "item_id")
 REQUIRED = (*IDS, "timestamp")
@@ -66,13 +66,8 @@ REQUIRED = (*IDS, "timestamp")
 def make_action(ratings: pa.Array) -> pa.Array:
     doubled = pc.round(pc.multiply(parse_numbers(ratings), 2.0), round_mode="half_up")
     action = doubled.cast(pa.int64())
-    row = pc.index(pc.less(action, 0), pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(
-            row,
-            f"holds {ratings[row].as_py()}, and a rating is 0 or more",
-            "mend it, or leave ratings out: --columns rating=",
-        )
+    fix = "fix it, or leave ratings out: --columns rating="
+    refuse_any(pc.less(action, 0), ratings, "holds {}, and a rating is 0 or more", fix)
     return action
 
 
@@ -80,29 +75,27 @@ def make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str
     action = pa.repeat(pa.scalar(0, pa.int64()), block.table.num_rows)
     flags = {}
     for name in names:
-        flag = block.convert(name, _take_flag)
+        flag = block.convert(name, _parse_flag)
         action = pc.bit_wise_or(action, pc.shift_left(flag.cast(pa.int64()), FEEDBACK.index(name)))
         flags[name] = flag
     return {"action": action, **flags}
 
 
-def _take_flag(values: pa.Array) -> pa.Array:
+def _parse_flag(values: pa.Array) -> pa.Array:
     numbers = parse_numbers(values)
     wrong = pc.invert(pc.or_(pc.equal(numbers, 0.0), pc.equal(numbers, 1.0)))
-    row = pc.index(wrong, pa.scalar(True)).as_py()
-    if row >= 0:
-        raise BadValue(row, f"holds {values[row].as_py()}, not 0 or 1", "mend or drop those rows")
+    refuse_any(wrong, values, "holds {}, not 0 or 1", "fix or drop those rows")
     return numbers.cast(pa.int8())
 
 
-def take_side(values: pa.Array) -> pa.Array:
+def parse_side(values: pa.Array) -> pa.Array:
     refuse_nulls(values)
     return values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
 
 
 class Interactions(Iterator[pa.RecordBatch]):
-    """The record batches of one or several files. `vocabulary`, `fraction`, `no_labels` and
-    `missing_rows` grow while it is read."""
+    """Record batches of files. `vocabulary`, `fraction`, `no_labels` and `missing_rows` grow on
+    reading."""
 
     def __init__(
         self,
@@ -114,20 +107,20 @@ class Interactions(Iterator[pa.RecordBatch]):
         any_ids: bool = False,
         vocabulary: bool = True,
     ):
-        """`any_ids`: items are numbers of 64 bits, or hashed to them; the texts are kept if a
-        `vocabulary` of them is wanted."""
+        """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed
+        texts."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = [file for file in files if not is_empty(file)]
-        self.empty_files = len(files) - len(self.files)  # as programs that write in parts leave
+        self.empty_files = len(files) - len(self.files)  # left by programs that write in parts
         if not self.files:
             raise _explain_empty(files[0])
         self._drop = missing == "drop"
         self._any_ids, self._keeps_texts = any_ids, vocabulary
         given = parse_columns(columns)
         self.layouts = [lay_out(file, format, given) for file in self.files]
-        self.sides = self._find_sides()  # of Parquet files: those that are kept, and the others
-        # those that are not among the columns anyway
+        self.sides = self._find_sides()  # of Parquet files: kept, and not kept
+        # without those that are columns already
         self.labels = [label for label in parse_labels(labels) if not self._has_column(label)]
         for file, layout in zip(self.files, self.layouts):
             for label in self.labels:
@@ -140,14 +133,14 @@ class Interactions(Iterator[pa.RecordBatch]):
         self.restart(Reading())
 
     def restart(self, reading: Reading) -> None:
-        """Reads from the beginning, with what has been found out."""
+        """Reads from the beginning again, with new findings."""
         self.reading = reading
         self.vocabulary = Vocabulary()
         self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
-        self.fraction = 0.0  # of the bytes or rows read so far
-        self.missing_rows = 0  # that were left out
+        self.fraction = 0.0  # share of bytes or rows read so far
+        self.missing_rows = 0  # dropped
         self._events = self._lines = 0
         self._done, self._total = 0, sum(file.size for file in self.files)
         self._batches = self._read()
@@ -170,7 +163,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 return batch
 
     def _find_sides(self) -> tuple[list[str], list[str]]:
-        """Numeric columns of Parquet files that are kept, and those that are not."""
+        """Numeric columns of Parquet files: kept, and not kept."""
         complete: dict[str, None] = {}
         broken: dict[str, None] = {}
         for file, layout in zip(self.files, self.layouts):
@@ -204,8 +197,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if schema is not None and batch.schema != schema:
                     raise ValueError(
                         f"{file}: columns {_describe_schema(batch.schema)} differ from those of "
-                        f"{self.files[0]}: "
-                        f"{_describe_schema(schema)}; give files of one kind"
+                        f"{self.files[0]}: {_describe_schema(schema)}; give files of one kind"
                     )
                 schema = batch.schema
                 self._note_labels(batch, file, layout)
@@ -228,7 +220,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         return list(dict.fromkeys(needed))
 
     def _detect_times(self) -> dict[SourceFile, TimestampFormat]:
-        """What the timestamps of each file are, by its first block."""
+        """The timestamp format of each file, from its first block."""
         found = {}
         for file, layout in zip(self.files, self.layouts):
             column = layout.roles.get("time")
@@ -251,14 +243,14 @@ class Interactions(Iterator[pa.RecordBatch]):
             self.missing_rows += block.table.num_rows - kept.table.num_rows
             block = kept
         columns = {
-            "user_id": self._take_ids("user_id", block, roles["user"]),
-            "item_id": self._take_ids("item_id", block, roles["item"]),
-            "timestamp": self._take_times(block, unit),
+            "user_id": self._parse_ids("user_id", block, roles["user"]),
+            "item_id": self._parse_ids("item_id", block, roles["item"]),
+            "timestamp": self._parse_times(block, unit),
         }
         if layout.format == "sequences" and block.table.num_rows:
             self._lines = columns["user_id"][-1].as_py() + 1
         if "action" in roles:
-            columns["action"] = self._take_ids("action", block, roles["action"])
+            columns["action"] = self._parse_ids("action", block, roles["action"])
         elif "rating" in roles:
             columns["action"] = block.convert(roles["rating"], make_action)
         if layout.feedback:
@@ -266,12 +258,12 @@ class Interactions(Iterator[pa.RecordBatch]):
         if layout.format == "parquet":
             for name in self.sides[0]:
                 if name in layout.names:
-                    columns[name] = block.convert(name, take_side)
+                    columns[name] = block.convert(name, parse_side)
         for label in self.labels:
             columns[label.name] = block.convert(label.column, make_label(label))
         return pa.RecordBatch.from_pydict(columns)
 
-    def _take_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
+    def _parse_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
         if name == "item_id" and self.hashed is not None:
             encode = self.hashed.encode
             return block.convert(column, lambda values: encode(decode_text(values)))
@@ -288,7 +280,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 self.reading.code(name, str(reason)),
             ) from None
 
-    def _take_times(self, block: TableBlock, unit: str | None) -> pa.Array:
+    def _parse_times(self, block: TableBlock, unit: str | None) -> pa.Array:
         rows = block.table.num_rows
         self._events += rows
         times = self.times.get(block.file)
@@ -335,7 +327,7 @@ def read_interactions(
     Args:
         path: A file, a pattern, a folder or a URL, or several of one kind.
         format: `auto`, or one of `config.data.FORMATS`.
-        columns: Columns by role, as `user=reviewer,item=sku,time=date`, where their names are not
+        columns: Columns by role, as `user=reviewer,item=sku,time=date`, if their names are not
             recognised.
         labels: Label columns to read or make, as `is_click,like=rating>=4`.
         missing: `drop` leaves out rows without user, item or time, `refuse` raises.

@@ -1,4 +1,4 @@
-"""How a file of events is laid out: which format, which columns. Told by name and first lines."""
+"""The layout of a file of events: format and columns, from its name and first lines."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ FEEDBACK = (
     "long_view",
     "is_profile_enter",
 )
+LINES = ("pairs", "sequences", "user-sequences")  # formats of ids between blanks
 _TYPED = re.compile(r"(.+):(token|token_seq|float|float_seq)")  # a column of RecBole's atomic files
-_MOST, _FEW = 0.9, 10  # share and number of lines that show what all should be
+_MOST, _FEW = 0.9, 10  # share and number of lines that set the rule for all
 _AMAZON = {  # the names that the releases of 2014, 2018 and 2023 use
     "user": ("reviewerID", "user_id", "user"),
     "item": ("parent_asin", "asin", "item_id", "item"),
@@ -48,37 +49,26 @@ class Layout:
     roles: Mapping[str, str]  # role -> column; without a time rows are in order of time
     separator: bytes = b","
     header: bool = True
-    quoted: bool = True  # values may stand in quotation marks
-    padded: bool = False  # blanks follow the separators, and belong to no value
-    unit: str | None = None  # of the timestamps, where the release says it
+    quoted: bool = True  # values may be quoted
+    padded: bool = False  # blanks follow the separators and are no part of values
+    unit: str | None = None  # of the timestamps, if the release documents it
     feedback: Sequence[str] = ()
-    types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, by the first lines
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, from the first lines
 
     @property
     def is_json(self) -> bool:
         return self.separator == b"{"
 
-    @property
-    def is_lines(self) -> bool:
-        """Ids between blanks, without columns of their own."""
-        return self.format in ("pairs", "sequences", "user-sequences")
-
 
 def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
-    """Detects how a text file is laid out.
+    """Detects the layout of a text file, from `format` (or `auto`) and `given` columns of roles.
 
-    Args:
-        file: A text file.
-        format: `auto`, or what the user says.
-        given: Columns of roles, as `--columns` names them.
-
-    Raises:
-        ValueError: The format cannot be told, or a column is missing.
+    Raises ValueError if the format is unclear, or a column is missing.
     """
     lines = read_head(file)
     if format == "auto":
         format = _detect_format(file, lines, given)
-    if format in ("pairs", "sequences", "user-sequences"):
+    if format in LINES:
         return Layout(format, ("user", "item"), {"user": "user", "item": "item"}, b" ", False)
     if format == "movielens":
         return _lay_out_movielens(file, lines)
@@ -95,7 +85,8 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
         return replace(layout, types=types)
     separator = find_separator(lines)
     names = split_line(lines[0], separator)
-    if _is_numbered(given):
+    numbers = [name for name in given.values() if name and name != ORDER]
+    if numbers and all(map(str.isdecimal, numbers)):  # there is no header
         names = [str(number + 1) for number in range(len(names))]
         return _lay_out(file, "csv", names, given, separator, header=False)
     if len(names) == 3 and not given and _looks_like_events(lines, separator):
@@ -152,7 +143,7 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         raise ValueError(
             f"{file}, line {row + 1} (empty ones not counted): has {len(lines[row].split())} "
             f"values, not a user and an item as most: {shown!r}; "
-            "mend it, or say what lines are: --format sequences or user-sequences"
+            "fix it, or say what lines are: --format sequences or user-sequences"
         )
     if separator in (b" ", b"\t") and all(token.isdigit() for token in b" ".join(lines).split()):
         heads = [line.split()[0] for line in lines]
@@ -161,7 +152,7 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         counted = [str(start + i).encode() for i in range(len(heads))] if start is not None else []
         return "user-sequences" if numbered and heads == counted else "sequences"
     if not numbers and separator in (b",", b";", b"|", b"\t") and find_roles(fields, {}):
-        return "csv"  # a header, of which not all is recognised: the error says what is not
+        return "csv"  # a header that is not fully recognised: a later error names the gaps
     shown = separator.decode().join(fields)[:80]
     raise ValueError(
         f"{file}: cannot tell the format from the name and the first line {shown!r}; say which "
@@ -184,7 +175,7 @@ def _lay_out(
     if roles["time"] == ORDER:
         del roles["time"]
     if "action" in roles and "rating" not in given:
-        roles.pop("rating", None)  # a rating makes actions only where there are none
+        roles.pop("rating", None)  # a rating makes actions only if there are none
     return Layout(format, names, roles, separator, header, quoted)
 
 
@@ -216,8 +207,7 @@ def _lay_out_amazon(file: SourceFile, lines: Sequence[bytes]) -> Layout:
         raise ValueError(
             f"{file}: {len(names)} columns, not the 4 of user,item,rating,timestamp; see --format"
         )
-    # The release of 2018 has item first; an item there has 10 characters, a user more, beginning
-    # with A.
+    # Release 2018 starts with the item: 10 characters; users are longer and begin with A.
     swapped = len(names[0]) == 10 and len(names[1]) > 10 and names[1].startswith("A")
     both = ["item", "user"] if swapped else ["user", "item"]
     return _make_amazon(file, [*both, "rating", "timestamp"], header=False)
@@ -229,8 +219,7 @@ def _make_amazon(
     found = {role: next((n for n in known if n in names), "") for role, known in _AMAZON.items()}
     require_columns(file, ["|".join(_AMAZON[r]) for r, name in found.items() if not name], names)
     named = header or separator == b"{"
-    # Seconds in 2014 and 2018, milliseconds in 2023; other files with names of their own may count
-    # anything.
+    # Seconds in 2014 and 2018, milliseconds in 2023; named columns of other files: unknown.
     seconds = found["time"] == "unixReviewTime" or not named
     unit = "ms" if "parent_asin" in names else "s" if seconds else None
     return Layout("amazon", names, found, separator, header, unit=unit)
@@ -241,8 +230,7 @@ def _is_amazon(names: Sequence[str]) -> bool:
 
 
 def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataType]:
-    """The keys of the objects in the first lines (one may lack what another has), each with its
-    type; null where no value says it."""
+    """Keys of the first objects (some may lack one) with their types; null if unknown."""
     types: dict[str, pa.DataType] = {}
     known = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
     for number, line in enumerate(lines, start=1):
@@ -262,14 +250,8 @@ def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataTy
     return types
 
 
-def _is_numbered(given: Mapping[str, str]) -> bool:
-    """Whether `--columns` counts columns, since there is no header."""
-    numbers = [name for name in given.values() if name and name != ORDER]
-    return bool(numbers) and all(map(str.isdecimal, numbers))
-
-
 def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:
-    """Whether lines are user, item and a time, by its magnitude."""
+    """Whether lines are user, item and a time of plausible magnitude."""
     rows = [split_line(line, separator) for line in lines]
     return all(len(row) == 3 and _is_number(row[2]) for row in rows) and all(
         guess_unit(float(row[2])) is not None for row in rows
@@ -277,7 +259,7 @@ def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:
 
 
 def find_separator(lines: Sequence[bytes]) -> bytes:
-    """What separates columns: the sign that the first line has most of."""
+    """The column separator: the most frequent sign of the first line."""
     if b"::" in lines[0]:
         return b"::"
     if b"\t" in lines[0]:
@@ -288,7 +270,7 @@ def find_separator(lines: Sequence[bytes]) -> bytes:
 
 
 def split_line(line: bytes, separator: bytes) -> list[str]:
-    """The fields of a line; the header of a CSV file, for one."""
+    """The fields of a line, such as a CSV header."""
     text, sign = line.decode(errors="replace"), separator.decode()
     fields = text.split(sign) if len(sign) > 1 else next(csv.reader([text], delimiter=sign))
     return [field.strip().strip('"') for field in fields]

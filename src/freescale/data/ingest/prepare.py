@@ -21,7 +21,7 @@ from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, 
 from freescale.file_lock import lock
 
 BUCKET_EVENTS = 2_000_000
-_READING = 3  # changes when the same file is read as something else
+_READING = 3  # version of how files are interpreted
 _USUAL = (DataConfig.columns, ModelConfig.labels, DataConfig.missing)
 
 
@@ -43,8 +43,8 @@ def prepare(
 
     Users with fewer than two events are dropped (and counted in the metadata). Events of equal
     timestamp keep the order of the file; exact duplicates are kept. Integer ids stay as they are.
-    Strings, negative integers, and item ids of which a table would be nearly all unused are
-    numbered in order of appearance, and `vocabulary.parquet` beside the result says how.
+    Strings, negative integers, and item ids so sparse that a table would be almost unused are
+    numbered in order of appearance; `vocabulary.parquet` next to the result maps them.
 
     Args:
         source: An interaction file, a pattern, a folder or a URL; several of these; or a histories
@@ -54,13 +54,12 @@ def prepare(
         format: `auto`, or one of `config.data.FORMATS`.
         num_items: Rows of the item table; by default the largest id plus 1.
         progress: Called with a stage ("hash", "read", "sort", "write") and the share done.
-        columns: Columns by role, as `user=reviewer,item=sku,time=date`, where their names are not
+        columns: Columns by role, as `user=reviewer,item=sku,time=date`, if their names are not
             recognised.
         labels: Label columns to read or make, as `is_click,like=rating>=4`.
         missing: `drop` leaves out rows without user, item or time, `refuse` raises.
         any_ids: For a dynamic item table: item ids that are numbers of 64 bits stay as they are,
-            others are hashed (`hash_ids`). Whether different ones share an id is said in the
-            metadata.
+            others are hashed (`hash_ids`). The metadata says whether different ones share an id.
         vocabulary: Whether `vocabulary.parquet` has the texts of hashed item ids.
         bucket_events: Events in memory at once, about.
 
@@ -69,7 +68,7 @@ def prepare(
 
     Raises:
         ValueError: A file is missing, damaged or not of the format, or an id is out of range.
-        OSError: The disk is full; the message says how much is needed.
+        OSError: The disk is full. The message has the space needed.
     """
     cache, report = Path(cache), progress or (lambda stage, share: None)
     if num_items is not None and num_items < 1:
@@ -92,14 +91,13 @@ def prepare(
     made = ",".join(label.text for label in interactions.labels)
     given = [columns, made, missing] if (columns, made, missing) != _USUAL else []
     members = [file.member for file in files if file.member]
-    # A run goes on with the same data wherever it lies. The cache tells paths apart, since what it
-    # holds names them in errors.
+    # A run resumes with the same data at any path. The cache key has paths, which errors name.
     about: list[Any] = [[source.digest for source in sources], interactions.formats, num_items]
     about += [*([given] if given else []), *([members] if members else [])]
     about += ["any ids"] if any_ids else []
 
     def make_fingerprint() -> str:
-        # Files of integers in Amazon's format were coded once: runs on such data are told apart.
+        # Earlier versions coded integers in Amazon's format: keep such runs apart.
         usual = set(interactions.formats) == {"amazon"}
         other = [name for name in IDS if (name in interactions.reading.coded) != usual]
         return compute_digest(*about, *([other] if other else []))
@@ -118,7 +116,7 @@ def prepare(
     ):
         cache.mkdir(parents=True, exist_ok=True)
         with _lock_cache(cache), workspace(cache, key) as folder:
-            if target.is_file():  # another rank made it while this one waited
+            if target.is_file():  # made by another rank meanwhile
                 return target
             written = None
             while written is None:
@@ -138,7 +136,7 @@ def prepare(
             for content in sources:
                 content.check_unchanged()
             target.parent.mkdir(exist_ok=True)
-            for path in written:  # the histories last: their presence says that all is there
+            for path in written:  # the histories last: if they exist, all is there
                 os.replace(path, target.parent / path.name)
     return target
 

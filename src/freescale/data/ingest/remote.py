@@ -20,13 +20,9 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az":
 
 
 def fetch_files(url: str, cache: Path | None) -> list[tuple[Path, str]]:
-    """Copies what a URL names, or what fits its pattern, into the cache.
+    """Copies the files of a URL or its pattern into the cache. Returns each copy with its URL.
 
-    Returns:
-        The copies, each with its URL.
-
-    Raises:
-        ValueError: There is no such file, it cannot be reached, or a package is missing.
+    Raises ValueError if there is no such file, it cannot be reached, or a package is missing.
     """
     system, path = _connect(url)
     folder = (cache or find_cache_folder()) / "remote"

@@ -21,14 +21,14 @@ class SourceFile:
 
     path: Path
     shown: str
-    member: str | None = None  # of a zip archive
+    member: str | None = None  # in a zip archive
 
     def __str__(self) -> str:
         return self.shown
 
     @property
     def name(self) -> str:
-        """In lower case, without what says that it is compressed."""
+        """In lower case, without the suffix of compression."""
         return Path(self.member or self.path.name).name.lower().removesuffix(".gz")
 
     @property

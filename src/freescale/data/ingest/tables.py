@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -11,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.config.columns import ORDER
-from freescale.data.histories import is_list, is_number
+from freescale.data.histories import explain_damage, is_list, is_number
 from freescale.data.ingest.column_names import find_roles, require_roles
-from freescale.data.ingest.layouts import Layout, detect_layout
+from freescale.data.ingest.layouts import LINES, Layout, detect_layout
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.text_blocks import TextBlock, read_blocks
 from freescale.data.ingest.text_parser import parse_csv, parse_json, parse_lines
@@ -32,10 +33,10 @@ class TableBlock:
     file: SourceFile
     table: pa.Table
     locate: Callable[[int], str]  # row -> "line 7"
-    share: float  # of the file that has been read
+    share: float  # share of the file read so far
 
     def convert(self, column: str, function: Callable[[pa.Array], T]) -> T:
-        """Applies a function to a column. A bad value is an error that says where it is."""
+        """Applies a function to a column. The error for a bad value says where it is."""
         chunks = self.table.column(column)
         values = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
         if isinstance(values, pa.ChunkedArray):
@@ -45,11 +46,11 @@ class TableBlock:
         except BadValue as error:
             where = "" if error.row is None else f", {self.locate(error.row)}"
             raise ValueError(
-                f"{self.file}{where}: column {column!r} {error.problem}; {error.mend}"
+                f"{self.file}{where}: column {column!r} {error.problem}; {error.fix}"
             ) from error
 
     def drop_rows(self, columns: Sequence[str]) -> TableBlock:
-        """The rows that have a value in all of the columns."""
+        """The rows with a value in all of the columns."""
         keep = np.ones(self.table.num_rows, bool)
         for name in columns:
             keep &= self.table.column(name).is_valid().to_numpy()
@@ -62,9 +63,9 @@ class TableBlock:
 
 def lay_out(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
     """Detects how a file of any format is laid out."""
-    if format == "parquet" or (format == "auto" and file.is_parquet):
-        return _lay_out_parquet(file, given)
-    if format == "auto" and _starts_like_parquet(file):
+    if format == "parquet" or (
+        format == "auto" and (file.is_parquet or _starts_like_parquet(file))
+    ):
         return _lay_out_parquet(file, given)
     return detect_layout(file, format, given)
 
@@ -72,13 +73,9 @@ def lay_out(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
 def read_tables(
     file: SourceFile, layout: Layout, columns: Sequence[str], first_user: int = 0
 ) -> Iterator[TableBlock]:
-    """Yields the columns of a file, in blocks of bounded size.
+    """Yields the needed columns of a file, in blocks of bounded size.
 
-    Args:
-        file: What to read.
-        layout: As `lay_out` finds it.
-        columns: Those that are needed.
-        first_user: The number of the first user, where lines do not name theirs.
+    `first_user` is the number of the first user, if lines do not name theirs.
     """
     if layout.format == "parquet":
         yield from _read_parquet(file, columns)
@@ -88,12 +85,12 @@ def read_tables(
             block = _skip_header(block)
         if not block.data.strip():
             continue
-        if layout.is_lines:
+        if layout.format in LINES:
             try:
                 table, lines = parse_lines(block, layout.format, first_user)
             except BadValue as error:
                 where = block.locate(error.row or 0)
-                raise ValueError(f"{file}, {where}: {error.problem}; {error.mend}") from error
+                raise ValueError(f"{file}, {where}: {error.problem}; {error.fix}") from error
             first_user += lines
         else:
             parse = parse_json if layout.is_json else parse_csv
@@ -123,14 +120,9 @@ def is_empty(file: SourceFile) -> bool:
 
 
 def _open_parquet(file: SourceFile) -> pq.ParquetFile:
-    try:
+    with explain_damage(file):
         # not a whole column chunk at once
         return pq.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20)
-    except pa.ArrowException as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ValueError(
-            f"{file}: not a readable Parquet file ({reason}); write it again"
-        ) from error
 
 
 def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
@@ -141,7 +133,7 @@ def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
     own |= {"action": "action"} if "action" in names else {}
     known = {**own, **given}
     roles = find_roles(names, known, ("user", "item", "time", "action", "rating"))
-    if "rating" not in given:  # it is a column beside the others
+    if "rating" not in given:  # it is a side column
         roles.pop("rating", None)
     if "action" not in known:
         roles.pop("action", None)
@@ -158,8 +150,8 @@ def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
 
 
 def list_side_columns(file: SourceFile, layout: Layout) -> tuple[list[str], list[str]]:
-    """The numeric columns of a Parquet file beside those of the roles: those that are complete,
-    and those with missing values, as far as the file's statistics say it."""
+    """Further numeric columns of a Parquet file: complete ones, and by statistics incomplete
+    ones."""
     used = {*layout.roles.values(), *_OWN.values(), "action"}
     with _open_parquet(file) as opened:
         schema, metadata = opened.schema_arrow, opened.metadata
@@ -181,7 +173,8 @@ def _read_parquet(file: SourceFile, columns: Sequence[str]) -> Iterator[TableBlo
         while (batch := _read_batch(file, batches, rows)) is not None:
             first, rows = rows, rows + batch.num_rows
             table = pa.Table.from_batches([batch])
-            yield TableBlock(file, table, _count_from(first), rows / total)
+            locate = partial(_name_row, first)
+            yield TableBlock(file, table, locate, rows / total)
 
 
 def _read_batch(
@@ -196,5 +189,5 @@ def _read_batch(
         ) from error
 
 
-def _count_from(first: int) -> Callable[[int], str]:
-    return lambda row: f"row {first + row + 1}"
+def _name_row(first: int, row: int) -> str:
+    return f"row {first + row + 1}"

@@ -7,19 +7,19 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from freescale.data.ingest.sources import SourceFile
 
 _BLOCK = 16 << 20  # bytes of text
-_HEAD, _LINES = 1 << 20, 1000  # bytes and lines that are looked at to tell the format
-_LONGEST = 8  # blocks that a quoted value may take
+_HEAD, _LINES = 1 << 20, 1000  # bytes and lines that the format is detected from
+_LONGEST = 8  # blocks of the longest quoted value
 _NEWLINE = b"\n"
 _MARK = b"\xef\xbb\xbf"
-_OPENS = re.compile(rb'(^|[,;|\t ])"')  # a mark inside of a value, as in 5", opens nothing
-_PACKED = {  # by the first bytes: the program, and the mend
+_OPENS = re.compile(rb'(^|[,;|\t ])"')  # a mark inside a value, as in 5", opens nothing
+_PACKED = {  # first bytes: program and fix
     b"BZh": ("bzip2", "unpack it, or use gzip"),
     b"\xfd7zXZ\0": ("xz", "unpack it, or use gzip"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unpack it, or use gzip"),
@@ -33,12 +33,12 @@ class TextBlock:
     """Whole lines of a file."""
 
     data: bytes
-    line: int  # number of the first one, from 1
-    share: float  # of the file that has been read
-    quoted: bool = False  # a row may go on in the next line, inside of quotation marks
+    line: int  # number of the first line, from 1
+    share: float  # share of the file read so far
+    quoted: bool = False  # quoted values may contain line breaks
 
     def locate(self, row: int) -> str:
-        """The place of a row in the file, by its first line; empty lines are no rows."""
+        """The line on which a row starts; empty lines are not rows."""
         rows, is_open = -1, False
         for number, line in enumerate(self.data.split(b"\n")):
             rows += bool(not is_open and line.strip())
@@ -76,7 +76,7 @@ def read_blocks(file: SourceFile, quoted: bool = False) -> Iterator[TextBlock]:
 
 
 def read_head(file: SourceFile) -> list[bytes]:
-    """The first lines of a file that are not empty: at least one, by which the format is told.
+    """The first non-empty lines of a file, at least one, which show the format.
 
     Raises:
         ValueError: The file is empty, broken, or not the text that it should be.
@@ -97,12 +97,12 @@ def read_head(file: SourceFile) -> list[bytes]:
 
 
 def _refuse_other_text(file: SourceFile, start: bytes) -> None:
-    """Raises ValueError for what parsers would take for strange columns."""
+    """Raises ValueError for input that would parse as garbage columns."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{file}: text in UTF-16; save the file as UTF-8")
-    for signature, (program, mend) in _PACKED.items():
+    for signature, (program, fix) in _PACKED.items():
         if start.startswith(signature):
-            raise ValueError(f"{file}: compressed with {program}; {mend}")
+            raise ValueError(f"{file}: compressed with {program}; {fix}")
     line = start.partition(_NEWLINE)[0]
     if b"\0" in line:
         raise ValueError(f"{file}, line 1: holds bytes of 0, not text; give text or Parquet")
@@ -117,27 +117,23 @@ def _cut(text: bytes, quoted: bool) -> tuple[bytes, bytes]:
     """Whole lines, and the beginning of the next one."""
     end = text.rfind(_NEWLINE) + 1
     if quoted and text.count(b'"', 0, end) % 2:
-        # The last mark before the cut opens a value, which goes on behind it.
+        # The last mark before the cut opens a value that continues after it.
         end = text.rfind(_NEWLINE, 0, text.rfind(b'"', 0, end)) + 1
     return text[:end], text[end:]
 
 
 @contextmanager
 def _open(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The file itself, by which progress is measured, and the stream of its text."""
-    with open(file.path, "rb") as raw:
+    """The raw file, for progress, and the stream of its text."""
+    with ExitStack() as stack:
+        stream: Any = stack.enter_context(open(file.path, "rb"))
+        raw = stream
         if file.member is not None:
-            with zipfile.ZipFile(raw) as archive, _open_member(file, archive) as stream:
-                if file.member.endswith(".gz"):
-                    with gzip.open(stream) as inner:
-                        yield raw, inner  # type: ignore[misc]
-                else:
-                    yield raw, stream
-        elif file.path.name.lower().endswith(".gz"):
-            with gzip.open(raw) as stream:
-                yield raw, stream  # type: ignore[misc]
-        else:
-            yield raw, raw
+            archive = stack.enter_context(zipfile.ZipFile(raw))
+            stream = stack.enter_context(_open_member(file, archive))
+        if (file.member or file.path.name.lower()).endswith(".gz"):
+            stream = stack.enter_context(gzip.open(stream))
+        yield raw, stream
 
 
 def _open_member(file: SourceFile, archive: zipfile.ZipFile) -> IO[bytes]:

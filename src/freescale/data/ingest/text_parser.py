@@ -21,9 +21,9 @@ from freescale.data.values import BadValue
 def parse_csv(
     block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
 ) -> pa.Table:
-    """The columns as strings, null where they are empty."""
+    """The columns as strings; null if empty."""
     data, separator = block.data, layout.separator
-    # two characters: more than the parser takes, and none of its values has a tab
+    # the parser takes one character; such files have no tabs in values
     if separator == b"::":
         data, separator = data.replace(b"::", b"\t"), b"\t"
     quoted = layout.quoted and b'"' in data
@@ -51,15 +51,15 @@ def parse_csv(
         reason = message[row.end() :] if row else message
         column = re.search(r"CSV column #(\d+)", message)
         about = f"column {layout.names[int(column[1])]!r}: " if column else ""
-        mend = "save the file as UTF-8" if "UTF8" in message else "mend or drop such rows"
-        raise ValueError(f"{file}{where}: {about}{reason}; {mend}") from error
+        fix = "save the file as UTF-8" if "UTF8" in message else "fix or drop such rows"
+        raise ValueError(f"{file}{where}: {about}{reason}; {fix}") from error
     if not layout.padded:
         return table
     return pa.table({name: _strip(table.column(name)) for name in columns})
 
 
 def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Without blanks around each; null where nothing is left."""
+    """Stripped of blanks; null if nothing is left."""
     texts = pc.ascii_trim_whitespace(values)
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 
@@ -67,7 +67,7 @@ def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
 def parse_json(
     block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
 ) -> pa.Table:
-    """The columns as JSON has them: numbers or strings, null where an object lacks them."""
+    """The columns as in JSON: numbers or strings; null if missing."""
     types = {name: layout.types.get(name, pa.null()) for name in columns}
     expected = pa.json.ParseOptions(
         explicit_schema=pa.schema(types), unexpected_field_behavior="ignore"
@@ -86,11 +86,11 @@ def parse_json(
 
 
 def _explain_json(error: pa.ArrowException, block: TextBlock, file: SourceFile) -> ValueError:
-    """The parser's message, with the line of the file and the value in it."""
+    """The parser's message with line and value."""
     message = str(error).splitlines()[0][:200].removeprefix("JSON parse error: ")
     found = re.search(r" in row (\d+)", message)
     if found is None:
-        return ValueError(f"{file}: {message}; mend or drop such rows")
+        return ValueError(f"{file}: {message}; fix or drop such rows")
     row, reason = int(found[1]), message[: found.start()].rstrip(".")
     line = [line for line in block.data.split(b"\n") if line.strip()][row]
     changed = re.fullmatch(r"Column\(/([^/]+)\) changed from (.+)", reason)
@@ -99,7 +99,7 @@ def _explain_json(error: pa.ArrowException, block: TextBlock, file: SourceFile) 
     else:
         value = json.loads(line).get(changed[1])
         about = f"column {changed[1]!r} holds {value!r}: changed from {changed[2]}"
-    return ValueError(f"{file}, {block.locate(row)}: {about}; mend or drop such rows")
+    return ValueError(f"{file}, {block.locate(row)}: {about}; fix or drop such rows")
 
 
 def _read_json(block: TextBlock, options: pa.json.ParseOptions) -> pa.Table:
@@ -111,16 +111,10 @@ def _read_json(block: TextBlock, options: pa.json.ParseOptions) -> pa.Table:
 
 
 def parse_lines(block: TextBlock, format: str, first_user: int) -> tuple[pa.Table, int]:
-    """Lines of ids between blanks, as columns `user` and `item`.
+    """Lines of ids between blanks, as columns `user` and `item`; and the number of lines.
 
-    Args:
-        block: Lines.
-        format: `pairs`: user and item; `sequences`: the items of a user; `user-sequences`: a user
-            and its items.
-        first_user: The number of the first line's user, where lines do not name it.
-
-    Returns:
-        The table, and the number of lines.
+    `format` is `pairs` (user and item), `sequences` (the items of a user) or `user-sequences` (a
+    user and its items). `first_user` is the user of the first line, if lines do not name it.
     """
     lines = [line.strip() for line in block.data.split(b"\n")]
     text = pa.array([line for line in lines if line], pa.binary()).cast(pa.string())
@@ -132,7 +126,7 @@ def parse_lines(block: TextBlock, format: str, first_user: int) -> tuple[pa.Tabl
             raise BadValue(
                 row,
                 f"has {counts[row]} values, not a user and an item: {text[row].as_py()[:80]!r}",
-                "mend or drop such lines, or see --format",
+                "fix or drop such lines, or see --format",
             )
         table = {"user": pc.list_element(tokens, 0), "item": pc.list_element(tokens, 1)}
         return pa.table(table), len(text)

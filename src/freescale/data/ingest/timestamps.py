@@ -17,32 +17,32 @@ from freescale.data.values import (
     find_first_failing,
     is_text,
     parse_text,
+    refuse_any,
     refuse_nulls,
 )
 
 _UNITS = ("s", "ms", "us", "ns")  # the finest last
 _WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 _FINER = {None: "us", "s": "us", "ms": "us", "us": "ns", "ns": "ns"}
-_MEND = "write seconds since 1970, or 2024-05-31 or 2024-05-31T13:45:00"
+_FIX = "write seconds since 1970, or 2024-05-31 or 2024-05-31T13:45:00"
 # Least magnitude of a moment in a unit: 1973 in each; in the next coarser one it is after 5000.
 _LEAST = {"s": 1e8, "ms": 1e11, "us": 1e14, "ns": 1e17}
-# Numbers are 0 or less, or between two of these bounds. The second, fourth, ... gap holds the
-# moments from 1990 to 2100 in a unit, the others hold no such moment in any unit.
+# Gaps between these bounds: even ones (the second, fourth, ...) hold the moments from 1990 to 2100
+# in one unit, the others hold none in any unit.
 _BOUNDS = np.array([1, *(y * 1000**n for n in range(4) for y in (631_152_000, 4_102_444_800))])
-_STRAY = 0.01  # share of other numbers up to which a column with two units is a mixture
+_STRAY = 0.01  # a column with two units is a mixture up to this share of other numbers
 
 
 class UnitCheck:
-    """Refuses a column of seconds and milliseconds, which would be sorted as they stand. Numbers
-    that count something else may fall into the range of several units, but most of them fall
-    between. Sees a column block by block."""
+    """Rejects a column that mixes units, such as seconds and milliseconds, block by block. Other
+    counts may fall into several units' ranges, but mostly fall between."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(len(_BOUNDS) + 1, np.int64)
         self._first: tuple[int, float] | None = None  # gap and value
 
     def check(self, numbers: pa.Array) -> None:
-        """BadValue for the first moment in another unit than the first one of the column."""
+        """Raises BadValue for the first moment in a unit other than the column's first."""
         if not len(numbers):
             return
         values = numbers.to_numpy(zero_copy_only=False)
@@ -75,21 +75,21 @@ class FinerTimes(Exception):
 
 @dataclass(frozen=True)
 class TimestampFormat:
-    """What is known about a file's timestamps."""
+    """The timestamp format of a file."""
 
-    path: object  # the file, as text what the user calls it
+    path: object  # the file, named as by the user
     column: str
-    unit: str | None  # None: integers, counting whatever they count
-    # whether a time zone is given, so that the values count from 1970 in UTC; None: not said
+    unit: str | None  # None: integers of unknown meaning
+    # whether a time zone is given, so that the values count from 1970 in UTC; None: unknown
     zoned: bool | None = None
     shown: str = "int64"
-    guessed: bool = False  # the unit, from the magnitude of the values
-    kind: str = "integers"  # or fractions, or dates
-    source: str | None = None  # of fractions: the unit in the file
+    guessed: bool = False  # the unit is guessed from magnitudes
+    kind: str = "integers"  # integers, fractions or dates
+    source: str | None = None  # unit of fractions in the file
 
     @property
     def meaning(self) -> str:
-        """For people: what the values are taken for."""
+        """Description of the values for the user."""
         unit = _WORDS[self.unit] if self.unit else "of no known unit"
         if self.kind == "dates":
             zone = "with a time zone" if self.zoned else "without a time zone"
@@ -99,7 +99,7 @@ class TimestampFormat:
         return f"integers, {unit}{' since 1970' if self.unit else ''}"
 
     def refine(self) -> TimestampFormat:
-        """The format where values have a part below the unit."""
+        """The format of values with a finer part."""
         if self.kind == "dates":
             return replace(self, unit="us" if self.unit == "s" else "ns")
         unit = _FINER[self.unit]
@@ -108,9 +108,8 @@ class TimestampFormat:
     def parse(self, values: pa.Array, units: UnitCheck) -> pa.Array:
         """Values of any type as int64 in the file's unit.
 
-        Raises:
-            BadValue: a value is no time, or in another unit than those before.
-            FinerTimes: a value has a part below the unit.
+        Raises BadValue for a value that is no time or in another unit than earlier ones, FinerTimes
+        for a part below the unit.
         """
         values = decode_text(values)
         refuse_nulls(values)
@@ -132,13 +131,11 @@ class TimestampFormat:
 
     def _parse_fractions(self, values: pa.Array, units: UnitCheck) -> pa.Array:
         numbers = (
-            parse_text(values, pa.float64(), "a time", _MEND)
+            parse_text(values, pa.float64(), "a time", _FIX)
             if is_text(values.type)
             else _cast_time(values, pa.float64())
         )
-        bad = pc.index(pc.is_finite(numbers), pa.scalar(False)).as_py()
-        if bad >= 0:
-            raise BadValue(bad, f"holds {values[bad].as_py()!r}, not a time", _MEND)
+        refuse_any(pc.invert(pc.is_finite(numbers)), values, "holds {!r}, not a time", _FIX)
         units.check(numbers)
         if self.kind == "integers":
             if not pc.all(pc.equal(numbers, pc.floor(numbers))).as_py():
@@ -153,11 +150,10 @@ class TimestampFormat:
         try:
             return values.cast(pa.timestamp(self.unit, zone)).cast(pa.int64())
         except pa.ArrowInvalid:
+            finest = values.cast(pa.string())
+            parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _FIX)
             if self.unit != "ns":
-                finest = values.cast(pa.string())
-                _ = parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
                 raise FinerTimes from None
-            parse_text(values, pa.timestamp("ns", zone), _describe_dates(zone), _MEND)
             raise
 
     def convert(self, values: pa.Array, unit: str | None) -> pa.Array:
@@ -176,13 +172,9 @@ class TimestampFormat:
 def detect_timestamps(
     path: object, column: str, values: pa.Array, unit: str | None
 ) -> TimestampFormat:
-    """Tells what a file's timestamps are by its first ones.
+    """Detects the format of a file's timestamps by its first values, of any type.
 
-    Args:
-        path: The file.
-        column: Its time column.
-        values: The first values, of any type; missing ones do not count.
-        unit: What the release says.
+    Missing values are ignored. `unit` is the one that the release documents.
     """
     values = decode_text(values).drop_null()
     kind = values.type
@@ -205,7 +197,7 @@ def detect_timestamps(
 
 
 def guess_unit(value: float) -> str | None:
-    """The unit in which a number is a moment after 1973, by its magnitude; None for small ones."""
+    """The unit in which a number is a moment after 1973; None for small ones."""
     fitting = [unit for unit in _UNITS if abs(value) >= _LEAST[unit]]
     return fitting[-1] if fitting else None
 
@@ -213,13 +205,8 @@ def guess_unit(value: float) -> str | None:
 def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
     """Chooses the finest unit of the files, to which coarser ones are converted without loss.
 
-    Returns:
-        The unit; None if values are taken as they are, since all files count the same or none says
-        what it counts.
-
-    Raises:
-        ValueError: Integers of no known unit beside timestamps, or times with a zone beside times
-            without one.
+    None keeps values as they are: all files count alike, or in an unknown unit. Raises ValueError
+    for integers of unknown unit mixed with timestamps, and for times with and without a zone.
     """
     known = [times for times in files if times.unit is not None]
     if len({times.unit for times in known}) <= 1 and all(times.guessed for times in known):
@@ -235,7 +222,7 @@ def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
 
 
 def _guess_units(values: pa.Array) -> str | None:
-    """By the median, so that a zero in between does not count."""
+    """The unit of the median, so that a stray zero does not matter."""
     if not len(values):
         return None
     try:
@@ -264,14 +251,13 @@ def _cast_time(values: pa.Array, kind: pa.DataType) -> pa.Array:
     except pa.ArrowException as error:
         if (row := find_first_failing(values, kind)) is not None:
             value = values[row].as_py()
-            raise BadValue(row, f"holds {value!r}, beyond times of 64 bits", _MEND) from error
+            raise BadValue(row, f"holds {value!r}, beyond times of 64 bits", _FIX) from error
         reason = str(error).splitlines()[0][:120]
-        raise BadValue(None, f"holds {values.type}, not times ({reason})", _MEND) from error
+        raise BadValue(None, f"holds {values.type}, not times ({reason})", _FIX) from error
 
 
 def _make_error(times: TimestampFormat, what: str, other: TimestampFormat) -> ValueError:
     return ValueError(
-        f"{times.path}: column {times.column!r} holds {times.shown}, {what}, beside {other.shown} "
-        f"of {other.path}; "
-        "cast both to timestamps of one kind"
+        f"{times.path}: column {times.column!r} holds {times.shown}, {what}, next to {other.shown} "
+        f"of {other.path}; cast both to timestamps of one kind"
     )

@@ -11,24 +11,21 @@ from numpy.typing import NDArray
 
 from freescale.data.synthetic.draws import DrawnBatch, SyntheticSource
 
-_SAMPLE_EVENTS = 2_000_000  # on which the collision rate is calibrated first
-_CLOSE = 0.002  # to the target: good enough to stop looking
+_SAMPLE_EVENTS = 2_000_000  # calibrates on this many events first
+_CLOSE = 0.002  # distance to the target at which the search stops
 
 
 class CollisionCounter:
-    """Counts the requests of each batch that the batch before also made."""
+    """Counts requests of each batch that the previous batch also made."""
 
     def __init__(self, items: int):
         self._seen = np.zeros(items, bool)
         self._last = np.zeros(0, np.int64)
         self.hits = self.total = 0
 
-    def count(self, requests: NDArray[Any]) -> int:
-        return int(self._seen[requests].sum())
-
     def add(self, requests: NDArray[Any], first: bool) -> None:
         if not first:
-            self.hits += self.count(requests)
+            self.hits += int(self._seen[requests].sum())
             self.total += len(requests)
         self._seen[self._last] = False
         self._seen[requests] = True
@@ -50,8 +47,8 @@ def _measure_rate(source: SyntheticSource, batches: Iterable[DrawnBatch], mixing
 
 
 def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, float]:
-    """Finds the point of [0, 2] where an increasing function comes closest to the target. Returns
-    the point and the value there."""
+    """Finds where in [0, 2] an increasing function is closest to the target. Returns point and
+    value."""
     low, high = 0.0, 2.0
     best = (0.0, measure(0.0))
     for _ in range(26):
@@ -65,7 +62,7 @@ def _bisect(measure: Callable[[float], float], target: float) -> tuple[float, fl
 
 
 def calibrate_mixing(source: SyntheticSource, target: float) -> float:
-    """Finds the mixing that meets the target, on the first batches, or on all where that misses.
+    """Finds the mixing that meets the target, on the first batches, or on all if that misses.
 
     Only the first few batches are kept; the others are drawn again for each try, so that memory
     does not grow with the file.
@@ -87,7 +84,7 @@ def calibrate_mixing(source: SyntheticSource, target: float) -> float:
     if abs(rate - target) > 0.01:
         raise ValueError(
             f"collision {target} is out of reach: with {source.items} items and global batches of "
-            f"{source.global_batch} users the nearest is {rate:.4f}; ask for that, or change "
+            f"{source.global_batch} users the nearest is {rate:.4f}; use that, or change "
             "those two"
         )
     return mixing

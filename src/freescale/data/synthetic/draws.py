@@ -27,7 +27,7 @@ RUN_ENDS = 0.2  # probability that an event starts a new run
 
 @dataclass
 class DrawnBatch:
-    """One global batch with everything that its items depend on, drawn once."""
+    """One global batch with everything that its items depend on."""
 
     users: Tensor  # [users] int64
     lengths: Tensor  # [users] int64
@@ -41,33 +41,27 @@ class DrawnBatch:
     parity: int
 
 
+@dataclass
 class SyntheticSource:
     """Draws batches; each is a pure function of the options and its number."""
 
-    def __init__(
-        self,
-        users: int,
-        items: int,
-        lengths: LengthDistribution,
-        popularity: float,
-        global_batch: int,
-        ranks: int,
-        seed: int,
-    ):
-        self.users = users
-        self.items = items
-        self.global_batch = global_batch
-        self.world = ranks
-        self.seed = seed
-        self.lengths = lengths
-        mass = np.arange(1, items + 1, dtype=np.float64) ** -popularity
+    users: int
+    items: int
+    lengths: LengthDistribution
+    popularity: float
+    global_batch: int
+    ranks: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        mass = np.arange(1, self.items + 1, dtype=np.float64) ** -self.popularity
         self.item_ends = np.cumsum(mass) / mass.sum()  # [items]
-        shuffled = derive(seed, hash_name("item ids"), torch.arange(items))
+        shuffled = derive(self.seed, hash_name("item ids"), torch.arange(self.items))
         # popular items lie anywhere in the table
         self.id_of_rank = torch.argsort(shuffled, stable=True).numpy()
         # each often enough in a batch
-        drawn = lengths.mean * min(global_batch, users)
-        self.hot_items = int(np.clip(drawn / 16, 1, items))
+        drawn = self.lengths.mean * min(self.global_batch, self.users)
+        self.hot_items = int(np.clip(drawn / 16, 1, self.items))
 
     @property
     def batches(self) -> int:
@@ -95,7 +89,7 @@ class SyntheticSource:
             uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * stride
         ) % 1.0
         ranks = np.minimum(np.searchsorted(self.item_ends, point.numpy(), "right"), self.items - 1)
-        edges = torch.arange(self.world + 1) * count // self.world  # users of each rank
+        edges = torch.arange(self.ranks + 1) * count // self.ranks  # users of each rank
         return DrawnBatch(
             users=users,
             lengths=lengths,
@@ -110,11 +104,11 @@ class SyntheticSource:
         )
 
     def choose_items(self, batch: DrawnBatch, mixing: float | None) -> NDArray[Any]:
-        """[events] item ids. mixing: 0 binds every event, 1 none, 2 makes every event hot; None
-        leaves them alone."""
+        """[events] item ids. `mixing`: 0 binds every event, 1 none, 2 makes all hot; None changes
+        none."""
         ranks = batch.ranks
         if mixing is not None:
-            pairs = self.items // 2  # with an odd number, the least popular item is left out
+            pairs = self.items // 2  # an odd number leaves out the least popular item
             binding = np.minimum(ranks // 2, pairs - 1) * 2 + batch.parity if pairs else ranks
             ranks = np.where(batch.bound < mixing, ranks, binding)
             ranks = np.where(batch.hot < mixing - 1, batch.hot_rank, ranks)
@@ -122,5 +116,5 @@ class SyntheticSource:
         return ids
 
     def list_requests(self, batch: DrawnBatch, items: NDArray[Any]) -> NDArray[Any]:
-        """Item ids that the batch asks for, once per rank that asks."""
+        """Item ids that the batch requests, once per requesting rank."""
         return np.unique(batch.consumer * self.items + items) % self.items

@@ -23,19 +23,16 @@ from numpy.typing import NDArray
 
 from freescale.batch import compute_offsets
 from freescale.config import GenerateConfig
+from freescale.data.batches.specs import check_least
 from freescale.data.histories import HistoriesMetadata, make_fingerprint
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.synthetic.collision_rate import CollisionCounter, calibrate_mixing
-from freescale.data.synthetic.draws import (
-    TASTES,
-    DrawnBatch,
-    SyntheticSource,
-)
+from freescale.data.synthetic.draws import TASTES, DrawnBatch, SyntheticSource
 from freescale.data.synthetic.lengths import SHORTEST, LengthDistribution
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.random import derive, hash_name, integers, normal, uniform
 
-_EPOCH = 1_600_000_000  # seconds: last event of the first user
+_EPOCH = 1_600_000_000  # last event of the first user, in seconds
 
 
 @dataclass(frozen=True)
@@ -101,8 +98,14 @@ def generate(
         OSError: The disk is full.
     """
     path = Path(path)
-    _check_options(users, items, cap, sigma, popularity, collision, global_batch, ranks, labels)
-    distribution = LengthDistribution.from_options(lengths, median, sigma, zipf_exponent, cap)
+    check_least(1, users=users, items=items, global_batch=global_batch, ranks=ranks)
+    check_least(SHORTEST, cap=cap)
+    check_least(0, sigma=sigma, popularity=popularity)
+    _check_labels(labels)
+    if collision is not None:
+        _check_collision(collision, users, items, global_batch)
+    shape = (lengths, median, sigma, zipf_exponent, cap)
+    distribution = LengthDistribution.from_options(*shape)
     source = SyntheticSource(users, items, distribution, popularity, global_batch, ranks, seed)
     mixing = None if collision is None else calibrate_mixing(source, collision)
     columns = {"item_id": pa.int64(), "timestamp": pa.int64()} | (
@@ -111,9 +114,8 @@ def generate(
     schema = make_schema(columns | {name: pa.int8() for name in labels})
     collisions, histogram = CollisionCounter(items), np.zeros(cap + 1, np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    full = explain_full_disk(
-        path.parent, f"generating {path.name}", ("make room, or name another folder")
-    )
+    fix = "make room, or name another folder"
+    full = explain_full_disk(path.parent, f"generating {path.name}", fix)
     with full, workspace(path.parent, path.name) as folder:
         made = folder / path.name
         writer, metadata = HistoriesWriter(made, schema), None
@@ -128,17 +130,7 @@ def generate(
                     progress("generate", (number + 1) / source.batches)
             rate, tokens = collisions.rate, int((histogram * np.arange(len(histogram))).sum())
             assert collision is None or (rate is not None and abs(rate - collision) <= 0.01)
-            options = (
-                users,
-                items,
-                lengths,
-                median,
-                sigma,
-                zipf_exponent,
-                cap,
-                popularity,
-                collision,
-            )
+            options = (users, items, *shape, popularity, collision)
             fingerprint = make_fingerprint(
                 "synthetic", options, global_batch, ranks, seed, actions, list(labels)
             )
@@ -154,36 +146,16 @@ def generate(
     return SyntheticReport(path, users, items, tokens, quantiles, source.batches, rate)
 
 
-def _check_options(
-    users: int,
-    items: int,
-    cap: int,
-    sigma: float,
-    popularity: float,
-    collision: float | None,
-    global_batch: int,
-    ranks: int,
-    labels: Sequence[str],
-) -> None:
-    for name, value, least in (
-        ("users", users, 1),
-        ("items", items, 1),
-        ("cap", cap, SHORTEST),
-        ("global_batch", global_batch, 1),
-        ("ranks", ranks, 1),
-        ("sigma", sigma, 0),
-        ("popularity", popularity, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be {least} or more")
+def _check_labels(labels: Sequence[str]) -> None:
     taken = {"user_id", "item_id", "timestamp", "action"} & set(labels)
     if taken or len(set(labels)) < len(labels):
         raise ValueError(
             f"labels {', '.join(labels)}: each needs a name of its own, other than "
             "user_id, item_id, ..."
         )
-    if collision is None:
-        return
+
+
+def _check_collision(collision: float, users: int, items: int, global_batch: int) -> None:
     if not 0 <= collision <= 1:
         raise ValueError(f"collision is {collision}; it is a share, in [0, 1]")
     if users <= global_batch:
@@ -218,15 +190,9 @@ def _make_table(
     taste = integers(derive(source.seed, hash_name("taste"), batch.users), TASTES)[owner]
     action = batch.inside_run.to(torch.int64)
     for number, name in enumerate(labels):
-        appeal = (
-            normal(derive(source.seed, hash_name("appeal"), hash_name(name), columns["item_id"]))
-            * 2
-        )
-        appeal += normal(
-            derive(
-                source.seed, hash_name("taste's appeal"), hash_name(name), taste, columns["item_id"]
-            )
-        )
+        of_item = hash_name("appeal"), hash_name(name), columns["item_id"]
+        of_taste = hash_name("taste's appeal"), hash_name(name), taste, columns["item_id"]
+        appeal = 2 * normal(derive(source.seed, *of_item)) + normal(derive(source.seed, *of_taste))
         flag = uniform(derive(batch.keys, 6 + number)) < torch.sigmoid(appeal.to(torch.float64))
         columns[name] = flag.to(torch.int8)
         action += flag.to(torch.int64) * (2 << number)

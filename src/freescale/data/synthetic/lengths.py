@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from freescale.random import derive, hash_name, uniform
 
-SHORTEST = 2  # events of a history
+SHORTEST = 2  # events of the shortest history
 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """How long histories are. What falls outside of [SHORTEST, cap] counts as the bound."""
+    """Lengths of histories, clipped to [SHORTEST, cap]."""
 
     ends: NDArray[np.float64]  # [cap + 1]: probability of a length of at most l
 
@@ -24,17 +24,10 @@ class LengthDistribution:
     def from_options(
         cls, kind: str, median: float, sigma: float, exponent: float, cap: int
     ) -> LengthDistribution:
-        """Makes the distribution that options describe.
+        """A `lognormal` (median, sigma of the logarithm) or `zipf` (exponent) distribution up to
+        `cap`.
 
-        Args:
-            kind: `lognormal` (median, sigma) or `zipf` (exponent).
-            median: Above 0.
-            sigma: Of the logarithm of the length.
-            exponent: Of the length.
-            cap: The longest history.
-
-        Raises:
-            ValueError: An unknown kind, or a median that is not above 0.
+        Raises ValueError for an unknown kind, or a median that is not above 0.
         """
         length = np.arange(cap + 1, dtype=np.float64)
         if kind == "lognormal":
@@ -55,14 +48,6 @@ class LengthDistribution:
         return float((1 - self.ends).sum())
 
     def draw(self, seed: int, users: torch.Tensor) -> NDArray[Any]:
-        """Draws the length of each user's history, a pure function of the seed and the user.
-
-        Args:
-            seed: Of the data.
-            users: [n] int64.
-
-        Returns:
-            [n] int64.
-        """
+        """Lengths [n] int64 for users [n] int64: a pure function of the seed and the user."""
         drawn = uniform(derive(seed, hash_name("length"), users)).numpy()
         return np.searchsorted(self.ends, drawn, "right").astype(np.int64)

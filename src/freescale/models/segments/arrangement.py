@@ -1,4 +1,4 @@
-"""Where the events and the summaries of a batch stand."""
+"""Positions of the events and the summaries of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from freescale.segments import Segments
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the events (candidates included) and the summaries of a batch stand.
+    """Positions of the events (candidates included) and the summaries of a batch.
 
     All of it lies on the batch's device, except `host` and `plan`.
     """
@@ -32,14 +32,14 @@ class Rows:
     # [events]: events before it in its history; candidates stand right after theirs
     event_positions: Tensor
     summaries: Tensor  # [summaries] int64: row of each
-    summary_positions: Tensor  # [summaries]: a summary stands where the next segment begins
+    summary_positions: Tensor  # [summaries]: the start of the next segment
     last_events: Tensor  # [summaries]: the last event of its segment, which gives it its time
-    longest_history: int  # with what came before
+    longest_history: int  # earlier events included
     plan: SummaryPlan
 
     @property
     def order(self) -> Tensor:
-        """[rows]: where events and then summaries go."""
+        """[rows]: destinations of the events, then of the summaries."""
         return torch.cat([self.events, self.summaries])
 
     @property
@@ -57,15 +57,9 @@ def arrange_rows(
 ) -> Rows:
     """Arranges events and summaries in rows.
 
-    Args:
-        segments: How histories are cut.
-        lengths: [samples] int64, candidates included.
-        candidate_counts: [samples] int64.
-        host: The same sizes on the host; what it does not know is read from the device.
-        known: [samples] segments that come before the first event of each sample.
-
-    Raises:
-        ValueError: If lengths and candidate counts do not fit each other.
+    `lengths` [samples] include `candidate_counts` [samples]. `host` has the same sizes; what it
+    lacks is read from the device. `known` [samples] segments come before the first event. Raises
+    ValueError if lengths and candidate counts do not fit each other.
     """
     sizes = read_sizes(lengths, candidate_counts, host)
     device, length, tokens = lengths.device, segments.length, segments.tokens
@@ -80,7 +74,7 @@ def arrange_rows(
     def repeat_each(of_sample: Tensor, counts: Tensor, total: int) -> Tensor:
         return torch.repeat_interleave(of_sample, counts, output_size=total)
 
-    # as requests with a memory are: small, so that what is found of each row counts
+    # typical of requests with a memory: small, so work per row counts
     if not closed_host.any():
         positions, none = concat_ranges(before, lengths, events), lengths.new_empty(0)
         return Rows(
@@ -109,7 +103,7 @@ def arrange_rows(
     # of the segment that the event is in
     number = torch.minimum(slot // length, repeat_each(closed, lengths, events))
     counts, total = closed * tokens, int(closed_host.sum()) * tokens
-    place = compute_positions(counts, total)  # of a summary among its sample's
+    place = compute_positions(counts, total)  # index of a summary in its sample
     own = place // tokens  # segment
     parts = segments.split_rows(sizes.lengths, sizes.history)
     assert parts.candidate_counts is not None

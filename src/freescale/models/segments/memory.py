@@ -19,15 +19,10 @@ class Memory:
 
 
 def split_history(batch: SequenceBatch, segment: int) -> tuple[SequenceBatch, SequenceBatch]:
-    """Splits histories into old events, whole segments that can be compressed, and recent ones.
+    """Splits "history" into old events, whole segments that can be compressed, and recent ones.
 
-    Args:
-        batch: With the sequence "history".
-        segment: Events of a segment.
-
-    Returns:
-        The batch of old events, and the batch of recent events (at least one wherever there is one)
-        with all other features.
+    Returns the batch of old events, and the batch of recent events (at least one if there is one)
+    with all other features.
     """
     history = batch.sequences["history"]
     old = (history.lengths - 1).clamp(min=0) // segment * segment

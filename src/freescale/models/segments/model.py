@@ -11,20 +11,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from freescale.batch import HostSizes
 from freescale.config import ModelConfig
+from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.dispatch.attention import attend_to_summaries
 from freescale.kernels.positions.reference import (
     compute_positions,
     derive_token_keys,
     drop_inputs,
 )
+from freescale.kernels.upload import upload
 from freescale.models.encoder import TOO_LONG
 from freescale.models.hstu import HSTU
+from freescale.models.hstu_layer import HSTULayer
 from freescale.models.segments.arrangement import Rows, arrange_rows
-from freescale.models.segments.earlier import EarlierSegments
 from freescale.models.segments.memory import Memory
 from freescale.segments import Segments
 
@@ -82,7 +87,7 @@ class SegmentedHSTU(HSTU):
         timestamps: Tensor | None = None,
         candidate_counts: Tensor | None = None,
         host: HostSizes | None = None,
-        memory: Memory | None = None,  # of what came before the first of these events
+        memory: Memory | None = None,  # of earlier events
     ) -> Tensor:  # [tokens, width]
         rows = self._arrange(x, lengths, candidate_counts, host, memory)
         outputs = self._run(
@@ -111,8 +116,7 @@ class SegmentedHSTU(HSTU):
             sample = int(rest.argmax())
             raise ValueError(
                 f"sample {sample} has {rest[sample]} events after its last full segment of "
-                f"{self.segments.length}: "
-                "compress whole segments and score with the rest"
+                f"{self.segments.length}: compress whole segments and score with the rest"
             )
         earlier = EarlierSegments(rows, memory, self.segment_weight, keep=True)
         self._run(x, rows, earlier, None, timestamps)
@@ -192,3 +196,57 @@ class SegmentedHSTU(HSTU):
             timestamps = torch.cat([timestamps, timestamps.index_select(0, rows.last_events)])
             timestamps = torch.empty_like(timestamps).index_copy(0, order, timestamps)
         return x, timestamps
+
+
+class EarlierSegments:
+    """Attends from a layer's rows to the summaries of earlier segments.
+
+    Args:
+        rows: Where events and summaries stand.
+        memory: Summaries of segments before the first row.
+        weight: How many events a summary counts for.
+        keep: Whether to keep the keys and values of all summaries, layer by layer, in `kept`.
+    """
+
+    def __init__(
+        self, rows: Rows, memory: Memory | None, weight: float, keep: bool = False
+    ) -> None:
+        self.rows, self.memory, self.weight = rows, memory, weight
+        self.kept: list[tuple[Tensor, Tensor]] | None = [] if keep else None
+        self._order: Tensor | None = None
+        if memory is not None and not rows.open:  # remembered ones first, sample by sample
+            plan, tokens = rows.plan, rows.plan.segments.tokens
+            owners = [
+                np.repeat(np.arange(len(count)), count * tokens)
+                for count in (plan.known, plan.closed)
+            ]
+            self._order = upload(
+                np.argsort(np.concatenate(owners), kind="stable"), rows.lengths.device
+            )
+
+    def attend(
+        self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor | None:
+        """q [rows, heads, d_qk], k, v -> [rows, heads, d_v]; None without summaries."""
+        k, v = self._collect_summaries(layer, k, v)
+        if self.kept is not None:
+            self.kept.append((k, v))
+        if not k.shape[0]:
+            return None
+        scale_length = layer.max_length / self.weight
+        return attend_to_summaries(
+            plan, q, k, v, self.rows.plan, scale_length=scale_length, alpha=layer.d_qk**-0.5
+        )
+
+    def _collect_summaries(self, layer: HSTULayer, *of_rows: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [summaries, heads, d]: those of the rows and the remembered ones."""
+        if self.memory is None:
+            return tuple(part.index_select(0, self.rows.summaries) for part in of_rows)
+        remembered = self.memory.keys[layer.number], self.memory.values[layer.number]
+        if self._order is None:
+            return remembered
+        found = [part.index_select(0, self.rows.summaries) for part in of_rows]
+        return tuple(
+            torch.cat(pair).index_select(0, self._order)
+            for pair in zip(remembered, found, strict=True)
+        )

@@ -1,0 +1,144 @@
+"""What `Histories` reads: its options, grouped and checked.
+
+Defaults are those of `freescale train`, except for `ReadSpec.epochs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from freescale.config import DataConfig, ModelConfig, TrainConfig
+
+TASKS = ("retrieval", "ranking")
+PARTS = ("train", "validation", "test")
+SPLITS = ("leave-one-out", "time", "none")
+NEGATIVES_FROM = ("auto", "uniform", "popularity", "all")
+NEGATIVES_PER = ("auto", "sample", "position", "batch")
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """What a sample holds.
+
+    Args:
+        task: `retrieval` or `ranking`.
+        tasks: Label columns, for ranking.
+        max_length: Longest history; longer ones keep their last events.
+        candidates: Candidates per sample, at most, for ranking.
+    """
+
+    task: str = ModelConfig.task
+    tasks: Sequence[str] = ()
+    max_length: int = DataConfig.max_length
+    candidates: int = DataConfig.candidates
+
+    def __post_init__(self) -> None:
+        _check_choice("task", self.task, TASKS)
+        check_least(1, max_length=self.max_length, candidates=self.candidates)
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+
+
+@dataclass(frozen=True)
+class SplitSpec:
+    """How histories are split, and which part is read.
+
+    Args:
+        kind: `leave-one-out`, `time` or `none`.
+        time: With kind `time`: events at or after it, in the file's unit, are held out.
+        part: `train`, `validation` or `test`.
+    """
+
+    kind: str = DataConfig.split
+    time: int | None = DataConfig.split_time
+    part: str = "train"
+
+    def __post_init__(self) -> None:
+        _check_choice("part", self.part, PARTS)
+        _check_choice("split", self.kind, SPLITS)
+        if self.kind == "none" and self.part != "train":
+            raise ValueError(
+                f"part {self.part!r} with split 'none': nothing is held out; choose "
+                "leave-one-out or time"
+            )
+        if (self.kind == "time") != (self.time is not None):
+            raise ValueError(
+                f"split {self.kind!r} with time {self.time}; give it with split 'time', and only "
+                "then"
+            )
+
+
+@dataclass(frozen=True)
+class NegativeSpec:
+    """Which items targets compete with, for retrieval.
+
+    Args:
+        count: Negatives of each sample, position or batch. None: 1,024 of a batch, else 256.
+        per: `sample`, `position` or `batch`. `auto`: `batch` if histories are short on average and
+            `count` is None, else `sample`.
+        source: `uniform` over the catalogue, by `popularity`, or `all`: the whole catalogue,
+            without draws. `auto`: by popularity for those of a batch, else uniform.
+        popularity_power: Items are drawn by their counts in the train part to this power.
+        in_batch_share: Share of the negatives that are targets of other samples of the batch.
+        log_q: Include log-q in batches. None: yes, if items are not drawn uniformly. Popularity
+            and log-q need counts: the whole file is read before the first batch.
+        halo: In-batch negatives come from this many following samples; those of a batch from all.
+    """
+
+    count: int | None = DataConfig.negatives
+    per: str = DataConfig.negatives_per
+    source: str = DataConfig.negatives_from
+    popularity_power: float = DataConfig.popularity_power
+    in_batch_share: float = DataConfig.in_batch_share
+    log_q: bool | None = DataConfig.log_q
+    halo: int = 16
+
+    def __post_init__(self) -> None:
+        _check_choice("negatives_per", self.per, NEGATIVES_PER)
+        _check_choice("negatives_from", self.source, NEGATIVES_FROM)
+        check_least(0, negatives=self.count or 0, halo=self.halo)
+        if not 0 <= self.in_batch_share <= 1:
+            raise ValueError(f"in_batch_share is {self.in_batch_share}; it must be in [0, 1]")
+
+
+@dataclass(frozen=True)
+class ReadSpec:
+    """How a histories file is read.
+
+    Args:
+        seed: Of the order and the negatives.
+        shuffle: Whether each epoch has its own order.
+        shuffle_groups: Row groups that are shuffled together.
+        kept_bytes: Decoded row groups that stay in memory, in addition to those that are shuffled
+            together. A file that fits is read once.
+        epochs: Epochs of the run.
+        start: First batch to yield, counted over the run.
+        num_items: Rows of the item table; by default the largest id plus 1.
+        any_ids: Items are arbitrary 64-bit ids of a dynamic table. All negatives come from the
+            batch, and the table itself counts what log-q needs.
+    """
+
+    seed: int = TrainConfig.seed
+    shuffle: bool = DataConfig.shuffle
+    shuffle_groups: int = 8
+    kept_bytes: int = 128 << 20
+    epochs: int = 1
+    start: int = 0
+    num_items: int | None = DataConfig.num_items
+    any_ids: bool = False
+
+    def __post_init__(self) -> None:
+        check_least(1, shuffle_groups=self.shuffle_groups, epochs=self.epochs)
+        check_least(0, kept_bytes=self.kept_bytes)
+
+
+def check_least(least: int, **options: float) -> None:
+    """Raises ValueError for an option below `least`."""
+    for name, value in options.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be {least} or more")
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
