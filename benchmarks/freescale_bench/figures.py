@@ -26,25 +26,21 @@ from freescale_bench.common.markdown import Results, Table, format_claims, forma
 from freescale_bench.common.options import make_parser
 from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import read_result
-from freescale_bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale_bench.faults import figure as faults_figure
 from freescale_bench.faults.table import format_faults, format_restarts
 from freescale_bench.host_tables.table import format_cgroup, format_peer
-from freescale_bench.hostwire.table import format_hostwire
 from freescale_bench.kernels import figure as kernels_figure
 from freescale_bench.kernels.table import format_kernels
 from freescale_bench.ladder import figure as ladder_figure
 from freescale_bench.ladder.table import format_ladder
 from freescale_bench.overlap import figure as overlap_figure
 from freescale_bench.quality.table import format_quality, format_recbole, format_recipes
-from freescale_bench.segments.table import format_segments
 from freescale_bench.simulate import figure as simulate_figure
 from freescale_bench.simulate import table as simulate_table
 from freescale_bench.staged import figure as staged_figure
 from freescale_bench.staged.table import format_staged, format_staged_gpu
 from freescale_bench.torchrec.table import format_torchrec
 from freescale_bench.train.table import format_train
-from freescale_bench.workload import figure as workload_figure
 
 Part = Callable[[str], str]  # of a document, made for the way from it to the root
 
@@ -69,18 +65,6 @@ class Figure:
 
 
 PICTURES = (
-    Figure(
-        "workload",
-        "Sparsity and straggler % over history cap, batch and ranks",
-        ("workload-cpu",),
-        workload_figure.draw_shape,
-    ),
-    Figure(
-        "collisions",
-        "Collision % over ranks, catalogue and lengths",
-        ("workload-cpu",),
-        workload_figure.draw_collisions,
-    ),
     Figure(
         "kernel-ranks",
         "Time of dispatch and combine over ranks",
@@ -170,11 +154,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "host-tables-4": (("host_tables-4ranks-h200",), format_claims),
     "host-tables-torchrec": (("host_tables-torchrec-h200",), format_peer),
     "host-tables-cgroup": (("host_tables-cgroup-cpu",), format_cgroup),
-    "hostwire": (("hostwire-hosts",), format_hostwire),
     "kernels": (("kernels-h200",), format_kernels),
-    "compress": (("compress-hosts",), format_compress_hosts),
-    "compress-quality": (("compress-quality-cpu",), format_compress_quality),
-    "segments": (("segments-cpu",), format_segments),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "torchrec-parity": (("torchrec-parity-cpu",), format_claims),
