@@ -28,7 +28,7 @@ from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import read_result
 from freescale_bench.faults import figure as faults_figure
 from freescale_bench.faults.table import format_faults, format_restarts
-from freescale_bench.host_tables.table import format_cgroup, format_peer
+from freescale_bench.host_tables.table import format_peer
 from freescale_bench.kernels import figure as kernels_figure
 from freescale_bench.kernels.table import format_kernels
 from freescale_bench.ladder import figure as ladder_figure
@@ -146,14 +146,12 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),
-    "dynamic": (("dynamic-cpu",), format_claims),
     "dynamic-batch": (("dynamic-h200",), format_claims),
     "dynamic-step": (("dynamic-4ranks-h200",), format_claims),
     "simulate-recovery": (("simulate-recovery-*",), format_claims),
     "host-tables": (("host_tables-h200",), format_claims),
     "host-tables-4": (("host_tables-4ranks-h200",), format_claims),
     "host-tables-torchrec": (("host_tables-torchrec-h200",), format_peer),
-    "host-tables-cgroup": (("host_tables-cgroup-cpu",), format_cgroup),
     "kernels": (("kernels-h200",), format_kernels),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),

@@ -10,14 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from freescale.embedding.dynamic.layout import compute_keys
-from freescale.embedding.dynamic.storage import DynamicStorage
-from freescale.embedding.dynamic_rules import MAPS
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
+from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
+from freescale.embedding.dynamic_rules import MAPS, Dynamic
+from freescale.embedding.layout import TableSpec
+from freescale.embedding.optimizers import RowWiseAdagrad
+from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.results import Destination, Row, claim, show_claims, write
-from freescale_bench.dynamic.bench import WIDTH, make_storage
 
+WIDTH = {"cpu": 16, "cuda": 128}
 REPEATS = 20
 WARMUP = 3  # of them
 NEW_SHARE = 0.1
@@ -80,6 +85,22 @@ def measure_map(where: str, count: int, room: int, evict: str, device: torch.dev
         "evicted_of_a_batch": evicted / REPEATS,
         "bytes_beside_a_row": storage.directory.nbytes / storage.spec.rows,
     }
+
+
+def make_storage(rows: int, evict: str, device: torch.device, where: str) -> DynamicStorage:
+    """`where`: the map of its ids."""
+    rules = Dynamic(rows, evict=evict, map=where)
+    spec = TableSpec("item", rules.rows, WIDTH[device.type], torch.float32, ("ids",), None, rules)
+    layout = DynamicLayout((spec,), 1)
+    ranges = [TableRange(spec, 0, *layout.get_owned_range(0, 0))]
+    inner = DeviceStorage(ranges, layout.size + EXTRA_ROWS, RowWiseAdagrad(), device)
+    shards = layout.get_owned_shards(0)
+    directory: Directory | DeviceDirectory = Directory(rules, *shards)
+    if where == "device":
+        directory = DeviceDirectory(rules, *shards, device)
+    storage = DynamicStorage(inner, directory)
+    storage.initialise("item", seed=0, std=0.02)
+    return storage
 
 
 def fill(storage: DynamicStorage, count: int, ledger: Ledger) -> int:

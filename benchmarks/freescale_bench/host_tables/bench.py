@@ -41,12 +41,11 @@ from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
 from freescale_bench.common.turns import read_peak_memory, read_resident_memory
-from freescale_bench.host_tables.setting import WARMUP, WINDOW, Setting
+from freescale_bench.host_tables.setting import COUNTERS, WARMUP, WINDOW, Setting
 from freescale_bench.train.files import write_interactions
 from freescale_bench.train.measure import build_config
 
 POPULARITIES = {"zipf": 1.0, "uniform": None}
-COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
 SPANS = ("arrive", "make resident", "ahead/make resident", "compute", "await batch")
 MAIN_THREAD = "steps_that_miss_on_the_main_thread"
 TABLE_SECONDS = 120.0

@@ -11,6 +11,7 @@ from freescale_bench.train.shapes import SHAPES, Shape
 
 WARMUP = 20  # steps, once the cache is full
 WINDOW = 10  # steps that are timed together
+COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
 ROW_NUMBERS = 3  # of each column of a row: its value and both of Adam's moments
 _TRIAL = Shape("trial", 8, 32, 1, 2, cap=60, median=40, negatives=2)
 

@@ -21,11 +21,8 @@ from freescale_bench.common.torchrec import continue_in_peer
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    workloads = ("paper", "short", "retail", "own", "train")
+    workloads = ("paper", "short", "train")
     parser.add_argument("--workload", choices=workloads, default="paper")
-    parser.add_argument(
-        "--file", help="Parquet with user_id, item_id, timestamp; of the workloads retail and own"
-    )
     parser.add_argument("--repetitions", type=int, default=20, help="cpu: turns of every arm")
     parser.add_argument(
         "--short",
@@ -44,11 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     to = read_destination(options)
-    if (options.workload in ("retail", "own")) != bool(options.file):
-        parser.error("--file belongs to the workloads retail and own")
     product = options.workload in ("train", "short")
     if options.short and product:
-        parser.error("--short has the workloads paper, retail and own")
+        parser.error("--short has the workload paper")
     if options.device == "cuda":
         if options.short or options.workload not in ("paper", "train"):
             parser.error("on a GPU the ladder has the workloads paper and train, and no --short")
@@ -72,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from freescale_bench.ladder.bench import bench_ladder, compare_short
 
     if options.short:
-        compare_short(options.file)
+        compare_short()
     else:
-        bench_ladder(options.workload, options.file, options.repetitions, to)
+        bench_ladder(options.repetitions, to)
     return 0
 
 

@@ -50,15 +50,12 @@ def describe_conditions(result: Mapping[str, Any]) -> str:
     )
     where = hosts if rate.endswith("mbit") else rate
     where = "sharing one GPU, NCCL over loopback sockets" if result["machine"]["gpu"] else where
-    if workload.get("file"):
-        data = workload["file"]["name"]
-    else:
-        share = workload.get("collisions")
-        data = (
-            f"log-normal histories of median {workload['median_length']:g}, at most "
-            f"{workload['maximum_length']}"
-        )
-        data += f", {100 * share:.0f} % collisions" if share is not None else ""
+    share = workload.get("collisions")
+    data = (
+        f"log-normal histories of median {workload['median_length']:g}, at most "
+        f"{workload['maximum_length']}"
+    )
+    data += f", {100 * share:.0f} % collisions" if share is not None else ""
     parts = (
         f"{ranks} ranks",
         where,

@@ -28,7 +28,7 @@ from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.common.spread import spread
 from freescale_bench.common.torchrec import has_torchrec
 from freescale_bench.common.workload import Workload
@@ -216,42 +216,22 @@ def make_claims(rows: list[Row]) -> list[Claim]:
     }
     text = "full system: exposed communication below serial's over NCCL"
     found = [
-        claim(
-            f"{text}, ids, rows and gradients",
-            90.0,
-            below["exposed_embedding_ms"],
-            "%",
-            at_least=True,
-        ),
-        claim(f"{text}, all kinds", 90.0, below["exposed_all_ms"], "%", at_least=True),
-        claim(
-            "full system: samples/s over serial's",
-            1.4,
-            rate[PARTITIONED] / rate[SERIAL],
-            "times",
-            at_least=True,
+        at_least(f"{text}, ids, rows and gradients", 90.0, below["exposed_embedding_ms"], "%"),
+        at_least(f"{text}, all kinds", 90.0, below["exposed_all_ms"], "%"),
+        at_least(
+            "full system: samples/s over serial's", 1.4, rate[PARTITIONED] / rate[SERIAL], "times"
         ),
     ]
     if SPARSE_DIST in rate:
         value = rate[PARTITIONED] / rate[SPARSE_DIST]
         found.append(
-            claim(
-                "full system: samples/s over TorchRec SparseDist's",
-                1.3,
-                value,
-                "times",
-                at_least=True,
-            )
+            at_least("full system: samples/s over TorchRec SparseDist's", 1.3, value, "times")
         )
     if SEMI_SYNC in rate:
         value = rate[PARTITIONED] / rate[SEMI_SYNC]
         found.append(
-            claim(
-                "full system: samples/s over TorchRec SemiSync's (stale rows)",
-                1.0,
-                value,
-                "times",
-                at_least=True,
+            at_least(
+                "full system: samples/s over TorchRec SemiSync's (stale rows)", 1.0, value, "times"
             )
         )
     return found

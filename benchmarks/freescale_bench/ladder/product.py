@@ -30,7 +30,7 @@ from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.train.trainer import Trainer
 from freescale_bench.common.arm import open_transport, wait_for_lanes
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import build_torchrec_retrieval, has_torchrec
 from freescale_bench.ladder.arms import BASE, PIPELINES, SEMI_SYNC
 from freescale_bench.ladder.gpu import LIMIT, make_rows, measure, wait_idle
@@ -141,18 +141,17 @@ def make_claims(
     base = first[SERIAL][0]
     apart = max(abs(losses[0] - base) / abs(base) for losses in first.values())
     found = [
-        claim(
+        at_most(
             "largest relative difference of the first step's loss to serial's",
             apart_at_most,
             apart,
             "",
-            at_least=False,
         )
     ]
     if SPARSE_DIST in rate and asked is not None:
         text = "freescale train, defaults: samples/s over TorchRec SparseDist's"
         value = rate[PRODUCT] / rate[SPARSE_DIST]
-        found.append(claim(text, asked, value, "times", at_least=True))
+        found.append(at_least(text, asked, value, "times"))
     return found
 
 

@@ -55,13 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "whose row of RecBole's SASRec is taken instead of training it again",
     )
     parser.add_argument(
-        "--epochs-alone",
-        type=int,
-        metavar="N",
-        help="time N epochs of the recipe and of the peer as published instead, one after the "
-        "other",
-    )
-    parser.add_argument(
         "--recbole",
         nargs="?",
         const="",
@@ -85,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.data is None:
         parser.error("the following arguments are required: --data")
     from freescale_bench.quality.bench import Plan, bench_quality
-    from freescale_bench.quality.epochs import bench_epochs
 
     plan = Plan(
         data=options.data,
@@ -105,8 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from freescale_bench.quality.recbole import bench_recbole
 
         bench_recbole(replace(plan, device="cpu"), options.recbole, read_destination(options))
-    elif options.epochs_alone is not None:
-        bench_epochs(plan, options.epochs_alone, read_destination(options))
     else:
         bench_quality(plan, read_destination(options))
     return 0

@@ -35,7 +35,7 @@ from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
 from freescale_bench.common.arm import Model, feed
 from freescale_bench.common.ranks import join
-from freescale_bench.common.results import Destination, Row, claim, write
+from freescale_bench.common.results import Destination, Row, at_least, at_most, write
 from freescale_bench.common.workload import Workload
 
 if TYPE_CHECKING:
@@ -359,28 +359,25 @@ def _write(plan: Plan, transport: Transport, rows: list[Row], to: Destination) -
     if "more_percent" in rows[0]:
         name, slowest = "snapshot", ""
         claims.append(
-            claim(
+            at_most(
                 f"step with snapshots (auto), beside without: {share}",
                 100 * BUDGET,
                 rows[0]["more_percent"],
                 "% longer",
-                at_least=False,
             )
         )
     claims += [
-        claim(
+        at_most(
             f"restore from memory{slowest}, verification included: {share}",
             1.0,
             max(row["memory_seconds"] for row in rows if "memory_seconds" in row),
             "s",
-            at_least=False,
         ),
-        claim(
+        at_least(
             "both restores have the bits of the trained table and its row state (1: all)",
             1.0,
             float(all(row.get("restored_exactly", True) for row in rows)),
             "",
-            at_least=True,
         ),
     ]
     about: dict[str, Any] = asdict(plan) | {"ranks": transport.world}
