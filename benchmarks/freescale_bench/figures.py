@@ -20,7 +20,6 @@ from freescale_bench import headline
 from freescale_bench.architecture import draw_architecture, read_layers
 from freescale_bench.balance import figure as balance_figure
 from freescale_bench.balance import table as balance_table
-from freescale_bench.checkpoint.table import format_checkpoint
 from freescale_bench.common.drawing import describe_origin
 from freescale_bench.common.markdown import Results, Table, format_claims, format_missed
 from freescale_bench.common.options import make_parser
@@ -138,7 +137,6 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "quality": (("quality-cpu",), format_quality),
     "recipes": (("quality-*-*",), format_recipes),
     "recbole": (("quality-*-recbole-cpu",), format_recbole),
-    "checkpoint": (("checkpoint-cpu",), format_checkpoint),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),
     "snapshot": (("snapshot-*",), format_claims),
     "faults": (("faults-*",), format_faults),
@@ -270,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pictures, parts, left_out = make_everything(root / "benchmarks" / "results")
     figures = root / "docs" / "figures"
     wanted = {figures / name: picture for name, picture in pictures.items()}
-    lengths = balance_figure.read_lengths(None, 128)
+    lengths = balance_figure.draw_lengths(128)
     wanted[figures / "balance.svg"] = balance_figure.draw_balance(lengths, 8)
     wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
     for path, depth in find_documents(root):

@@ -215,7 +215,7 @@ def test_results_go_where_they_are_told(tmp_path, capsys):
         "cpu",
         "a command",
         [{"arm": "x"}],
-        [results.claim("fast", 1, 2, "s", at_least=False)],
+        [results.at_most("fast", 1, 2, "s")],
         to=results.Destination(tmp_path / "new"),
     )
     assert path == tmp_path / "new" / "tiny-cpu.json" and str(path) in capsys.readouterr().out
@@ -247,10 +247,12 @@ def test_without_a_repository_torchrec_is_left_out_in_one_line(monkeypatch, caps
 @pytest.mark.parametrize(
     ("old", "new"),
     {
-        ".venv/bin/python benchmarks/bench_workload.py": "freescale bench workload",
-        "bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_priority.py --x": (
-            "freescale bench staged --x"
+        ".venv/bin/python benchmarks/bench_balance.py --x": "freescale bench balance --x",
+        "torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py --turns 8": (
+            "freescale bench staged --device cuda --nproc 4 --turns 8"
         ),
+        "freescale bench snapshot --nproc 4": "freescale bench checkpoint snapshots --nproc 4",
+        "freescale bench snapshot restore": "freescale bench checkpoint restore",
         "torchrun --nproc-per-node 4 benchmarks/bench_balance_measured.py --device cuda": (
             "freescale bench balance measured --nproc 4 --device cuda"
         ),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from freescale_bench.common.trained import WARMUP
 from freescale_bench.common.workload import Workload, make_batches
 from freescale_bench.host_tables.bench import collect_figures
-from freescale_bench.host_tables.setting import WARMUP, choose_setting
+from freescale_bench.host_tables.setting import choose_setting
 from freescale_bench.train.files import write_interactions
 
 

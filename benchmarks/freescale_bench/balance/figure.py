@@ -1,17 +1,12 @@
 """Balancing: the predicted cost of each rank before and after it, and straggler % with and without
 it.
 
-    python -m freescale_bench.balance.figure OUT.svg --data histories.parquet --ranks 8
-
-draws the first for histories of your own. Without --data: log-normal lengths (median 3,000, sigma
-1, cap 21,000).
+The first is of log-normal lengths: median 3,000, sigma 1, cap 21,000.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +31,6 @@ from freescale_bench.common.drawing import (
     draw_legend,
     draw_text,
     open_svg,
-    save,
 )
 from freescale_bench.simulate.figure import make_axes_over_lengths
 
@@ -44,18 +38,9 @@ WIDTH, LEFT, ROW, GAP = 250, 60, 16, 30
 SHADES = ("#4c78a8", "#7a9cc6")  # neighbouring samples
 
 
-def read_lengths(path: Path | None, samples: int) -> np.ndarray:
-    if path is None:
-        random = np.random.default_rng(0)
-        return np.clip(
-            np.rint(np.exp(random.normal(np.log(3000), 1.0, samples))), 1, 21_000
-        ).astype(np.int64)
-    from freescale.data.batches.loader import Histories
-
-    data = Histories(
-        path, samples, max_length=21_000, split="none", negatives=1, in_batch_share=0.0
-    )
-    return data.batch(0).sequences["history"].lengths.numpy()
+def draw_lengths(samples: int) -> np.ndarray:
+    drawn = np.exp(np.random.default_rng(0).normal(np.log(3000), 1.0, samples))
+    return np.clip(np.rint(drawn), 1, 21_000).astype(np.int64)
 
 
 def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) -> list[str]:
@@ -181,19 +166,3 @@ def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
     )
     words, tall = draw_caption(50, bottom, 800, used, note)
     return close_svg([*open_svg(860, bottom + tall), *parts, *inks, *words])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--global-batch", type=int, default=128)
-    options = parser.parse_args()
-    save(options.out, draw_balance(read_lengths(options.data, options.global_batch), options.ranks))
-
-
-if __name__ == "__main__":
-    main()

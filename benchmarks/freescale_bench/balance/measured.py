@@ -30,7 +30,7 @@ from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.pinned import run_pinned_ranks
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Destination, claim, write
+from freescale_bench.common.results import Destination, at_most, write
 from freescale_bench.common.spread import spread
 
 ARMS = ("none", "greedy", "local", "adapted")
@@ -206,12 +206,7 @@ def measure_on_cpu(
 
 
 def report(
-    figures: dict[str, Any],
-    world: int,
-    device: str,
-    steps: int,
-    command: str,
-    to: Destination,
+    figures: dict[str, Any], world: int, device: str, steps: int, command: str, to: Destination
 ) -> None:
     rows, claims = [], []
     before = figures["none"]
@@ -243,16 +238,10 @@ def report(
         if name == "adapted" and result["errors"]:
             error = rows[-1]["cost_error_percent_after_50_steps"]["median"]
             text = "adapted: predicted against measured time of a rank, after 50 steps, median"
-            claims.append(claim(text, 5.0, error, "%", at_least=False))
+            claims.append(at_most(text, 5.0, error, "%"))
         if name != "none":
             claims.append(
-                claim(
-                    f"{name}: balancing's own exposed time, of the step",
-                    1.0,
-                    own,
-                    "%",
-                    at_least=False,
-                )
+                at_most(f"{name}: balancing's own exposed time, of the step", 1.0, own, "%")
             )
     testbed = get_gpu_name() if device == "cuda" else "cpu"
     write(

@@ -267,11 +267,7 @@ def _describe(
         "undisturbed_seconds": round(calm.wall, 1),
         "seconds_per_fault": round((storm.wall - calm.wall) / max(1, len(events)), 3),
         "seconds_by_kind": {
-            kind: {
-                "count": len(lasted),
-                "median": statistics.median(lasted),
-                "max": max(lasted),
-            }
+            kind: {"count": len(lasted), "median": statistics.median(lasted), "max": max(lasted)}
             for kind, lasted in sorted(by_kind.items())
         },
         "phases_s": _find_medians(restarted),

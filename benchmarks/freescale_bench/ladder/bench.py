@@ -19,7 +19,7 @@ from typing import Any
 
 from freescale_bench.common.hosts import RATE, open_hosts
 from freescale_bench.common.pinned import run_pinned_ranks
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import has_pec, has_torchrec
 from freescale_bench.common.workload import Workload
 from freescale_bench.ladder.arms import BASE, PEC, measure, train_alone
@@ -75,9 +75,7 @@ def make_rows(
     rows = []
     for name in names:
         figures = summarize(
-            [rank[name] for rank in measured],
-            measured[0][SERIAL]["losses"],
-            PAPER.samples * WORLD,
+            [rank[name] for rank in measured], measured[0][SERIAL]["losses"], PAPER.samples * WORLD
         )
         figures["straggler_percent"] = (
             100 * figures["straggler_ms"]["median"] / figures["step_ms"]["median"]
@@ -117,36 +115,16 @@ def make_claims(rows: list[Row], together: dict[str, Any]) -> list[Claim]:
     control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
     return [
         *(
-            claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True)
+            at_least(f"full system: {text} below TorchRec's", 90.0, below[key], "%")
             for key, text in _EXPOSED.items()
         ),
-        claim(
-            "full system: straggler % below TorchRec SparseDist's",
-            5.0,
-            straggler,
-            "times",
-            at_least=True,
+        at_least("full system: straggler % below TorchRec SparseDist's", 5.0, straggler, "times"),
+        at_least("full system: samples/s over TorchRec SparseDist's", _FASTER, speed, "times"),
+        at_most(
+            "largest relative difference of the first step's loss to serial's", 1e-5, first, ""
         ),
-        claim(
-            "full system: samples/s over TorchRec SparseDist's",
-            _FASTER,
-            speed,
-            "times",
-            at_least=True,
-        ),
-        claim(
-            "largest relative difference of the first step's loss to serial's",
-            1e-5,
-            first,
-            "",
-            at_least=False,
-        ),
-        claim(
-            "largest later difference over that of permuted samples",
-            1.0,
-            later / control,
-            "times",
-            at_least=False,
+        at_most(
+            "largest later difference over that of permuted samples", 1.0, later / control, "times"
         ),
     ]
 

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from freescale_bench.common.markdown import (
-    Results,
-    capitalize,
-    format_known,
-    format_table,
-    single,
-)
-from freescale_bench.ladder.figure import (
-    choose_parity,
-    describe_conditions,
-    find_median,
-    find_peer,
-)
+from freescale_bench.common.markdown import Results, capitalize, format_known, format_table, single
+from freescale_bench.ladder.figure import choose_parity, describe_conditions, find_median, find_peer
 from freescale_bench.ladder.rungs import explain_rungs
 
 

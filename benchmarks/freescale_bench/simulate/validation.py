@@ -262,11 +262,4 @@ def validate(to: Destination) -> None:
                     unit,
                 )
             )
-    write(
-        "simulate",
-        "validation",
-        "freescale bench simulate validate",
-        rows,
-        claims,
-        to=to,
-    )
+    write("simulate", "validation", "freescale bench simulate validate", rows, claims, to=to)
