@@ -65,12 +65,6 @@ class Figure:
 
 PICTURES = (
     Figure(
-        "kernel-ranks",
-        "Time of dispatch and combine over ranks",
-        ("kernels-h200",),
-        kernels_figure.draw_over_ranks,
-    ),
-    Figure(
         "kernels",
         "Share of the GPU that each kernel reaches",
         ("kernels-h200",),

@@ -28,7 +28,7 @@ from freescale.ledger.machine import get_gpu_name
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale_bench.common.pinned import run_pinned_ranks
+from freescale_bench.common.hosts import Loopback
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Destination, at_most, write
 from freescale_bench.common.spread import spread
@@ -258,9 +258,9 @@ def report(
 
 def bench_on_cpu(steps: int, to: Destination) -> None:
     """2 ranks, each pinned to a core."""
-    figures = run_pinned_ranks(2, measure_on_cpu, steps)[0]
+    figures = Loopback(2).run(measure_on_cpu, steps)[0]
     for name in ARMS:
-        alone = run_pinned_ranks(2, measure_on_cpu, 12, (name,))[0]
+        alone = Loopback(2).run(measure_on_cpu, 12, (name,))[0]
         figures[name]["peak_memory_bytes_per_rank"] = alone[name]["peak_memory_bytes_per_rank"]
     report(figures, 2, "cpu", steps, f"freescale bench balance measured --steps {steps}", to)
 

@@ -20,7 +20,6 @@ from freescale_bench.common.results import Destination, make_claims, write
 from freescale_bench.common.terminal import show_table
 from freescale_bench.kernels.attention import measure_attention
 from freescale_bench.kernels.claims import list_asked
-from freescale_bench.kernels.jagged_moves import measure_moves
 from freescale_bench.kernels.layers import measure_layers, measure_pieces
 from freescale_bench.kernels.measure import Bench
 from freescale_bench.kernels.sampled_softmax import measure_sampled_softmax
@@ -28,7 +27,6 @@ from freescale_bench.kernels.table_rows import measure_rows
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
-    "moves": measure_moves,
     "rows": measure_rows,
     "attention": measure_attention,
     "pieces": measure_pieces,

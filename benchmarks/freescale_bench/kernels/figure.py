@@ -1,5 +1,4 @@
-"""How much of what the GPU can do each kernel reaches, how much plain torch does, and the time of a
-kernel over ranks."""
+"""How much of what the GPU can do each kernel reaches, and how much plain torch does."""
 
 from __future__ import annotations
 
@@ -7,16 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from freescale_bench.common.drawing import (
-    BLUE,
-    ORANGE,
-    RED,
-    TEAL,
     TEXT,
-    Axes,
-    Line,
     close_svg,
     draw_caption,
-    draw_panels,
     open_svg,
 )
 
@@ -25,13 +17,9 @@ OURS, PLAIN = "#4c78a8", "#f58518"
 
 
 def find_shares(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None, str]]:
-    """(case, % of the ceiling, plain torch's %, rate) of each row with a ceiling, but for small
-    moves, bound by latency."""
-    chosen = [
-        row
-        for row in rows
-        if row.get("ceiling_percent") and "of ids" not in row["case"] and "72 MB" not in row["case"]
-    ]
+    """(case, % of the ceiling, plain torch's %, rate) of each row with a ceiling."""
+    # files of earlier runs have moves of samples, which training makes on the host
+    chosen = [row for row in rows if row.get("ceiling_percent") and row["group"] != "moves"]
     found = []
     for row in chosen:
         plain = row["ceiling_percent"] / row["faster"] if "faster" in row else None
@@ -84,29 +72,3 @@ def draw_shares(used: Mapping[str, Mapping[str, Any]]) -> str:
     )
     parts.append(f'<text x="{LEFT}" y="{height - 8}" {TEXT}>{note}</text>')
     return close_svg([*parts, *draw_caption(LEFT, height + 10, WIDTH, used)[0]])
-
-
-def draw_over_ranks(used: Mapping[str, Mapping[str, Any]]) -> str:
-    """Time of packing and unpacking a rank's ids for an AllToAll, over the number of ranks."""
-    (result,) = used.values()
-    times: dict[str, list[tuple[float, float]]] = {}
-    for row in result["rows"]:
-        kind, _, ranks = row["case"].partition(" of ids, W = ")
-        if ranks:
-            times.setdefault(f"{kind}, Triton", []).append((int(ranks), 1e3 * row["ms"]["median"]))
-            times.setdefault(f"{kind}, plain torch", []).append(
-                (int(ranks), 1e3 * row["plain_ms"]["median"])
-            )
-    inks = {
-        "dispatch, Triton": BLUE,
-        "combine, Triton": TEAL,
-        "dispatch, plain torch": RED,
-        "combine, plain torch": ORANGE,
-    }
-    ticks = [(ranks, f"{ranks:g}") for ranks, _ in times["dispatch, Triton"]]
-    lines = [Line(name, times[name], ink) for name, ink in inks.items()]
-    axes = Axes("dispatch and combine of ids, microseconds", "ranks", ticks, lines, wide=420)
-    note = (
-        "Measured: 128 samples a rank, log-normal lengths up to 21,000; medians by device events."
-    )
-    return draw_panels([axes], used, note=note)

@@ -14,11 +14,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
-from freescale_bench.common.hosts import RATE, open_hosts
-from freescale_bench.common.pinned import run_pinned_ranks
+from freescale_bench.common.hosts import RATE, Loopback, open_hosts
 from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import has_pec, has_torchrec
 from freescale_bench.common.workload import Workload
@@ -175,4 +173,4 @@ def open_testbed() -> Iterator[tuple[Run, str]]:
         "slow network",
         flush=True,
     )
-    yield partial(run_pinned_ranks, WORLD), "loopback"
+    yield Loopback(WORLD).run, "loopback"
