@@ -4,8 +4,7 @@ the pages in docs; needs the repository.
 
 A figure whose results are missing is left out, with a message; it is drawn when they are there. In
 the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
-do not edit it. Pictures of a run need the run: staged/trace.py draws docs/figures/staged-trace.svg,
-staged/serial_figure.py draws serial_step.svg.
+do not edit it. staged/trace.py draws docs/figures/staged-trace.svg, from a run that it makes.
 """
 
 from __future__ import annotations

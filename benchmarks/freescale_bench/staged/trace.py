@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,24 @@ from freescale_bench.common.hosts import open_hosts
 from freescale_bench.common.repository import find_commit
 from freescale_bench.common.workload import Workload
 from freescale_bench.staged.arms import SERIAL, STAGED, measure
-from freescale_bench.staged.serial_figure import COLOURS
 
 EMBEDDING = ("ids", "rows", "gradients")
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#2f4b7c",
+    "optimizer": "#7a9cc6",
+    "update rows": "#72b7b2",
+    "lookup": "#9ad0cb",
+    "deduplicate": "#b8dcd9",
+    "data": "#c9c9c9",
+    "count collisions": "#dddddd",
+    "counts": "#bab0ac",
+    "ids": "#eeca3b",
+    "rows": "#f58518",
+    "gradients": "#e45756",
+    "dense": "#b279a2",
+    "samples": "#ff9da6",
+}
 TRACK, GAP, MARGIN, WIDTH = 30, 6, 92, 920
 
 
@@ -146,7 +161,10 @@ def choose_typical(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
 
 def draw_trace() -> str:
     kept = read_committed("staged-hosts")["workloads"]["unique ids"]
-    workload = replace(Workload(**kept | {"hidden": tuple(kept["hidden"])}), collisions=0.1)
+    names = {field.name for field in fields(Workload)}  # earlier results have others, too
+    settings = {name: value for name, value in kept.items() if name in names}
+    settings |= {"hidden": tuple(kept["hidden"]), "collisions": 0.1}
+    workload = Workload(**settings)
     with open_hosts(2) as network:
         measured = network.run(measure, workload, [SERIAL, STAGED], 1, 14)[0]
     picked = {name: choose_typical(measured[name]["records"]) for name in (SERIAL, STAGED)}
