@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -126,6 +127,34 @@ def is_ours(name: str) -> bool:
     return not name.startswith("TorchRec")
 
 
+def describe_steps(figures: Sequence[Mapping[str, Any]]) -> Row:
+    """Columns of a row, from the merged figures of its steps."""
+
+    def each(name: str) -> dict[str, dict[str, float]]:
+        return {
+            key: spread([step[name].get(key, 0.0) for step in figures]) for key in figures[-1][name]
+        }
+
+    waits = [step["exposed_ms"] for step in figures]
+    lanes = [step["spans_ms"].get("arrive", 0.0) for step in figures]
+    collisions = [step["collision_percent"] for step in figures if "collision_percent" in step]
+    return {
+        "exposed_embedding_ms": spread([sum(of[kind] for kind in EMBEDDING) for of in waits]),
+        "exposed_all_ms": spread([sum(of.values()) for of in waits]),
+        "waited_for_lanes_ms": spread(lanes),
+        "exposed_ms": each("exposed_ms"),
+        "straggler_percent": spread([step["straggler_percent"] for step in figures]),
+        "compute_ms": spread([statistics.fmean(step["compute_ms"]) for step in figures]),
+        "collision_percent": spread(collisions or [0.0]),
+        "bytes": figures[-1]["bytes"],
+        "bytes_per_step": {
+            kind: statistics.fmean(step["bytes"][kind] for step in figures)
+            for kind in figures[0]["bytes"]
+        },
+        "spans_ms": each("spans_ms"),
+    }
+
+
 def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
     """everyone: what each rank found. `samples`: of a rank's batch."""
     rows = []
@@ -140,34 +169,13 @@ def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
             "peak_memory_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
             "losses": _merge_losses(ranks, summed=is_ours(name)),
         }
-        if is_ours(name):
+        if name in everyone[0].get("options", ()):
             row["options"] = everyone[0]["options"][name]
         if ranks[0]["records"]:
             figures = [
                 merge_step(step) for step in zip(*(rank["records"] for rank in ranks), strict=True)
             ]
-            row |= {
-                "exposed_embedding_ms": spread(
-                    [sum(f["exposed_ms"][kind] for kind in EMBEDDING) for f in figures]
-                ),
-                "exposed_all_ms": spread([sum(f["exposed_ms"].values()) for f in figures]),
-                "waited_for_lanes_ms": spread([f["spans_ms"].get("arrive", 0.0) for f in figures]),
-                "exposed_ms": {
-                    kind: statistics.median(f["exposed_ms"][kind] for f in figures)
-                    for kind in figures[0]["exposed_ms"]
-                },
-                "straggler_percent": spread([f["straggler_percent"] for f in figures]),
-                "compute_ms": spread([sum(f["compute_ms"]) / len(everyone) for f in figures]),
-                "bytes": figures[-1]["bytes"],
-                "bytes_per_step": {
-                    kind: statistics.fmean(f["bytes"][kind] for f in figures)
-                    for kind in figures[0]["bytes"]
-                },
-                "spans_ms": {
-                    span: statistics.median(f["spans_ms"].get(span, 0.0) for f in figures)
-                    for span in figures[-1]["spans_ms"]
-                },
-            }
+            row |= describe_steps(figures)
         rows.append(row)
     serial = next((row["losses"] for row in rows if row["arm"] == SERIAL), None)
     for row in rows:

@@ -12,22 +12,18 @@ from __future__ import annotations
 import gc
 import json
 from functools import partial
-from typing import Any
 
 import torch
 
 from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
-from freescale.ledger.merge import merge_step
 from freescale.pipeline.staged import Staged
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.arm import Arm
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Destination, Row, at_most, write
-from freescale_bench.common.spread import spread
 from freescale_bench.common.workload import Workload
-from freescale_bench.ladder.gpu import measure, wait_idle
-from freescale_bench.staged.rows import EMBEDDING
+from freescale_bench.ladder.gpu import make_rows, measure, wait_idle
 from freescale_bench.staged.stale import no_collisions
 
 COLLISIONS = 0.1
@@ -74,80 +70,26 @@ def measure_peak(name: str, transport: ProcessGroupTransport) -> int:
     return peak
 
 
-def measure_arms(
-    transport: ProcessGroupTransport, turns: int, each: int
-) -> dict[str, dict[str, Any]] | None:
-    """Of each arm: the merged figures of its steps, losses and peaks; on rank 0."""
+def measure_arms(transport: ProcessGroupTransport, turns: int, each: int) -> list[Row]:
+    """A row for each arm, on rank 0."""
     peaks = {name: measure_peak(name, transport) for name in ("serial", "staged")}
     gc.collect()
     arms = {name: build_arm(name, transport) for name in ("serial", "staged", "stale")}
     found = measure(arms, transport.device, turns, each)
-    mine = json.dumps([found, peaks]).encode()
+    mine = json.dumps({"found": found, "peaks": peaks | {"stale": 0}}).encode()
     everyone = [json.loads(part) for part in transport.gather_bytes(mine)]
     if transport.rank:
-        return None
-    merged: dict[str, dict[str, Any]] = {}
-    for name in arms:
-        records = [rank[name]["records"] for rank, _ in everyone]
-        merged[name] = {
-            "steps": [merge_step(step) for step in zip(*records, strict=True)],
-            "losses": found[name]["losses"],
-            "peaks": [each.get(name, 0) for _, each in everyone],
-        }
-    return merged
+        return []
+    on_gpu = transport.device.type == "cuda"
+    rows = make_rows(everyone, SHAPES[transport.device.type].samples, on_gpu)
+    for row in rows:
+        row["losses_equal_serial"] = not row["largest_relative_loss_difference_to_serial"]
+    return rows
 
 
-def report(found: dict[str, Any], world: int, turns: int, to: Destination | None) -> None:
+def report(rows: list[Row], world: int, turns: int, to: Destination | None) -> None:
     """`to`: none, and nothing is written."""
-    rows: list[Row] = []
-    for name, arm in found.items():
-        steps = arm["steps"]
-        exposed = [sum(figures["exposed_ms"][kind] for kind in EMBEDDING) for figures in steps]
-        rows.append(
-            {
-                "arm": name,
-                "ranks": world,
-                "step_ms": spread([figures["step_ms"] for figures in steps]),
-                "exposed_embedding_ms": spread(exposed),
-                "waited_for_lanes_ms": spread(
-                    [figures["spans_ms"].get("arrive", 0.0) for figures in steps]
-                ),
-                "exposed_ms": {
-                    kind: spread([figures["exposed_ms"][kind] for figures in steps])
-                    for kind in steps[0]["exposed_ms"]
-                },
-                "straggler_percent": spread([figures["straggler_percent"] for figures in steps]),
-                "compute_ms": spread([sum(figures["compute_ms"]) / world for figures in steps]),
-                "collision_percent": spread(
-                    [f["collision_percent"] for f in steps if "collision_percent" in f] or [0.0]
-                ),
-                "spans_ms": {
-                    name: spread([f["spans_ms"].get(name, 0.0) for f in steps])
-                    for name in steps[-1]["spans_ms"]
-                },
-                "bytes": steps[-1]["bytes"],
-                "gpu_peak_bytes_per_rank": arm["peaks"],
-                "losses_equal_serial": arm["losses"] == found["serial"]["losses"],
-            }
-        )
-        shown = {
-            key: rows[-1][key]["median"]
-            for key in ("step_ms", "exposed_embedding_ms", "waited_for_lanes_ms", "compute_ms")
-        }
-        print(
-            f"{name:7s}", "  ".join(f"{key} {value:.2f}" for key, value in shown.items()), end="  "
-        )
-        print(
-            f"{rows[-1]['collision_percent']['median']:.1f} % collide, losses as serial's: "
-            f"{rows[-1]['losses_equal_serial']}"
-        )
-        print(
-            "        "
-            + "  ".join(
-                f"{name} {value['median']:.2f}" for name, value in rows[-1]["spans_ms"].items()
-            )
-        )
-    serial, staged = rows[0], rows[1]
+    serial, staged, _ = rows
     # Whatever the main thread waits for its lanes counts, communication or not.
     ours = max(staged["exposed_embedding_ms"]["median"], staged["waited_for_lanes_ms"]["median"])
     ratio = 100 * ours / serial["exposed_embedding_ms"]["median"]
@@ -163,7 +105,9 @@ def report(found: dict[str, Any], world: int, turns: int, to: Destination | None
         max(
             b - a
             for a, b in zip(
-                serial["gpu_peak_bytes_per_rank"], staged["gpu_peak_bytes_per_rank"], strict=True
+                serial["peak_memory_bytes_per_rank"],
+                staged["peak_memory_bytes_per_rank"],
+                strict=True,
             )
         )
         / batch
@@ -196,8 +140,8 @@ def bench_on_gpu(ranks: int, turns: int, each: int, trial: bool, to: Destination
         arguments += [*to.as_arguments(), *(["--trial"] if trial else [])]
         return start_ranks("staged", arguments, ranks, device, LIMIT, threads=2)
     transport = join(device, SECONDS)
-    found = measure_arms(transport, turns, each)
-    if found is not None:
-        report(found, transport.world, turns, None if trial else to)
+    rows = measure_arms(transport, turns, each)
+    if rows:
+        report(rows, transport.world, turns, None if trial else to)
     transport.close()
     return 0
