@@ -110,17 +110,17 @@ def test_what_a_machine_lacks():
 
 def test_only_keeps_the_order_and_refuses_others():
     registry = read_registry()
-    assert [one.name for one in choose(registry, ["memory", "workload"])] == ["workload", "memory"]
-    with pytest.raises(ValueError, match="no benchmark nonsense; there is workload"):
+    assert [one.name for one in choose(registry, ["kernels", "balance"])] == ["balance", "kernels"]
+    with pytest.raises(ValueError, match="no benchmark nonsense; there is balance"):
         choose(registry, ["nonsense"])
 
 
 def stand_ins(commit: str = "unknown") -> list[Benchmark]:
     return [
-        Benchmark("fails", "workload", "fails.json", [], 1),
-        Benchmark("silent", "workload", "silent.json", [], 1),
-        Benchmark("good", f"workload good.json {commit}", "good.json", [], 1),
-        Benchmark("slow link", "workload", "x.json", ["hosts"], 1),
+        Benchmark("fails", "balance", "fails.json", [], 1),
+        Benchmark("silent", "balance", "silent.json", [], 1),
+        Benchmark("good", f"balance good.json {commit}", "good.json", [], 1),
+        Benchmark("slow link", "balance", "x.json", ["hosts"], 1),
     ]
 
 

@@ -40,24 +40,14 @@ SECONDS = 120.0  # that a collective may take there
 LEARNED = 50  # steps after which the adapted cost must predict
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
-        "samples": 12,
-        "median": 150,
-        "cap": 1500,
-        "width": 64,
-        "layers": 2,
-        "heads": 2,
+        "samples": 12, "median": 150, "cap": 1500, "width": 64, "layers": 2, "heads": 2,
         "items": 20_000,
     },
     "cuda": {
-        "samples": 16,
-        "median": 3000,
-        "cap": 21_000,
-        "width": 256,
-        "layers": 4,
-        "heads": 4,
+        "samples": 16, "median": 3000, "cap": 21_000, "width": 256, "layers": 4, "heads": 4,
         "items": 20_000,
     },
-}
+}  # fmt: skip
 
 
 def make_batches(shape: dict[str, int], rank: int, steps: int) -> list[SequenceBatch]:

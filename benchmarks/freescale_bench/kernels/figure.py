@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from freescale_bench.common.drawing import (
-    TEXT,
-    close_svg,
-    draw_caption,
-    open_svg,
-)
+from freescale_bench.common import drawing as svg
 
 LEFT, WIDTH, ROW, TOP = 400, 360, 20, 46
 OURS, PLAIN = "#4c78a8", "#f58518"
@@ -39,36 +34,28 @@ def draw_shares(used: Mapping[str, Mapping[str, Any]]) -> str:
     (result,) = used.values()
     drawn = find_shares(result["rows"])
     height = TOP + len(drawn) * ROW + 30
-    parts = open_svg(LEFT + WIDTH + 110, height + 20)
+    parts = svg.begin(LEFT + WIDTH + 110, height + 20)
     ceilings = result["ceilings"]
     copy, product = ceilings["copy_tb_per_s"], ceilings["bf16_matrix_tflop_per_s"]
     title = (
         f"Share of a measured copy ({copy:.2f} TB/s) or bf16 matrix product ({product:.0f} "
         "TFLOP/s), one H200"
     )
-    parts.append(f'<text x="8" y="18" {TEXT} font-weight="bold">{title}</text>')
+    parts.append(svg.text(8, 18, title, more='font-weight="bold"'))
     for tick in (0, 25, 50, 75, 100):
         x = LEFT + WIDTH * tick / 100
-        parts.append(f'<line x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{height - 28}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x}" y="{TOP - 10}" {TEXT} text-anchor="middle">{tick} %</text>')
+        parts.append(svg.rule(x, TOP - 6, x, height - 28, "#ddd"))
+        parts.append(svg.text(x, TOP - 10, f"{tick} %", "middle"))
     for place, (case, percent, plain, rate) in enumerate(drawn):
         y = TOP + place * ROW
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" {TEXT} text-anchor="end">{case}</text>')
-        parts.append(
-            f'<rect x="{LEFT}" y="{y}" width="{WIDTH * percent / 100:.1f}" '
-            f'height="{ROW - 6}" fill="{OURS}"/>'
-        )
+        parts.append(svg.text(LEFT - 8, y + 12, case, "end"))
+        parts.append(svg.rect(LEFT, y, WIDTH * percent / 100, ROW - 6, OURS))
         if plain is not None:
-            parts.append(
-                f'<rect x="{LEFT}" y="{y + 4}" width="{WIDTH * plain / 100:.1f}" '
-                f'height="{ROW - 14}" fill="{PLAIN}"/>'
-            )
-        parts.append(
-            f'<text x="{LEFT + WIDTH * percent / 100 + 6:.1f}" y="{y + 12}" {TEXT}>{rate}</text>'
-        )
+            parts.append(svg.rect(LEFT, y + 4, WIDTH * plain / 100, ROW - 14, PLAIN))
+        parts.append(svg.text(LEFT + WIDTH * percent / 100 + 6, y + 12, rate))
     note = (
         f'<tspan fill="{OURS}">Triton</tspan>, <tspan fill="{PLAIN}">plain torch</tspan> on '
         "the same GPU where it was timed"
     )
-    parts.append(f'<text x="{LEFT}" y="{height - 8}" {TEXT}>{note}</text>')
-    return close_svg([*parts, *draw_caption(LEFT, height + 10, WIDTH, used)[0]])
+    parts.append(f'<text x="{LEFT}" y="{height - 8}" {svg.TEXT}>{note}</text>')
+    return svg.finish([*parts, *svg.caption(LEFT, height + 10, WIDTH, used)[0]])

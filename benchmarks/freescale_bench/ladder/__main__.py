@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from freescale_bench.common.options import make_parser, read_destination, run_command
+from freescale_bench.common.options import add_turns, make_parser, read_destination, run_command
 from freescale_bench.common.torchrec import continue_in_peer
 
 
@@ -29,14 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="cpu: serial against the full system, without TorchRec; keeps no results",
     )
-    parser.add_argument("--nproc", type=int, default=4, help="cuda: ranks")
-    parser.add_argument("--turns", type=int, default=8, help="cuda: turns of every arm")
-    parser.add_argument("--each", type=int, default=8, help="cuda: steps of a turn")
-    parser.add_argument(
-        "--trial",
-        action="store_true",
-        help="cuda: tiny sizes on CPU ranks, to try the code; keeps no results",
-    )
+    add_turns(parser, each=8)
     parser.add_argument("--histories", help=argparse.SUPPRESS)  # given to the ranks
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)

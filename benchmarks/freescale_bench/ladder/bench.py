@@ -28,16 +28,9 @@ WORLD = 2
 # The paper's shape divided by 20: log-normal histories of median 3,000 and at most 21,000 items, 12
 # % collisions.
 PAPER = Workload(
-    rows=400_000,
-    width=256,
-    samples=16,
-    median_length=150,
-    sigma=1.0,
-    maximum_length=1050,
-    collisions=0.12,
-    layers=1,
-    steps=12,
-)
+    rows=400_000, width=256, samples=16, median_length=150, sigma=1.0, maximum_length=1050,
+    collisions=0.12, layers=1, steps=12,
+)  # fmt: skip
 PARITY_STEPS = 24
 _EXPOSED = {
     "exposed_embedding_ms": "exposed communication of ids, rows and gradients",

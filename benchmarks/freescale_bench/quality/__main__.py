@@ -10,7 +10,7 @@ run_gr.py) or a JSON file of its figures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from freescale_bench.common.options import make_parser, read_destination, run_command
@@ -79,20 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("the following arguments are required: --data")
     from freescale_bench.quality.bench import Plan, bench_quality
 
-    plan = Plan(
-        data=options.data,
-        name=options.name or Path(options.data).stem,
-        recipe=options.recipe,
-        changes=options.changes,
-        seeds=options.seeds,
-        jobs=options.jobs,
-        device=options.device,
-        run_folder=options.run_folder,
-        catalogue=options.catalogue,
-        peer=options.peer,
-        peer_config=options.peer_config,
-        peer_figures=options.peer_figures,
-    )
+    options.name = options.name or Path(options.data).stem
+    plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
     if options.recbole is not None:
         from freescale_bench.quality.recbole import bench_recbole
 

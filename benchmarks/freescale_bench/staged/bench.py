@@ -34,15 +34,9 @@ LENGTHS = (60, 240)  # beside the usual one
 ARMS = [SERIAL, TORCHREC, STALE, STAGED]
 COMPUTE = 1.2  # times serial's embedding communication
 BASE = Workload(
-    rows=250_000,
-    samples=64,
-    median_length=120,
-    sigma=0.0,
-    maximum_length=240,
-    collisions=0.1,
-    hidden=(32,),
-    steps=8,
-)
+    rows=250_000, samples=64, median_length=120, sigma=0.0, maximum_length=240, collisions=0.1,
+    hidden=(32,), steps=8,
+)  # fmt: skip
 HOT = replace(BASE, collisions=None, popularity=1.05)
 BULKY = replace(BASE, median_length=1200, maximum_length=1200, rows=1_000_000, passes=2, steps=6)
 BULKIER = replace(BULKY, median_length=4800, maximum_length=4800, rows=3_000_000, steps=5)
