@@ -117,7 +117,7 @@ def draw_band(
             work = colour not in EMBEDDING
             high, y = (TRACK / 3, y) if work else (2 * TRACK / 3, y + TRACK / 3)
         fill = "url(#stopped)" if colour == "wait" else COLOURS[colour]
-        tip = f"<title>{label} {(b - a) / 1e6:.1f} ms</title>"
+        tip = f"{label} {(b - a) / 1e6:.1f} ms"
         parts.append(svg.rect(x, y, wide, high, fill, tip=tip))
         half = 3.6 * len(label)
         middle = x + wide / 2
