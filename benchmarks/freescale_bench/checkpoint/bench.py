@@ -34,8 +34,9 @@ from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Destination, Row, at_least, at_most, write
 from freescale_bench.common.spread import spread
-from freescale_bench.common.trained import SMALL, Trained, prepare, synchronize
+from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.shapes import SHAPES, Shape
+from freescale_bench.train.trained import SMALL, Trained, prepare
 
 if TYPE_CHECKING:
     from freescale.train.run_state import RunState
@@ -252,7 +253,7 @@ class Measured:
         return seconds, all(part == b"1" for part in every)
 
     def _meet(self) -> None:
-        synchronize(self.transport)
+        wait_idle(self.transport.device)
         self.transport.gather_bytes(b"")
 
 

@@ -43,8 +43,8 @@ from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
-from freescale_bench.common.trained import SMALL, WARMUP, WINDOW, Trained, list_batches, prepare
 from freescale_bench.train.shapes import SHAPES, Shape
+from freescale_bench.train.trained import SMALL, WARMUP, WINDOW, Trained, list_batches, prepare
 
 ARMS = {"static": "", "device map": ":map=device", "host map": ":map=host"}
 ITEMS = ("history", "targets", "negatives")  # features of the item table

@@ -32,9 +32,9 @@ from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
-from freescale_bench.common.trained import Trained, list_batches, prepare, synchronize
-from freescale_bench.common.turns import read_peak_memory, read_resident_memory
+from freescale_bench.common.turns import read_peak_memory, read_resident_memory, wait_idle
 from freescale_bench.host_tables.setting import COUNTERS, Setting
+from freescale_bench.train.trained import Trained, list_batches, prepare
 
 POPULARITIES = {"zipf": 1.0, "uniform": None}
 SPANS = ("arrive", "make resident", "ahead/make resident", "compute", "await batch")
@@ -103,7 +103,7 @@ class Bench:
         trained = Trained.build(config, self.data[first], self.transport)
         model = trained.model
         model.tables.place(self.batches[first][0])
-        synchronize(self.transport)
+        wait_idle(self.transport.device)
         made = time.perf_counter() - begin
         self.say("tables", f"{made:.1f} s: {'; '.join(model.tables.describe())}")
         try:
@@ -148,12 +148,12 @@ class Bench:
         slots, moved = rows.contents.slots, 0
         order = torch.randperm(rows.size, generator=torch.Generator().manual_seed(0))[:slots]
         order = order.to(rows.weight.device)
-        synchronize(self.transport)
+        wait_idle(self.transport.device)
         begin = time.perf_counter()
         for part in torch.split(order, max(1, slots // 4)):
             rows.make_resident(part, _NoLedger())
             moved += rows.traffic.bytes_up + rows.traffic.bytes_down
-        synchronize(self.transport)
+        wait_idle(self.transport.device)
         seconds = time.perf_counter() - begin
         return {"fill_s": seconds, "fill_bytes_per_s": moved / seconds}
 

@@ -31,10 +31,10 @@ from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
 from freescale_bench.common.torchrec import build_torchrec
-from freescale_bench.common.trained import WINDOW
 from freescale_bench.common.turns import read_resident_memory
 from freescale_bench.common.workload import Workload
 from freescale_bench.host_tables.setting import COUNTERS
+from freescale_bench.train.trained import WINDOW
 
 HOST = "freescale host", "freescale host direct"
 DIRECT, OTHER = HOST[1], "torchrec uvm caching"

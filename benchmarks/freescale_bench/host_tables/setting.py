@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from freescale.embedding.host_tables.tiers import parse_bytes
-from freescale_bench.common.trained import SMALL, WARMUP, WINDOW
 from freescale_bench.train.shapes import SHAPES, Shape
+from freescale_bench.train.trained import SMALL, WARMUP, WINDOW
 
 COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
 ROW_NUMBERS = 3  # of each column of a row: its value and both of Adam's moments

@@ -22,8 +22,8 @@ from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.arm import Arm
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Destination, Row, at_most, write
+from freescale_bench.common.turns import make_rows, time_turns, wait_idle
 from freescale_bench.common.workload import Workload
-from freescale_bench.ladder.gpu import make_rows, measure, wait_idle
 from freescale_bench.staged.stale import no_collisions
 
 COLLISIONS = 0.1
@@ -75,7 +75,7 @@ def measure_arms(transport: ProcessGroupTransport, turns: int, each: int) -> lis
     peaks = {name: measure_peak(name, transport) for name in ("serial", "staged")}
     gc.collect()
     arms = {name: build_arm(name, transport) for name in ("serial", "staged", "stale")}
-    found = measure(arms, transport.device, turns, each)
+    found = time_turns(arms, transport.device, turns, each)
     mine = json.dumps({"found": found, "peaks": peaks | {"stale": 0}}).encode()
     everyone = [json.loads(part) for part in transport.gather_bytes(mine)]
     if transport.rank:

@@ -20,10 +20,10 @@ from freescale_bench.common import drawing as svg
 from freescale_bench.common.committed import read_committed
 from freescale_bench.common.hosts import open_hosts
 from freescale_bench.common.repository import find_commit
+from freescale_bench.common.turns import EMBEDDING
 from freescale_bench.common.workload import Workload
 from freescale_bench.staged.arms import SERIAL, STAGED, measure
 
-EMBEDDING = ("ids", "rows", "gradients")
 COLOURS = {
     "forward": "#4c78a8",
     "backward": "#2f4b7c",

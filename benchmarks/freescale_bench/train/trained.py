@@ -24,6 +24,7 @@ from freescale.train.build import (
     prepare_data,
 )
 from freescale.transport.api import Transport
+from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.files import write_interactions
 from freescale_bench.train.measure import build_config
 from freescale_bench.train.shapes import Shape
@@ -84,7 +85,7 @@ class Trained:
         for number, _ in enumerate(self.pipeline.run(batches), start=1 - WARMUP):
             if number % WINDOW or not 0 <= number <= steps:
                 continue
-            synchronize(self.model.transport)
+            wait_idle(self.model.transport.device)
             now, drained = time.perf_counter(), self.pipeline.ledger.drain()
             if number:
                 windows.append(1e3 * (now - begin) / WINDOW)
@@ -99,9 +100,3 @@ def list_batches(data: Histories, steps: int, device: str) -> list[SequenceBatch
     count = WARMUP + steps // WINDOW * WINDOW + AFTER
     made = (data.batch(number) for number in range(count))
     return [batch.pin_memory() if device == "cuda" else batch for batch in made]
-
-
-def synchronize(transport: Transport) -> None:
-    """Waits for this rank's device."""
-    if transport.device.type == "cuda":
-        torch.cuda.synchronize()
