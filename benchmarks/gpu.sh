@@ -2,7 +2,7 @@
 # What is measured on a GPU, in one go, on a machine with one of them: CUDA's MPS divides it among the ranks.
 #   bash benchmarks/gpu.sh COMMIT [FOLDER [PART ...]]      # results and logs go to FOLDER; parts by name, all by default
 # Nothing needs to be installed but torch with CUDA; parts that compare with TorchRec leave it out where it is not on PYTHONPATH, or fail. PEER is a
-# folder of the public HSTU, EVENTS a file of interactions for it. A part that fails or takes too long does not keep the others from running.
+# folder of the public HSTU. A part that fails or takes too long does not keep the others from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 commit=$1
@@ -26,7 +26,6 @@ part staged-4 120 staged --device cuda --nproc 4
 part balance-4 150 balance measured --device cuda --nproc 4 --steps 70
 part balance-8 150 balance measured --device cuda --nproc 8 --steps 70
 part overlap-4 300 overlap
-part balance 60 balance --device cuda --seeds 3 --repetitions 20
 part ladder-train-4 300 ladder --workload train --device cuda --nproc 4
 part ladder-train-8 300 ladder --workload train --device cuda --nproc 8
 part train 400 train --device cuda ${PEER:+--peer "$PEER"}
@@ -38,9 +37,6 @@ part host_tables 150 host_tables --device cuda
 part host_tables-4 150 host_tables --device cuda --nproc 4
 part host_tables-torchrec 300 host_tables torchrec --device cuda
 part checkpoint-training-4 350 checkpoint training --device cuda --nproc 4 --turns 12
-part snapshot-4 300 snapshot --device cuda --nproc 4 --turns 4
-part snapshot-restore-4 120 snapshot restore --device cuda --nproc 4
+part snapshot-4 300 checkpoint snapshots --device cuda --nproc 4 --turns 12
+part snapshot-restore-4 120 checkpoint restore --device cuda --nproc 4
 part faults-4 900 faults --device cuda --work "$folder/storms"
-if [ -n "${PEER:-}" ] && [ -n "${EVENTS:-}" ]; then
-  part quality-epochs 200 quality --data "$EVENTS" --name "${NAME:-ml-1m-like}" --recipe hstu-small --device cuda --peer "$PEER" --epochs-alone 5
-fi

@@ -7,35 +7,24 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from freescale_bench.common.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    SMALL,
-    TEAL,
-    close_svg,
-    draw_text,
-    open_svg,
-)
+from freescale_bench.common import drawing as svg
 
 _WIDE, _LEFT, _ROW = 860, 96, 46
 # By lane: (begin, end, text, ink); a unit is the step of batch i.
 _LANES: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]] = (
-    ("compute", ((0.0, 0.46, "forward i", BLUE), (0.46, 0.9, "backward i", BLUE))),
-    ("main", ((0.9, 1.1, "dense sums, step", GREY),)),
-    ("input", ((0.02, 0.62, "batch i+2: agree, balance, move samples", GREEN),)),
+    ("compute", ((0.0, 0.46, "forward i", svg.BLUE), (0.46, 0.9, "backward i", svg.BLUE))),
+    ("main", ((0.9, 1.1, "dense sums, step", svg.GREY),)),
+    ("input", ((0.02, 0.62, "batch i+2: agree, balance, move samples", svg.GREEN),)),
     (
         "ahead",
         (
-            (0.02, 0.2, "ids i+1", TEAL),
-            (0.2, 0.3, "compare", TEAL),
-            (0.3, 0.5, "deferred grads i-1", ORANGE),
-            (0.5, 0.86, "rows i+1 that i does not update", TEAL),
+            (0.02, 0.2, "ids i+1", svg.TEAL),
+            (0.2, 0.3, "compare", svg.TEAL),
+            (0.3, 0.5, "deferred grads i-1", svg.ORANGE),
+            (0.5, 0.86, "rows i+1 that i does not update", svg.TEAL),
         ),
     ),
-    ("urgent", ((0.9, 1.03, "grads", RED), (1.03, 1.16, "rows", RED))),
+    ("urgent", ((0.9, 1.03, "grads", svg.RED), (1.03, 1.16, "rows", svg.RED))),
 )
 # Layers that stand beside each other in the picture; the order is pyproject.toml's.
 _MODULES = {"__main__", "segments", "batch_codec", "sequences", "packed", "streams", "folders",
@@ -76,46 +65,45 @@ def draw_architecture(layers: Sequence[str]) -> str:
     columns = 3
     rows = -(-len(layers) // columns)
     high = lanes_high + 50 + rows * 40 + 20
-    parts = open_svg(_WIDE, high)
-    parts.append(draw_text(14, 24, "A step of one rank, staged", more='font-weight="bold"'))
+    parts = svg.begin(_WIDE, high)
+    parts.append(svg.text(14, 24, "A step of one rank, staged", more='font-weight="bold"'))
     scale = (_WIDE - _LEFT - 20) / 1.18
     for number, (lane, spans) in enumerate(_LANES):
         top = 44 + _ROW * number
-        parts.append(draw_text(14, top + 20, lane))
-        parts.append(
-            f'<rect x="{_LEFT}" y="{top}" width="{_WIDE - _LEFT - 20}" height="{_ROW - 14}" '
-            'fill="#f5f5f5"/>'
-        )
+        parts.append(svg.text(14, top + 20, lane))
+        parts.append(svg.rect(_LEFT, top, _WIDE - _LEFT - 20, _ROW - 14, "#f5f5f5"))
         for begin, end, words, ink in spans:
             x, wide = _LEFT + begin * scale, (end - begin) * scale - 2
             parts.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{_ROW - 14}" '
-                f'fill="{ink}" fill-opacity="0.22" stroke="{ink}"/>'
+                svg.rect(x, top, wide, _ROW - 14, ink, more=f'fill-opacity="0.22" stroke="{ink}"')
             )
-            parts.append(draw_text(x + 6, top + 20, words, style=SMALL.replace("#666", "#222")))
+            parts.append(svg.text(x + 6, top + 20, words, style=svg.SMALL.replace("#666", "#222")))
     edge = _LEFT + 0.9 * scale
     below = 44 + _ROW * len(_LANES) - 8
-    parts.append(
-        f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="38" y2="{below}" stroke="#999" '
-        'stroke-dasharray="4 3"/>'
-    )
+    parts.append(svg.rule(edge, 38, edge, below, "#999", more='stroke-dasharray="4 3"'))
     notes = (
         "The forward of batch i+1 waits for the rows of 'ahead' and 'urgent', and the dense step.",
         "Gradients of rows that i+1 does not read are deferred to the next step's 'ahead'.",
     )
     for number, note in enumerate(notes):
-        parts.append(draw_text(14, below + 20 + 15 * number, note, style=SMALL))
+        parts.append(svg.text(14, below + 20 + 15 * number, note, style=svg.SMALL))
     top = lanes_high + 20
     title = "The layers: each imports only those below it"
-    parts.append(draw_text(14, top, title, more='font-weight="bold"'))
+    parts.append(svg.text(14, top, title, more='font-weight="bold"'))
     wide = (_WIDE - 28) / columns
     for number, layer in enumerate(layers):
         column, row = divmod(number, rows)
         x, y = 14 + column * wide, top + 14 + row * 40
         parts.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{wide - 8:.1f}" height="34" rx="4" fill="{BLUE}" '
-            f'fill-opacity="0.08" stroke="{BLUE}" stroke-opacity="0.4"/>'
+            svg.rect(
+                x,
+                y,
+                wide - 8,
+                34,
+                svg.BLUE,
+                more=f'rx="4" fill-opacity="0.08" stroke="{svg.BLUE}" stroke-opacity="0.4"',
+            )
         )
-        parts.append(draw_text(x + 8, y + 15, layer, more='font-weight="bold"'))
-        parts.append(draw_text(x + 8, y + 28, _ABOUT[layer], style=SMALL))
-    return close_svg(parts)
+        parts.append(svg.text(x + 8, y + 15, layer, more='font-weight="bold"'))
+        parts.append(svg.text(x + 8, y + 28, _ABOUT[layer], style=svg.SMALL))
+    return svg.finish(parts)

@@ -25,9 +25,7 @@ def bench() -> None:
 def _add(name: str, text: str, module: str) -> None:
     # The words after the name, --help among them, are the benchmark's to read.
     @bench.command(
-        name,
-        help=text,
-        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+        name, help=text, context_settings={"ignore_unknown_options": True, "help_option_names": []}
     )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     @exit_cleanly

@@ -4,8 +4,7 @@ the pages in docs; needs the repository.
 
 A figure whose results are missing is left out, with a message; it is drawn when they are there. In
 the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
-do not edit it. Pictures of a run need the run: staged/trace.py draws docs/figures/staged-trace.svg,
-staged/serial_figure.py draws serial_step.svg.
+do not edit it. staged/trace.py draws docs/figures/staged-trace.svg, from a run that it makes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from freescale_bench import headline
 from freescale_bench.architecture import draw_architecture, read_layers
 from freescale_bench.balance import figure as balance_figure
 from freescale_bench.balance import table as balance_table
-from freescale_bench.checkpoint.table import format_checkpoint
 from freescale_bench.common.markdown import (
     Results,
     Table,
@@ -32,25 +30,21 @@ from freescale_bench.common.markdown import (
 from freescale_bench.common.options import make_parser
 from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import read_result
-from freescale_bench.compress.table import format_compress_hosts, format_compress_quality
 from freescale_bench.faults import figure as faults_figure
 from freescale_bench.faults.table import format_faults, format_restarts
-from freescale_bench.host_tables.table import format_cgroup, format_peer
-from freescale_bench.hostwire.table import format_hostwire
+from freescale_bench.host_tables.table import format_peer
 from freescale_bench.kernels import figure as kernels_figure
 from freescale_bench.kernels.table import format_kernels
 from freescale_bench.ladder import figure as ladder_figure
 from freescale_bench.ladder.table import format_ladder, title_ladder
 from freescale_bench.overlap import figure as overlap_figure
 from freescale_bench.quality.table import format_quality, format_recbole, format_recipes
-from freescale_bench.segments.table import format_segments
 from freescale_bench.simulate import figure as simulate_figure
 from freescale_bench.simulate import table as simulate_table
 from freescale_bench.staged import figure as staged_figure
 from freescale_bench.staged.table import format_staged, format_staged_gpu
 from freescale_bench.torchrec.table import format_torchrec
 from freescale_bench.train.table import format_train
-from freescale_bench.workload import figure as workload_figure
 
 Part = Callable[[str], str]  # of a document, made for the way from it to the root
 
@@ -75,24 +69,6 @@ class Figure:
 
 
 PICTURES = (
-    Figure(
-        "workload",
-        "Sparsity and straggler % over history cap, batch and ranks",
-        ("workload-cpu",),
-        workload_figure.draw_shape,
-    ),
-    Figure(
-        "collisions",
-        "Collision % over ranks, catalogue and lengths",
-        ("workload-cpu",),
-        workload_figure.draw_collisions,
-    ),
-    Figure(
-        "kernel-ranks",
-        "Time of dispatch and combine over ranks",
-        ("kernels-h200",),
-        kernels_figure.draw_over_ranks,
-    ),
     Figure(
         "kernels",
         "Share of the GPU that each kernel reaches",
@@ -161,7 +137,6 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "quality": (("quality-cpu",), format_quality),
     "recipes": (("quality-*-*",), format_recipes),
     "recbole": (("quality-*-recbole-cpu",), format_recbole),
-    "checkpoint": (("checkpoint-cpu",), format_checkpoint),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),
     "snapshot": (("snapshot-*",), format_claims),
     "faults": (("faults-*",), format_faults),
@@ -169,19 +144,13 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),
-    "dynamic": (("dynamic-cpu",), format_claims),
     "dynamic-batch": (("dynamic-h200",), format_claims),
     "dynamic-step": (("dynamic-4ranks-h200",), format_claims),
     "simulate-recovery": (("simulate-recovery-*",), format_claims),
     "host-tables": (("host_tables-h200",), format_claims),
     "host-tables-4": (("host_tables-4ranks-h200",), format_claims),
     "host-tables-torchrec": (("host_tables-torchrec-h200",), format_peer),
-    "host-tables-cgroup": (("host_tables-cgroup-cpu",), format_cgroup),
-    "hostwire": (("hostwire-hosts",), format_hostwire),
     "kernels": (("kernels-h200",), format_kernels),
-    "compress": (("compress-hosts",), format_compress_hosts),
-    "compress-quality": (("compress-quality-cpu",), format_compress_quality),
-    "segments": (("segments-cpu",), format_segments),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "torchrec-parity": (("torchrec-parity-cpu",), format_claims),
@@ -296,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pictures, parts, left_out = make_everything(root / "benchmarks" / "results")
     figures = root / "docs" / "figures"
     wanted = {figures / name: picture for name, picture in pictures.items()}
-    lengths = balance_figure.read_lengths(None, 128)
+    lengths = balance_figure.draw_lengths(128)
     wanted[figures / "balance.svg"] = balance_figure.draw_balance(lengths, 8)
     wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
     for path, depth in find_documents(root):

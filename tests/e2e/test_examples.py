@@ -11,7 +11,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from helpers.command import Begun, freescale
+from helpers.command import freescale
 from helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,19 +134,3 @@ def test_generate_and_train_on_it(tmp_path):
     run_freescale("train", "--data", data, *where, *options.split())
     assert json.loads((folder / "ledger.json").read_text())["steps"] == 6
     assert list((folder / "tensorboard").glob("events.*"))
-
-
-def test_picture_of_a_run(tmp_path):
-    data, folder = tmp_path / "histories.parquet", tmp_path / "run"
-    run_freescale(
-        "generate", data, *["--users", "64", "--items", "300", "--median", "10", "--cap", "30"]
-    )
-    options = "--global-batch 16 --steps 4 --width 8 --device cpu"
-    run_freescale("train", "--data", data, "--folder", folder, *options.split())
-    picture = tmp_path / "step.svg"
-    module = "freescale_bench.staged.serial_figure"
-    with Begun(folder, picture, "--first", 1, module=module) as begun:
-        done = begun.ended()
-    assert done.returncode == 0, done.stderr
-    drawn = picture.read_text()
-    assert drawn.startswith("<svg") and "forward" in drawn and "rank 0: network" in drawn

@@ -33,8 +33,9 @@ done
 for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 mps
 # Alone: several ranks, or most of the memory. A process that has used most of it keeps it: the ranks of the ladder come after it.
-for name in "(nccl or 32_bits) and not ladder" "nccl and ladder"; do
-  python3 -m pytest tests/gpu -p no:cacheprovider -o addopts= -v -rfEs --tb=short -k "$name" >"$folder/part.alone.${name: -6}.log" 2>&1 || failed=1
+alone=("(nccl or 32_bits) and not ladder" "nccl and ladder")
+for number in "${!alone[@]}"; do
+  python3 -m pytest tests/gpu -p no:cacheprovider -o addopts= -v -rfEs --tb=short -k "${alone[number]}" >"$folder/part.alone.$number.log" 2>&1 || failed=1
 done
 for log in "$folder"/part.*.log; do
   grep -E "^(FAILED|ERROR|SKIPPED|E  )" "$log" || true

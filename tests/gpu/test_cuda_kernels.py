@@ -1,11 +1,9 @@
-"""Moves, rows and masks on a GPU: every case of the interpreter, and what only a GPU can show."""
+"""Rows and masks on a GPU: every case of the interpreter, and what only a GPU can show."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from freescale_bench.kernels import jagged, triton_jagged
 from helpers import kernel_cases
 
 from freescale.kernels.requests import triton as triton_unique
@@ -25,9 +23,9 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("case", [*kernel_cases.JAGGED, *kernel_cases.ROWS])
+@pytest.mark.parametrize("case", kernel_cases.ROWS)
 def test_equals_its_twin(case):
-    found = (kernel_cases.JAGGED | kernel_cases.ROWS)[case]("cuda")
+    found = kernel_cases.ROWS[case]("cuda")
     assert kernel_cases.holds(found), found
 
 
@@ -71,39 +69,7 @@ def test_a_row_does_not_depend_on_the_others(name):
         )
 
 
-def lognormal(samples, seed=0):
-    return np.minimum(
-        np.random.default_rng(seed).lognormal(np.log(3000), 1.0, samples).astype(np.int64), 21000
-    )
-
-
-@pytest.mark.parametrize("ranks", [2, 32, 512])
-def test_dispatch_and_combine_of_a_rank(ranks):
-    """128 samples, ids and a 128-wide payload: there and back through a message."""
-    generator = np.random.default_rng(ranks)
-    lengths = np.stack([lognormal(128), lognormal(128, 1)])
-    counts = np.bincount(generator.integers(0, ranks, 128), minlength=ranks)
-    order = generator.permutation(128)
-    for dtype, shapes in ((torch.int64, [(), ()]), (torch.bfloat16, [(128,), (128,)])):
-        plan = jagged.plan_dispatch(lengths, order, counts, shapes)
-        values = [
-            (torch.randn(n, *s, device="cuda") * 1000).to(dtype)
-            for n, s in zip(plan.source.rows, shapes)
-        ]
-        (message,) = triton_jagged.move(values, plan)
-        assert (
-            torch.equal(message, jagged.move(values, plan)[0])
-            and sum(plan.splits) == message.numel()
-        )
-        combined = triton_jagged.move(
-            [message], jagged.plan_combine(lengths[:, order], counts, shapes)
-        )
-        permuted = jagged.move(values, jagged.plan_permute(lengths, order, shapes))
-        assert all(torch.equal(a, b) for a, b in zip(combined, permuted, strict=True))
-
-
 def test_nothing_synchronizes_but_the_sizes():
-    plan = kernel_cases.plans([[900, 3, 0, 50]], [(128,)])["dispatch"]
     values = torch.randn(953, 128, device="cuda").requires_grad_()
     index = torch.randint(0, 953, (4000,), device="cuda")
     weight, total = torch.randn(953, 128, device="cuda"), torch.zeros(953, 128, device="cuda")
@@ -112,8 +78,6 @@ def test_nothing_synchronizes_but_the_sizes():
     torch.use_deterministic_algorithms(False)  # filling memory is no part of it
 
     def step():
-        (message,) = triton_jagged.move([values], plan)
-        message.backward(torch.ones_like(message))
         triton_rows.read_rows(values, index).backward(torch.ones(4000, 128, device="cuda"))
         triton_unique.deduplicate(index, edges)
         triton_unique.collision_masks(index, index[:99])
@@ -181,18 +145,3 @@ def test_tables_of_more_elements_than_32_bits_can_count():
     for table, expected in zip((weight, *states.values()), small, strict=True):
         torch.testing.assert_close(table[numbers], expected, rtol=2e-6, atol=1e-6)
     assert not states["second"][1:5].any() and not states["second"][6 : count // 2].any()
-
-
-def test_moves_of_more_elements_than_32_bits_can_count():
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GiB")
-    torch.use_deterministic_algorithms(False)
-    lengths = np.array([[9_000_000, 5, 9_000_000, 3]])  # 128 wide: 2.3e9 elements
-    plan = jagged.plan_permute(lengths, [2, 3, 0, 1], [(128,)])
-    value = torch.empty(18_000_008, 128, dtype=torch.bfloat16, device="cuda").normal_()
-    (moved,) = triton_jagged.move([value], plan)
-    parts = value.split(lengths[0].tolist())
-    for piece, number in zip(
-        moved.split(lengths[0, [2, 3, 0, 1]].tolist()), (2, 3, 0, 1), strict=True
-    ):
-        assert torch.equal(piece, parts[number])

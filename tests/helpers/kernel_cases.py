@@ -1,4 +1,4 @@
-"""Cases for the Triton moves, rows and masks, against their plain twins. As a program: through the
+"""Cases for the Triton rows and masks, against their plain twins. As a program: through the
 interpreter, as JSON.
 
 Memory that nothing has written is poison here: NaN, or the largest integer.
@@ -11,7 +11,6 @@ import sys
 
 import numpy as np
 import torch
-from freescale_bench.kernels import jagged, triton_jagged
 
 from freescale.embedding.layout import choose_stride, spread_ids
 from freescale.kernels.marks import ALL, mark_rows
@@ -29,90 +28,6 @@ from freescale.kernels.row_updates import triton as triton_row_updates
 from freescale.kernels.rows import reference as rows
 from freescale.kernels.rows import triton as triton_rows
 from freescale.kernels.rows.gradients import RowGradients
-
-LENGTHS = {
-    "mixed": [[3, 0, 1, 700, 5], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]],
-    "equal": [[64] * 6, [64] * 6],
-    "one giant": [[2, 0, 21000, 1]],
-    "thousands of ones": [[1] * 3000],
-    "21,000": [[21000, 500, 21000]],
-    "one sample": [[7], [0]],
-    "all empty": [[0, 0, 0], [0, 0, 0]],
-    "no sample": [[], []],
-}
-SHAPES = {"ids": (), "rows": (128,), "odd": (3,), "planes": (2, 4)}
-MOVES = {
-    **{f"{name}, ids": (name, "ids", "int64") for name in LENGTHS},
-    "mixed, bf16 rows": ("mixed", "rows", "bfloat16"),
-    "mixed, odd bytes": ("mixed", "odd", "uint8"),
-    "mixed, odd bf16": ("mixed", "odd", "bfloat16"),
-    "equal, planes": ("equal", "planes", "float32"),
-    "mixed, flags": ("mixed", "ids", "bool"),
-    "mixed, doubles": ("mixed", "odd", "float64"),
-}
-
-
-def plans(lengths, shapes, seed=0, ranks=5):
-    """The four moves for [features, samples] lengths."""
-    table = np.array(lengths, np.int64).reshape(len(lengths), -1)
-    generator = np.random.default_rng(seed)
-    samples = table.shape[1]
-    order = generator.permutation(samples)
-    counts = np.bincount(generator.integers(0, ranks, samples), minlength=ranks)
-    return {
-        "permute": jagged.plan_permute(table, order, shapes),
-        "dispatch": jagged.plan_dispatch(table, order, counts, shapes),
-        "combine": jagged.plan_combine(table[:, order], counts, shapes),
-        "transpose": jagged.plan_transpose(table, shapes),
-    }
-
-
-def drawn(side, dtype, device):
-    return [
-        (torch.randn(n, *shape) * 100).to(dtype).to(device)
-        for n, shape in zip(side.rows, side.shapes)
-    ]
-
-
-def moves(name, shape, dtype, device="cpu"):
-    """Which of the four give the twin's bits and gradients, and come back by their inverse."""
-    dtype, equal = getattr(torch, dtype), {}
-    for kind, plan in plans(LENGTHS[name], [SHAPES[shape]] * len(LENGTHS[name])).items():
-        values = drawn(plan.source, dtype, device)
-        leaves = [
-            [value.clone().requires_grad_(dtype.is_floating_point) for value in values]
-            for _ in range(2)
-        ]
-        expected, ours = jagged.move(leaves[0], plan), triton_jagged.move(leaves[1], plan)
-        back = triton_jagged.move([x.detach() for x in ours], plan.inverse)
-        same = [*zip(expected, ours, strict=True), *zip(values, back, strict=True)]
-        if dtype.is_floating_point:
-            weights = drawn(plan.target, dtype, device)
-            same += zip(
-                *(
-                    torch.autograd.grad(out, leaf, weights)
-                    for out, leaf in zip((expected, ours), leaves)
-                ),
-                strict=True,
-            )
-        equal[kind] = all(
-            a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in same
-        )
-    return equal
-
-
-def moved_views(device="cpu"):
-    """Inputs that are not contiguous, or not aligned, and a gradient that is expanded or
-    missing."""
-    plan = plans([[4, 0, 9], [2, 5, 1]], [(6,), ()])["permute"]
-    wide, long = torch.randn(6, 13, device=device), torch.randn(9, device=device)
-    results = []
-    for function in (jagged.move, triton_jagged.move):
-        a, b = wide.clone().requires_grad_(), long.clone().requires_grad_()
-        first, _ = function([a.t(), b[1:]], plan)
-        results.append([first.detach(), *torch.autograd.grad(first.sum(), [a, b])])
-    return {"views": all(torch.equal(x, y) for x, y in zip(*results, strict=True))}
-
 
 # ---- rows
 
@@ -496,9 +411,6 @@ def copies(width, device):
 
 
 WIDTHS = (1, 12, 128)
-JAGGED = {
-    name: lambda device, case=case: moves(*case, device=device) for name, case in MOVES.items()
-} | {"views": moved_views}
 ROWS = {
     **{
         f"{name} {width}": lambda device, n=name, w=width: optimizer(n, w, device)
@@ -537,11 +449,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     triton_row_sums.CHUNK = 8  # long rows, and few values: the interpreter is slow
-    print(
-        json.dumps(
-            {
-                name: case("cpu")
-                for name, case in {"jagged": JAGGED, "rows": ROWS}[sys.argv[1]].items()
-            }
-        )
-    )
+    print(json.dumps({name: case("cpu") for name, case in {"rows": ROWS}[sys.argv[1]].items()}))

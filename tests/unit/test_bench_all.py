@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from freescale_bench import BENCHMARKS
@@ -20,7 +19,6 @@ from freescale_bench.command import bench
 from freescale_bench.common import repository, results, torchrec
 from freescale_bench.common.repository import find_commit
 from freescale_bench.registry import Benchmark, Machine, choose, find_done, read_registry
-from freescale_bench.workload import bench as bench_workload
 
 from freescale.cli.main import main
 
@@ -112,17 +110,17 @@ def test_what_a_machine_lacks():
 
 def test_only_keeps_the_order_and_refuses_others():
     registry = read_registry()
-    assert [one.name for one in choose(registry, ["memory", "workload"])] == ["workload", "memory"]
-    with pytest.raises(ValueError, match="no benchmark nonsense; there is workload"):
+    assert [one.name for one in choose(registry, ["kernels", "balance"])] == ["balance", "kernels"]
+    with pytest.raises(ValueError, match="no benchmark nonsense; there is balance"):
         choose(registry, ["nonsense"])
 
 
 def stand_ins(commit: str = "unknown") -> list[Benchmark]:
     return [
-        Benchmark("fails", "workload", "fails.json", [], 1),
-        Benchmark("silent", "workload", "silent.json", [], 1),
-        Benchmark("good", f"workload good.json {commit}", "good.json", [], 1),
-        Benchmark("slow link", "workload", "x.json", ["hosts"], 1),
+        Benchmark("fails", "balance", "fails.json", [], 1),
+        Benchmark("silent", "balance", "silent.json", [], 1),
+        Benchmark("good", f"balance good.json {commit}", "good.json", [], 1),
+        Benchmark("slow link", "balance", "x.json", ["hosts"], 1),
     ]
 
 
@@ -206,7 +204,7 @@ def test_torchrec_that_cannot_be_set_up_leaves_out_its_benchmarks(tmp_path, monk
 
 def test_list_as_a_command(capfd):
     done = CliRunner().invoke(main, ["bench", "all", "--list"])
-    assert done.exit_code == 0 and "workload-cpu.json" in done.output and "about" in done.output
+    assert done.exit_code == 0 and "balance-cpu.json" in done.output and "about" in done.output
     wrong = CliRunner().invoke(main, ["bench", "all", "--only", "nonsense"])
     assert wrong.exit_code == 1
 
@@ -217,7 +215,7 @@ def test_results_go_where_they_are_told(tmp_path, capsys):
         "cpu",
         "a command",
         [{"arm": "x"}],
-        [results.claim("fast", 1, 2, "s", at_least=False)],
+        [results.at_most("fast", 1, 2, "s")],
         to=results.Destination(tmp_path / "new"),
     )
     assert path == tmp_path / "new" / "tiny-cpu.json" and str(path) in capsys.readouterr().out
@@ -227,26 +225,6 @@ def test_results_go_where_they_are_told(tmp_path, capsys):
         and kept["claims"][0]["holds"] is False
         and kept["commit"] == find_commit(ROOT)
     )
-
-
-def test_the_workload_benchmark():
-    none, fixed, greedy = bench_workload.measure_shape("batch", 32)
-    assert none["ranks"] == 64 and none["sparsity_percent"]["median"] == pytest.approx(75, abs=4)
-    assert (
-        none["straggler_percent"]["median"]
-        > 5 * fixed["straggler_percent"]["median"]
-        > greedy["straggler_percent"]["median"]
-    )
-    lengths = np.array([10, 5, 1, 1])
-    assert bench_workload.measure_sparsity(lengths, np.array([0, 0, 1, 1]), 2) == pytest.approx(
-        (0.25 + 0.0) / 2
-    )
-    few, many = (
-        bench_workload.expect_collisions("ranks", ranks)["collision_percent"] for ranks in (8, 64)
-    )
-    assert 30 < few < many < 70
-    drawn, expected = bench_workload.draw_collisions(4)
-    assert drawn["collision_percent"] == pytest.approx(expected["collision_percent"], abs=2)
 
 
 def test_without_a_repository_results_go_to_the_folder_at_hand(tmp_path, monkeypatch):
@@ -269,10 +247,12 @@ def test_without_a_repository_torchrec_is_left_out_in_one_line(monkeypatch, caps
 @pytest.mark.parametrize(
     ("old", "new"),
     {
-        ".venv/bin/python benchmarks/bench_workload.py": "freescale bench workload",
-        "bash benchmarks/peer/setup.sh && .venv-peer/bin/python benchmarks/bench_priority.py --x": (
-            "freescale bench staged --x"
+        ".venv/bin/python benchmarks/bench_balance.py --x": "freescale bench balance --x",
+        "torchrun --nproc-per-node 4 benchmarks/bench_priority_gpu.py --turns 8": (
+            "freescale bench staged --device cuda --nproc 4 --turns 8"
         ),
+        "freescale bench snapshot --nproc 4": "freescale bench checkpoint snapshots --nproc 4",
+        "freescale bench snapshot restore": "freescale bench checkpoint restore",
         "torchrun --nproc-per-node 4 benchmarks/bench_balance_measured.py --device cuda": (
             "freescale bench balance measured --nproc 4 --device cuda"
         ),

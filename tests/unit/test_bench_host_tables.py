@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from freescale_bench.common.workload import Workload, make_batches
 from freescale_bench.host_tables.bench import collect_figures
-from freescale_bench.host_tables.setting import WARMUP, choose_setting
+from freescale_bench.host_tables.setting import choose_setting
 from freescale_bench.train.files import write_interactions
+from freescale_bench.train.trained import WARMUP
 
 
 def test_sizes_of_an_h200():

@@ -45,7 +45,7 @@ def test_crossover():
 
 
 def test_pec_trains_as_torchrecs_base_pipeline_does():
-    from freescale_bench.common.pinned import run_pinned_ranks
+    from freescale_bench.common.hosts import Loopback
     from freescale_bench.common.torchrec import has_pec
     from freescale_bench.common.workload import Workload
     from freescale_bench.ladder.arms import BASE, PEC, train_alone
@@ -54,6 +54,6 @@ def test_pec_trains_as_torchrecs_base_pipeline_does():
         pytest.skip("TorchRec has it from 1.9 on")
     sizes = dict(rows=300, width=16, samples=4, median_length=8, maximum_length=30, steps=6)
     workload = Workload(**sizes, row_optimizer="sgd", row_learning_rate=5.0)
-    base, pec = (run_pinned_ranks(2, train_alone, workload, name, 6) for name in (BASE, PEC))
+    base, pec = (Loopback(2).run(train_alone, workload, name, 6) for name in (BASE, PEC))
     assert pec[0]["losses"] == pytest.approx(base[0]["losses"], rel=1e-6)
     assert base[0]["losses"][0] != base[0]["losses"][-1]

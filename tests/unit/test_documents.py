@@ -62,7 +62,6 @@ def test_every_result_that_a_calibration_names_exists():
 def test_every_picture_is_made_from_a_result_or_of_a_run():
     of_runs = {
         "staged-trace.svg",
-        "serial_step.svg",
         "balance.svg",
         "architecture.svg",
         "report-light.png",

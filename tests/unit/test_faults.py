@@ -18,8 +18,8 @@ from faults.plan import KINDS, count_steps, order_worlds, plan_faults, put_off
 from faults.proof import compare_logs, compare_states, read_log
 from faults.reporter import LAUNCHER
 from faults.setting import read_ranks
-from freescale_bench.faults.bench import Options
 from freescale_bench.faults.claims import is_exact
+from freescale_bench.faults.options import Options
 
 from freescale.launch import ranks, signals
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from freescale_bench.common import jobs as common_jobs
 from freescale_bench.faults import jobs
-from freescale_bench.faults.bench import Options
+from freescale_bench.faults.options import Options
 
 # Stands for the program: the first two wait for each other; the row counts those before it.
 _PROGRAM = """

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from freescale_bench.common.workload import Dense, Workload, make_batches
@@ -41,30 +39,6 @@ def test_consecutive_batches_share_what_was_asked(sigma, world):
         assert all(ids.numel() == lengths.sum() for ids, lengths, _ in rank)
     if sigma:
         assert max(int(lengths.max()) for _, lengths, _ in ranks[0]) > 3 * 60
-
-
-def test_histories_of_a_file(tmp_path):
-    """Every user once, with its latest items in the order of time."""
-    users, items, times = [7, 3, 7, 3, 7, 9, 3], [50, 10, 51, 11, 50, 12, 13], [5, 1, 6, 2, 9, 3, 4]
-    pq.write_table(
-        pa.table({"user_id": users, "item_id": items, "timestamp": times}),
-        tmp_path / "events.parquet",
-    )
-    workload = replace(
-        SKEWED,
-        collisions=None,
-        file=str(tmp_path / "events.parquet"),
-        samples=1,
-        steps=3,
-        maximum_length=2,
-    )
-    numbers = {item: place for place, item in enumerate(sorted(set(items)))}
-    found = [ids.tolist() for ids, _, _ in make_batches(workload, 0, 1)]
-    assert sorted(found) == sorted(
-        [[numbers[12]], [numbers[11], numbers[13]], [numbers[51], numbers[50]]]
-    )
-    with pytest.raises(ValueError, match="has 3 users"):
-        make_batches(replace(workload, steps=2, samples=2), 0, 1)
 
 
 def test_a_sample_does_not_depend_on_the_others():

@@ -1,5 +1,5 @@
 """Balancing. `predicted` (default): partitioners over lengths, batches and ranks by the cost model,
-and measured planning times; with --device cuda the planning times of the GPU. `measured`: straggler
+and measured planning times. `measured`: straggler
 % and step time of real ranks, 2 pinned CPU ranks or, with --device cuda, GPU ranks that may share
 one GPU through MPS."""
 
@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     from freescale_bench.balance import bench
 
-    run = bench.bench_planning_on_gpu if options.device == "cuda" else bench.bench_predicted
-    run(options.seeds, options.repetitions, to)
+    bench.bench_predicted(options.seeds, options.repetitions, to)
     return 0
 
 

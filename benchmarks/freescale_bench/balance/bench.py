@@ -3,8 +3,7 @@ tokens moved, planning time.
 
 Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; costs
 have L^2 and L terms that are equal at L = 3,072. Everything here is predicted from these costs but
-the planning time, which is measured on one core; on a GPU, copies and the wait for the result
-included.
+the planning time, which is measured on one core.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import time
 import numpy as np
 
 from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.lookup import PARTITIONERS, find_partitioner
+from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign
-from freescale.ledger.machine import get_gpu_name
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.spread import spread
 
 MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)
@@ -95,42 +93,32 @@ def make_claims(rows: list[Row]) -> list[Claim]:
     none, zigzag = pick("none", **shape)[0], pick("fixed", **shape)[0]
     heavy = {"cap": 21_000, "median": 800, "batch": 128}
     claims = [
-        claim(
+        at_most(
             "greedy above the bound, 32 samples a rank and more (worst)",
             0.5,
             worst(large, "above_bound_percent"),
             "%",
-            at_least=False,
         ),
-        claim(
+        at_most(
             "greedy above the bound, 8 samples a rank (worst)",
             1.0,
             worst(pick("greedy", batch=8, **free), "above_bound_percent"),
             "%",
-            at_least=False,
         ),
-        claim(
+        at_most(
             "local above the bound, 32 and more (worst)",
             1.0,
             worst(near, "above_bound_percent"),
             "%",
-            at_least=False,
         ),
-        claim(
-            "local: tokens moved, 32 and more (most)",
-            15.0,
-            worst(near, "moved_percent"),
-            "%",
-            at_least=False,
-        ),
-        claim(
+        at_most("local: tokens moved, 32 and more (most)", 15.0, worst(near, "moved_percent"), "%"),
+        at_least(
             "fixed: times less straggler than none at 21,000/128/64",
             9.0,
             none["straggler_percent"] / zigzag["straggler_percent"],
             "x",
-            at_least=True,
         ),
-        claim(
+        at_least(
             (
                 "Karmarkar-Karp's largest load over greedy's on heavy tails (800/21,000/128, least "
                 "over ranks)"
@@ -143,7 +131,6 @@ def make_claims(rows: list[Row]) -> list[Claim]:
                 )
             ),
             "x",
-            at_least=True,
         ),
     ]
     for arm, ranks, asked in (
@@ -154,12 +141,11 @@ def make_claims(rows: list[Row]) -> list[Claim]:
     ):
         slowest = max(r["planning_ms"]["median"] for r in pick(arm, batch=128, ranks=ranks))
         claims.append(
-            claim(
+            at_most(
                 f"{arm}: planning {ranks} ranks x 128 on one core (slowest median)",
                 asked,
                 slowest,
                 "ms",
-                at_least=False,
             )
         )
     return claims
@@ -185,37 +171,3 @@ def bench_predicted(seeds: int, repetitions: int, to: Destination) -> None:
         cost={"equal_at": 3072},
         predicted="all but planning_ms",
     )
-
-
-def bench_planning_on_gpu(seeds: int, repetitions: int, to: Destination) -> None:
-    """Planning times of `fixed` on a GPU, beside the host's."""
-    rows, claims = [], []
-    for ranks, asked in ((256, 1.0), (1024, 10.0)):
-        on_host, on_device = [], []
-        partitioner = find_partitioner("fixed", "cuda")
-        for seed in range(seeds):
-            problem = make_problem(3000, 21_000, 128, ranks, seed)
-            measure_planning(problem, partitioner, 3)  # the first calls load kernels and pin memory
-            expected, host_times = measure_planning(problem, PARTITIONERS["fixed"], repetitions)
-            found, times = measure_planning(problem, partitioner, repetitions)
-            if not (found.rank_of == expected.rank_of).all():
-                raise SystemExit("fixed on the GPU differs from fixed on the host")
-            on_host += host_times
-            on_device += times
-        for where, taken in (("host", on_host), ("gpu", on_device)):
-            rows.append(
-                {
-                    "arm": f"fixed on the {where}",
-                    "ranks": ranks,
-                    "batch": 128,
-                    "planning_ms": spread(taken),
-                }
-            )
-        median = spread(on_device)["median"]
-        claims.append(
-            claim(
-                f"fixed: planning {ranks} ranks x 128 on a GPU", asked, median, "ms", at_least=False
-            )
-        )
-    command = f"freescale bench balance --device cuda --seeds {seeds} --repetitions {repetitions}"
-    write("balance", get_gpu_name(), command, rows, claims, to=to)

@@ -1,17 +1,12 @@
 """Balancing: the predicted cost of each rank before and after it, and straggler % with and without
 it.
 
-    python -m freescale_bench.balance.figure OUT.svg --data histories.parquet --ranks 8
-
-draws the first for histories of your own. Without --data: log-normal lengths (median 3,000, sigma
-1, cap 21,000).
+The first is of log-normal lengths: median 3,000, sigma 1, cap 21,000.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,48 +14,16 @@ import numpy as np
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Problem, assign
-from freescale_bench.common.drawing import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    TEAL,
-    TEXT,
-    VIOLET,
-    Axes,
-    Bar,
-    Line,
-    close_svg,
-    draw_bars,
-    draw_caption,
-    draw_legend,
-    draw_text,
-    open_svg,
-    save,
-)
+from freescale_bench.common import drawing as svg
 from freescale_bench.simulate.figure import make_axes_over_lengths
 
 WIDTH, LEFT, ROW, GAP = 250, 60, 16, 30
 SHADES = ("#4c78a8", "#7a9cc6")  # neighbouring samples
 
 
-def read_lengths(path: Path | None, samples: int) -> np.ndarray:
-    if path is None:
-        random = np.random.default_rng(0)
-        return np.clip(
-            np.rint(np.exp(random.normal(np.log(3000), 1.0, samples))), 1, 21_000
-        ).astype(np.int64)
-    from freescale.data.batches.loader import Histories
-    from freescale.data.batches.specs import NegativeSpec, SampleSpec, SplitSpec
-
-    data = Histories(
-        path,
-        samples,
-        sample=SampleSpec(max_length=21_000),
-        split=SplitSpec("none"),
-        negatives=NegativeSpec(1, in_batch_share=0.0),
-    )
-    return data.batch(0).sequences["history"].lengths.numpy()
+def draw_lengths(samples: int) -> np.ndarray:
+    drawn = np.exp(np.random.default_rng(0).normal(np.log(3000), 1.0, samples))
+    return np.clip(np.rint(drawn), 1, 21_000).astype(np.int64)
 
 
 def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) -> list[str]:
@@ -68,7 +31,7 @@ def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) 
     found = assign(problem, PARTITIONERS[name])
     share = 100 * found.moved_tokens / max(1, problem.tokens.sum())
     title = f"{name}: {found.straggler_percent:.1f} % straggler, {share:.0f} % of tokens moved"
-    parts = [f'<text x="{x}" y="{y - 8}" {TEXT}>{title}</text>']
+    parts = [f'<text x="{x}" y="{y - 8}" {svg.TEXT}>{title}</text>']
     scale = WIDTH / largest
     for rank in range(problem.ranks):
         mine = np.sort(problem.costs[found.rank_of == rank])[::-1]
@@ -76,17 +39,11 @@ def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) 
         for place, cost in enumerate(mine):
             width = cost * scale
             top = y + rank * ROW
-            parts.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{width:.2f}" height="{ROW - 3}" '
-                f'fill="{SHADES[place % 2]}"/>'
-            )
+            parts.append(svg.rect(left, top, width, ROW - 3, SHADES[place % 2]))
             left += width
     mean = x + found.loads.mean() * scale
     bottom = y + problem.ranks * ROW
-    parts.append(
-        f'<line x1="{mean:.1f}" x2="{mean:.1f}" y1="{y - 4}" y2="{bottom}" '
-        'stroke="#e45756" stroke-width="1.5"/>'
-    )
+    parts.append(svg.rule(mean, y - 4, mean, bottom, "#e45756", more='stroke-width="1.5"'))
     return parts
 
 
@@ -96,15 +53,15 @@ def draw_balance(lengths: np.ndarray, ranks: int) -> str:
     names = ("none", "fixed", "local", "greedy")
     largest = max(assign(problem, PARTITIONERS[name]).loads.max() for name in names)
     height = 2 * (ranks * ROW + GAP + 24) + 20
-    parts = open_svg(2 * (WIDTH + LEFT) + 60, height)
+    parts = svg.begin(2 * (WIDTH + LEFT) + 60, height)
     for place, name in enumerate(names):
         x = LEFT + (place % 2) * (WIDTH + LEFT + 20)
         y = 34 + (place // 2) * (ranks * ROW + GAP + 24)
         parts += draw_panel(problem, name, x, y, largest)
         if place % 2 == 0:
-            parts.append(draw_text(8, y + ranks * ROW / 2, "ranks"))
+            parts.append(svg.text(8, y + ranks * ROW / 2, "ranks"))
     parts.append(
-        draw_text(
+        svg.text(
             LEFT,
             height - 8,
             (
@@ -113,20 +70,26 @@ def draw_balance(lengths: np.ndarray, ranks: int) -> str:
             ),
         )
     )
-    return close_svg(parts)
+    return svg.finish(parts)
 
 
 # ---- with and without
 
-ARMS = {"none": RED, "greedy": BLUE, "local": TEAL, "adapted": GREEN}
-PREDICTED = {"none": RED, "fixed": ORANGE, "greedy": BLUE, "local": TEAL, "karmarkar_karp": VIOLET}
+ARMS = {"none": svg.RED, "greedy": svg.BLUE, "local": svg.TEAL, "adapted": svg.GREEN}
+PREDICTED = {
+    "none": svg.RED,
+    "fixed": svg.ORANGE,
+    "greedy": svg.BLUE,
+    "local": svg.TEAL,
+    "karmarkar_karp": svg.VIOLET,
+}
 
 
 def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
     """Measured by the ledger on real ranks; predicted over ranks and over the longest history."""
     left, top, wide = 76.0, 56.0, 150.0
     parts = [
-        draw_text(left - 60, 22, "straggler % as the ledger measured it", more='font-weight="bold"')
+        svg.text(left - 60, 22, "straggler % as the ledger measured it", more='font-weight="bold"')
     ]
     measured = {
         name: result for name, result in used.items() if name.startswith("balance-measured")
@@ -136,7 +99,7 @@ def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
     for result in measured.values():
         rows = {row["arm"]: row for row in result["rows"]}
         made = [
-            Bar(
+            svg.Bar(
                 arm,
                 rows[arm]["straggler_percent"],
                 f"{rows[arm]['straggler_percent']:.1f} %",
@@ -145,7 +108,7 @@ def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
             for arm in ARMS
         ]
         device = "GPU ranks on one H200" if result["machine"]["gpu"] else "CPU ranks"
-        parts += draw_bars(
+        parts += svg.bars(
             f"{rows['none']['ranks']} {device}", made, x, top, wide, names=x == left, most=most
         )
         x += wide + 130
@@ -156,7 +119,7 @@ def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
         if (row["median"], row["cap"], row["batch"]) == (3000, 21_000, 128)
     ]
     lines = [
-        Line(
+        svg.Line(
             arm,
             [(row["ranks"], row["straggler_percent"]) for row in grid if row["arm"] == arm],
             ink,
@@ -165,12 +128,14 @@ def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
         for arm, ink in PREDICTED.items()
     ]
     ticks = [(row["ranks"], str(row["ranks"])) for row in grid if row["arm"] == "none"]
-    by_ranks = Axes(
+    by_ranks = svg.Axes(
         "straggler %, predicted by the cost model", "ranks of 128 samples", ticks, lines, wide=320
     )
     simulated = make_axes_over_lengths(used["simulate-paper"]["rows"])
-    again = [Line(line.name, line.points, PREDICTED[line.name], True) for line in simulated.lines]
-    by_length = Axes(
+    again = [
+        svg.Line(line.name, line.points, PREDICTED[line.name], True) for line in simulated.lines
+    ]
+    by_length = svg.Axes(
         "straggler %, predicted by the simulator, 64 GPUs",
         simulated.below,
         simulated.ticks,
@@ -178,27 +143,11 @@ def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
         wide=320,
     )
     parts += by_ranks.draw(50, below) + by_length.draw(480, below)
-    inks, taken = draw_legend(lines, 50, below + 240, 700)
+    inks, taken = svg.legend(lines, 50, below + 240, 700)
     bottom = below + 240 + taken + 4
     note = (
         "Full bars: measured (adapted: greedy with --balance-adapt). Dashed lines, hollow "
         "dots: predicted."
     )
-    words, tall = draw_caption(50, bottom, 800, used, note)
-    return close_svg([*open_svg(860, bottom + tall), *parts, *inks, *words])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--global-batch", type=int, default=128)
-    options = parser.parse_args()
-    save(options.out, draw_balance(read_lengths(options.data, options.global_batch), options.ranks))
-
-
-if __name__ == "__main__":
-    main()
+    words, tall = svg.caption(50, bottom, 800, used, note)
+    return svg.finish([*svg.begin(860, bottom + tall), *parts, *inks, *words])

@@ -28,9 +28,9 @@ from freescale.ledger.machine import get_gpu_name
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale_bench.common.pinned import run_pinned_ranks
+from freescale_bench.common.hosts import Loopback
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Destination, claim, write
+from freescale_bench.common.results import Destination, at_most, write
 from freescale_bench.common.spread import spread
 
 ARMS = ("none", "greedy", "local", "adapted")
@@ -40,24 +40,14 @@ SECONDS = 120.0  # that a collective may take there
 LEARNED = 50  # steps after which the adapted cost must predict
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
-        "samples": 12,
-        "median": 150,
-        "cap": 1500,
-        "width": 64,
-        "layers": 2,
-        "heads": 2,
+        "samples": 12, "median": 150, "cap": 1500, "width": 64, "layers": 2, "heads": 2,
         "items": 20_000,
     },
     "cuda": {
-        "samples": 16,
-        "median": 3000,
-        "cap": 21_000,
-        "width": 256,
-        "layers": 4,
-        "heads": 4,
+        "samples": 16, "median": 3000, "cap": 21_000, "width": 256, "layers": 4, "heads": 4,
         "items": 20_000,
     },
-}
+}  # fmt: skip
 
 
 def make_batches(shape: dict[str, int], rank: int, steps: int) -> list[SequenceBatch]:
@@ -206,12 +196,7 @@ def measure_on_cpu(
 
 
 def report(
-    figures: dict[str, Any],
-    world: int,
-    device: str,
-    steps: int,
-    command: str,
-    to: Destination,
+    figures: dict[str, Any], world: int, device: str, steps: int, command: str, to: Destination
 ) -> None:
     rows, claims = [], []
     before = figures["none"]
@@ -243,16 +228,10 @@ def report(
         if name == "adapted" and result["errors"]:
             error = rows[-1]["cost_error_percent_after_50_steps"]["median"]
             text = "adapted: predicted against measured time of a rank, after 50 steps, median"
-            claims.append(claim(text, 5.0, error, "%", at_least=False))
+            claims.append(at_most(text, 5.0, error, "%"))
         if name != "none":
             claims.append(
-                claim(
-                    f"{name}: balancing's own exposed time, of the step",
-                    1.0,
-                    own,
-                    "%",
-                    at_least=False,
-                )
+                at_most(f"{name}: balancing's own exposed time, of the step", 1.0, own, "%")
             )
     testbed = get_gpu_name() if device == "cuda" else "cpu"
     write(
@@ -269,9 +248,9 @@ def report(
 
 def bench_on_cpu(steps: int, to: Destination) -> None:
     """2 ranks, each pinned to a core."""
-    figures = run_pinned_ranks(2, measure_on_cpu, steps)[0]
+    figures = Loopback(2).run(measure_on_cpu, steps)[0]
     for name in ARMS:
-        alone = run_pinned_ranks(2, measure_on_cpu, 12, (name,))[0]
+        alone = Loopback(2).run(measure_on_cpu, 12, (name,))[0]
         figures[name]["peak_memory_bytes_per_rank"] = alone[name]["peak_memory_bytes_per_rank"]
     report(figures, 2, "cpu", steps, f"freescale bench balance measured --steps {steps}", to)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -161,16 +160,6 @@ class Arm:
 
     def quiet(self) -> None:
         wait_for_lanes(self.pipeline)
-
-    def checksum(self) -> str:
-        """Of this rank's rows, their optimizer's state and the dense weights, once what is deferred
-        is applied. A collective."""
-        self.pipeline.flush()
-        tensors = [
-            *self.parallel.tables.get_local_state("item").values(),
-            *self.dense.state_dict().values(),
-        ]
-        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
     def close(self) -> None:
         self.transport.gather_bytes(b"")

@@ -27,7 +27,7 @@ LEAST_WIDTH = 860
 NOTE = "Full lines, filled dots: measured. Dashed lines, hollow dots: predicted."
 
 
-def draw_text(
+def text(
     x: float, y: float, words: str, anchor: str = "start", more: str = "", style: str = TEXT
 ) -> str:
     return (
@@ -36,7 +36,19 @@ def draw_text(
     )
 
 
-def open_svg(width: float, height: float) -> list[str]:
+def rect(
+    x: float, y: float, wide: float, high: float, ink: str, more: str = "", tip: str = ""
+) -> str:
+    box = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.2f}" height="{high:.1f}" fill="{ink}" {more}'
+    return f"<rect {box}><title>{escape(tip)}</title></rect>" if tip else f"<rect {box}/>"
+
+
+def rule(x: float, y: float, to_x: float, to_y: float, ink: str, more: str = "") -> str:
+    ends = f'x1="{x:.1f}" x2="{to_x:.1f}" y1="{y:.1f}" y2="{to_y:.1f}"'
+    return f'<line {ends} stroke="{ink}" {more}/>'
+
+
+def begin(width: float, height: float) -> list[str]:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         'role="img">'
@@ -44,7 +56,7 @@ def open_svg(width: float, height: float) -> list[str]:
     return [head, '<rect width="100%" height="100%" fill="#fff"/>']
 
 
-def close_svg(parts: Sequence[str]) -> str:
+def finish(parts: Sequence[str]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -67,14 +79,14 @@ def describe_origin(result: Mapping[str, Any]) -> str:
     return f"{describe_machine(result)}, {result['date'][:10]}"
 
 
-def draw_caption(
+def caption(
     left: float, top: float, wide: float, used: Mapping[str, Mapping[str, Any]], *notes: str
 ) -> tuple[list[str], float]:
     """The notes, in lines of at most `wide`, then where the numbers are from; (parts, height)."""
     lines = [line for note in notes for line in wrap(note, int(wide / 5.7))]
     lines += [f"{name}.json: {describe_origin(result)}" for name, result in used.items()]
     return [
-        draw_text(left, top + 15 * place, line, style=SMALL) for place, line in enumerate(lines)
+        text(left, top + 15 * place, line, style=SMALL) for place, line in enumerate(lines)
     ], 15.0 * len(lines)
 
 
@@ -124,21 +136,15 @@ class Axes:
         def y_of(value: float) -> float:
             return top + self.high - value * scale
 
-        parts = [draw_text(left, top - 14, self.title, more='font-weight="bold"')]
+        parts = [text(left, top - 14, self.title, more='font-weight="bold"')]
         for number in range(round(self.high / scale / unit) + 1):
             y = y_of(number * unit)
-            parts.append(
-                f'<line x1="{left}" x2="{left + self.wide}" y1="{y:.1f}" y2="{y:.1f}" '
-                'stroke="#e6e6e6"/>'
-            )
-            parts.append(draw_text(left - 7, y + 4, f"{number * unit:g}", "end"))
+            parts.append(rule(left, y, left + self.wide, y, "#e6e6e6"))
+            parts.append(text(left - 7, y + 4, f"{number * unit:g}", "end"))
         for value, label in self.ticks:
-            parts.append(
-                f'<line x1="{x_of(value):.1f}" x2="{x_of(value):.1f}" y1="{y_of(0)}" '
-                f'y2="{y_of(0) + 4}" stroke="#999"/>'
-            )
-            parts.append(draw_text(x_of(value), top + self.high + 18, label, "middle"))
-        parts.append(draw_text(left + self.wide / 2, top + self.high + 36, self.below, "middle"))
+            parts.append(rule(x_of(value), y_of(0), x_of(value), y_of(0) + 4, "#999"))
+            parts.append(text(x_of(value), top + self.high + 18, label, "middle"))
+        parts.append(text(left + self.wide / 2, top + self.high + 36, self.below, "middle"))
         for line in self.lines:
             parts += self._line(line, x_of, y_of)
         return parts
@@ -168,9 +174,7 @@ class Axes:
         return parts
 
 
-def draw_legend(
-    lines: Sequence[Line], left: float, top: float, wide: float
-) -> tuple[list[str], float]:
+def legend(lines: Sequence[Line], left: float, top: float, wide: float) -> tuple[list[str], float]:
     """Each name once, in rows of at most `wide`; (parts, height)."""
     parts: list[str] = []
     x, y = left, top
@@ -179,35 +183,32 @@ def draw_legend(
         if x > left and x + needed > left + wide:
             x, y = left, y + 18
         dashes = ' stroke-dasharray="5 4"' if line.predicted else ""
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x + 24:.1f}" y1="{y}" y2="{y}" stroke="{line.ink}" '
-            f'stroke-width="2"{dashes}/>'
-        )
+        parts.append(rule(x, y, x + 24, y, line.ink, more=f'stroke-width="2"{dashes}'))
         fill = "#fff" if line.predicted else line.ink
         parts.append(
             f'<circle cx="{x + 12:.1f}" cy="{y}" r="3" fill="{fill}" stroke="{line.ink}"/>'
         )
-        parts.append(draw_text(x + 30, y + 4, line.name))
+        parts.append(text(x + 30, y + 4, line.name))
         x += needed
     return parts, y - top + 18
 
 
-def draw_panels(
+def panels(
     axes: Sequence[Axes], used: Mapping[str, Mapping[str, Any]], columns: int = 3, note: str = NOTE
 ) -> str:
     """A picture: panels in rows, one legend, where the numbers are from."""
     wide, high = axes[0].wide + 66, axes[0].high + 88
     rows = -(-len(axes) // columns)
     width = max(wide * min(columns, len(axes)) + 16, LEAST_WIDTH)
-    names, taken = draw_legend(
+    names, taken = legend(
         [line for one in axes for line in one.lines], 50, rows * high + 20, width - 70
     )
     below = rows * high + 20 + taken + 6
-    words, tall = draw_caption(50, below, width - 70, used, note)
-    parts = open_svg(width, below + tall)
+    words, tall = caption(50, below, width - 70, used, note)
+    parts = begin(width, below + tall)
     for place, one in enumerate(axes):
         parts += one.draw(50 + wide * (place % columns), 36 + high * (place // columns))
-    return close_svg([*parts, *names, *words])
+    return finish([*parts, *names, *words])
 
 
 # ---- bars
@@ -223,7 +224,7 @@ class Bar:
     high: float | None = None
 
 
-def draw_bars(
+def bars(
     title: str,
     rows: Sequence[Bar],
     left: float,
@@ -235,15 +236,11 @@ def draw_bars(
     """Horizontal bars, 22 high; names stand left of them. `most`: what the width stands for, the
     largest value otherwise."""
     most = most or max([row.high or row.value for row in rows] + [1e-12])
-    parts = [draw_text(left, top - 10, title, more='font-weight="bold"')]
-    parts.append(
-        f'<line x1="{left}" x2="{left}" y1="{top - 3}" y2="{top + 22 * len(rows)}" stroke="#999"/>'
-    )
+    parts = [text(left, top - 10, title, more='font-weight="bold"')]
+    parts.append(rule(left, top - 3, left, top + 22 * len(rows), "#999"))
     for place, row in enumerate(rows):
         y, long = top + 22 * place, max(0.0, row.value) / most * wide
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="{max(long, 0.8):.1f}" height="15" fill="{row.ink}"/>'
-        )
+        parts.append(rect(left, y, max(long, 0.8), 15, row.ink))
         end = long
         if row.low is not None and row.high is not None:
             end = row.high / most * wide
@@ -253,6 +250,6 @@ def draw_bars(
             )
             parts.append(f'<line {span} stroke="#333" stroke-opacity="0.6"/>')
         if names:
-            parts.append(draw_text(left - 8, y + 12, row.name, "end"))
-        parts.append(draw_text(left + end + 6, y + 12, row.label))
+            parts.append(text(left - 8, y + 12, row.name, "end"))
+        parts.append(text(left + end + 6, y + 12, row.label))
     return parts

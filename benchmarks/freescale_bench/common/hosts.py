@@ -5,7 +5,8 @@ that a token bucket slows down.
         results = network.run(measure, workload, 20)  # measure(rank, world, workload, 20) on each
 
 Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process
-pinned to a core. Needs root and iproute2. The namespaces bear the name of this process and are
+pinned to a core. Needs root and iproute2; `Loopback` does without either. The namespaces bear the
+name of this process and are
 removed at the end, also after a failure, Ctrl-C or SIGTERM.
 """
 
@@ -28,11 +29,12 @@ from typing import Any
 
 from freescale_bench.common.repository import package_path
 
-_PORT = 29511  # inside the namespaces, which have ports of their own
 RATE = "200mbit"
 
 
 class Network:
+    address = "10.99.0.1:29511"  # where ranks meet; namespaces have ports of their own
+
     def __init__(self, count: int, rate: str = RATE) -> None:
         """`rate`: of every host's link, each way."""
         self.names = [f"fs{os.getpid()}h{place}" for place in range(count)]
@@ -42,53 +44,30 @@ class Network:
         self._made: list[str] = []
 
     def open(self) -> None:
-        for name in self.names if len(self.names) == 2 else [*self.names, self._bridge]:
-            run_ip("netns", "add", name)
+        pair = len(self.names) == 2
+        for name in self.names if pair else [*self.names, self._bridge]:
+            run_ip(f"netns add {name}")
             self._made.append(name)
-            run_ip("-n", name, "link", "set", "lo", "up")
-        if len(self.names) == 2:
-            run_ip(
-                "link",
-                "add",
-                self.devices[0],
-                "netns",
-                self.names[0],
-                "type",
-                "veth",
-                "peer",
-                self.devices[1],
-                "netns",
-                self.names[1],
-            )
+            run_ip(f"-n {name} link set lo up")
+        if pair:
+            (one, two), (mine, other) = self.names, self.devices
+            run_ip(f"link add {mine} netns {one} type veth peer {other} netns {two}")
         else:
-            run_ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
-            run_ip("-n", self._bridge, "link", "set", "bridge", "up")
+            run_ip(f"-n {self._bridge} link add bridge type bridge")
+            run_ip(f"-n {self._bridge} link set bridge up")
         for place, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
-            if len(self.names) != 2:
-                run_ip(
-                    "link",
-                    "add",
-                    device,
-                    "netns",
-                    name,
-                    "type",
-                    "veth",
-                    "peer",
-                    f"port{place}",
-                    "netns",
-                    self._bridge,
-                )
-                run_ip("-n", self._bridge, "link", "set", f"port{place}", "master", "bridge", "up")
+            if not pair:
+                end = f"peer port{place} netns {self._bridge}"
+                run_ip(f"link add {device} netns {name} type veth {end}")
+                run_ip(f"-n {self._bridge} link set port{place} master bridge up")
                 self._slow_down(self._bridge, f"port{place}")
-            run_ip("-n", name, "addr", "add", f"10.99.0.{place + 1}/24", "dev", device)
-            run_ip("-n", name, "link", "set", device, "up")
+            run_ip(f"-n {name} addr add 10.99.0.{place + 1}/24 dev {device}")
+            run_ip(f"-n {name} link set {device} up")
             self._slow_down(name, device)
 
     def _slow_down(self, name: str, device: str) -> None:
-        limits = ("rate", self.rate, "burst", "64kb", "latency", "50ms")
-        run_tool(
-            "ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limits
-        )
+        limits = f"rate {self.rate} burst 64kb latency 50ms"
+        run_ip(f"netns exec {name} tc qdisc add dev {device} root tbf {limits}")
 
     def close(self) -> None:
         while self._made:
@@ -96,8 +75,12 @@ class Network:
                 ["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False
             )
 
+    def enter(self, name: str) -> list[str]:
+        """What a command on a host begins with."""
+        return ["ip", "netns", "exec", name]
+
     def run(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = 1800
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 3600
     ) -> list[Any]:
         """Calls `function(rank, world, *arguments)` on every host, in a process of its own that has
         joined a gloo group. `function` is one of an importable module.
@@ -105,7 +88,7 @@ class Network:
         Returns:
             What it returned on each host, in rank order.
         """
-        world, cores = len(self.names), sorted(os.sched_getaffinity(0))
+        world, cores = len(self.names), _list_cores()
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             (folder / "call").write_bytes(pickle.dumps((function, arguments)))
@@ -113,26 +96,12 @@ class Network:
             stack.callback(_stop, started)
             for rank, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
                 core = str(cores[rank % len(cores)])
-                command = [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    "taskset",
-                    "-c",
-                    core,
-                    sys.executable,
-                    "-m",
-                    "freescale_bench.common.hosts",
-                ]
-                told = {
-                    "GLOO_SOCKET_IFNAME": device,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": package_path(),
-                }
-                command += [str(rank), str(world), str(folder)]
+                command = [sys.executable, "-m", "freescale_bench.common.hosts", core, self.address]
+                command = [*self.enter(name), *command, str(rank), str(world), str(folder)]
+                own = {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
+                own["PYTHONPATH"] = package_path()
                 started.append(
-                    subprocess.Popen(command, env=os.environ | told, start_new_session=True)
+                    subprocess.Popen(command, env=os.environ | own, start_new_session=True)
                 )
             limit = time.monotonic() + timeout
             while any(process.poll() is None for process in started):
@@ -150,6 +119,30 @@ class Network:
                     f"{[rank for rank, process in enumerate(started) if process.returncode]}"
                 )
             return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
+
+
+class Loopback(Network):
+    """Ranks on this machine's loopback, for which nothing is made."""
+
+    def __init__(self, count: int) -> None:
+        from freescale.launch.ranks import find_free_port
+
+        if len(_list_cores()) < count:
+            raise SystemExit(
+                f"{count} timed ranks need {count} cores, this machine has {len(_list_cores())}"
+            )
+        super().__init__(count)
+        self.devices = ["lo"] * count
+        self.address = f"127.0.0.1:{find_free_port()}"
+
+    def enter(self, name: str) -> list[str]:
+        return []
+
+
+def _list_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 @contextmanager
@@ -183,21 +176,22 @@ def run_tool(*command: str) -> None:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
 
-def run_ip(*arguments: str) -> None:
-    run_tool("ip", *arguments)
+def run_ip(*words: str) -> None:
+    """Runs `ip` with these words, of which several may be in one string."""
+    run_tool("ip", *" ".join(words).split())
 
 
-def _run_host(rank: int, world: int, folder: Path) -> None:
+def _run_host(core: int, address: str, rank: int, world: int, folder: Path) -> None:
     """The process of one host."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     function, arguments = pickle.loads((folder / "call").read_bytes())
-    meeting = f"tcp://10.99.0.1:{_PORT}"
-    dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
+    meeting, limit = f"tcp://{address}", timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=limit)
     result = function(rank, world, *arguments)
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
@@ -206,4 +200,4 @@ def _run_host(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _run_host(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    _run_host(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))

@@ -35,6 +35,15 @@ def make_parser(
     return parser
 
 
+def add_turns(parser: argparse.ArgumentParser, each: int, ranks: str = "cuda: ") -> None:
+    """How ranks take turns: as many of `each` steps of every arm, or a trial."""
+    parser.add_argument("--nproc", type=int, default=4, help="cuda: ranks")
+    parser.add_argument("--turns", type=int, default=8, help=f"{ranks}turns of every arm")
+    parser.add_argument("--each", type=int, default=each, help=f"{ranks}steps of a turn")
+    about = "tiny sizes on CPU ranks, to try the code; keeps no results"
+    parser.add_argument("--trial", action="store_true", help=f"{ranks}{about}")
+
+
 def read_destination(options: argparse.Namespace) -> Destination:
     return Destination(options.folder, options.commit)
 

@@ -21,17 +21,14 @@ Claim = dict[str, Any]
 # Names that results of earlier runs use, and what they are called now.
 _OLD_SCRIPTS = {
     "bench_balance_measured": "balance measured",
-    "bench_priority": "staged",
     "bench_priority_gpu": "staged --device cuda",
     "bench_ladder_gpu": "ladder --device cuda",
-    "bench_persrec": "segments quality",
-    "compress_validation": "compress validation",
-    "persrec_validation": "segments validation",
 }
 _OLD_COMMAND = re.compile(
-    r"(?:bash \S+ && )?(?:torchrun --nproc-per-node (?P<ranks>\d+)|\S*python3?) "
+    r"(?:torchrun --nproc-per-node (?P<ranks>\d+)|\S*python3?) "
     r"benchmarks/(?P<script>\w+)\.py(?P<options>.*)"
 )
+_SNAPSHOTS = re.compile(r"freescale bench snapshot(?: (restore))?")
 _OLD_WORDS = {"dense by parts": "dense partitioned"}
 _OLD_DENSE_SUMS = {"parts": "partitioned"}
 
@@ -68,22 +65,25 @@ class Asked(NamedTuple):
     at_least: bool = True
 
 
-def claim(text: str, asked: float, measured: float, unit: str, *, at_least: bool) -> Claim:
-    """An asked figure beside the measured one, and whether it holds."""
-    holds = measured >= asked if at_least else measured <= asked
-    return {
-        "claim": text,
-        "asked": asked,
-        "measured": round(measured, 4),
-        "unit": unit,
-        "holds": bool(holds),
-    }
+def at_least(text: str, target: float, measured: float, unit: str) -> Claim:
+    """A target beside what was measured, and whether it is met."""
+    return _make_claim(text, target, measured, unit, measured >= target)
+
+
+def at_most(text: str, target: float, measured: float, unit: str) -> Claim:
+    """The same where less is better."""
+    return _make_claim(text, target, measured, unit, measured <= target)
+
+
+def _make_claim(text: str, target: float, measured: float, unit: str, holds: bool) -> Claim:
+    found: Claim = {"claim": text, "asked": target, "measured": round(measured, 4)}
+    return found | {"unit": unit, "holds": bool(holds)}
 
 
 def make_claims(asked: Iterable[Asked], figures: Mapping[str, float]) -> list[Claim]:
     """A claim for each figure that was asked for and measured."""
     return [
-        claim(one.text, one.value, figures[one.figure], one.unit, at_least=one.at_least)
+        (at_least if one.at_least else at_most)(one.text, one.value, figures[one.figure], one.unit)
         for one in asked
         if one.figure in figures
     ]
@@ -152,13 +152,14 @@ def read_result(path: Path) -> Result:
 
 def update_command(command: str) -> str:
     """The command that makes a result of an earlier run today."""
+    command = _SNAPSHOTS.sub(lambda m: f"freescale bench checkpoint {m[1] or 'snapshots'}", command)
     found = _OLD_COMMAND.fullmatch(command)
     if found is None:
         return command
     script = found["script"]
     name = _OLD_SCRIPTS.get(script, script.removeprefix("bench_"))
     ranks = f" --nproc {found['ranks']}" if found["ranks"] else ""
-    options = found["options"].replace(" --folder", " --run-folder")
+    options = found["options"]
     if "--device cuda" in name:
         options = options.replace(" --device cuda", "")
     return f"freescale bench {name}{ranks}{options}"

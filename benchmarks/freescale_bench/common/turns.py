@@ -1,11 +1,24 @@
-"""Arms of a benchmark that take turns in one process, and the memory of that process."""
+"""Arms of a benchmark that take turns in one process, the rows made of it, and the memory of that
+process."""
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from freescale.ledger.merge import merge_step
+from freescale_bench.common.results import Row
+from freescale_bench.common.spread import spread
+
+EMBEDDING = ("ids", "rows", "gradients")  # kinds of traffic
+SERIAL = "serial"  # the arm that others are compared with
 
 
 def take_turns(arms: dict[str, Any], repetitions: int, steps: int) -> dict[str, dict[str, Any]]:
@@ -25,6 +38,152 @@ def take_turns(arms: dict[str, Any], repetitions: int, steps: int) -> dict[str, 
                 measured[name]["records"] += records[1:]
     dist.barrier()
     return measured
+
+
+def wait_idle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_turns(
+    arms: dict[str, Any], device: torch.device, turns: int, each: int, lead: int = 0
+) -> dict[str, dict[str, list[Any]]]:
+    """The arms in turn, timed turn by turn.
+
+    `lead`: steps at the begin of a turn that are not timed. What the first would wait for was
+    done before, while the arms changed; a device that is idle has nothing done before."""
+    found: dict[str, dict[str, list[Any]]] = {
+        name: {"turns": [], "cpu_ms": [], "losses": [], "records": []} for name in arms
+    }
+    names, on_gpu = list(arms), device.type == "cuda"
+    for turn in range(turns + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            wait_idle(device)
+            dist.barrier(group=_control())
+            take = arms[name].begin_step  # a pipeline of TorchRec's does not sum its loss
+            losses = [take() for _ in range(lead)]
+            begin, used = time.perf_counter(), time.process_time()
+            losses += [take() for _ in range(each)]
+            wait_idle(device)
+            took, used = time.perf_counter() - begin, time.process_time() - used
+            arms[name].quiet()
+            wait_idle(device)
+            # on a GPU the ledger sees nothing of TorchRec
+            records = arms[name].ledger.drain() if is_ours(name) or not on_gpu else []
+            found[name]["losses"] += [float(loss) for loss in losses]
+            if turn:  # the first warms up
+                found[name]["turns"].append(1e3 * took / each)
+                found[name]["cpu_ms"].append(1e3 * used / each)
+                found[name]["records"] += records[max(1, lead) :]
+        say(f"{turn} of {turns} turns of each arm")
+    return found
+
+
+_groups: list[Any] = []
+
+
+def _control() -> Any:
+    if not _groups:
+        _groups.append(dist.new_group(backend="gloo"))
+    return _groups[0]
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def is_ours(name: str) -> bool:
+    return not name.startswith("TorchRec")
+
+
+def describe_steps(figures: Sequence[Mapping[str, Any]]) -> Row:
+    """Columns of a row, from the merged figures of its steps."""
+
+    def each(name: str) -> dict[str, dict[str, float]]:
+        return {
+            key: spread([step[name].get(key, 0.0) for step in figures]) for key in figures[-1][name]
+        }
+
+    waits = [step["exposed_ms"] for step in figures]
+    lanes = [step["spans_ms"].get("arrive", 0.0) for step in figures]
+    collisions = [step["collision_percent"] for step in figures if "collision_percent" in step]
+    return {
+        "exposed_embedding_ms": spread([sum(of[kind] for kind in EMBEDDING) for of in waits]),
+        "exposed_all_ms": spread([sum(of.values()) for of in waits]),
+        "waited_for_lanes_ms": spread(lanes),
+        "exposed_ms": each("exposed_ms"),
+        "straggler_percent": spread([step["straggler_percent"] for step in figures]),
+        "compute_ms": spread([statistics.fmean(step["compute_ms"]) for step in figures]),
+        "collision_percent": spread(collisions or [0.0]),
+        "bytes": figures[-1]["bytes"],
+        "bytes_per_step": {
+            kind: statistics.fmean(step["bytes"][kind] for step in figures)
+            for kind in figures[0]["bytes"]
+        },
+        "spans_ms": each("spans_ms"),
+    }
+
+
+def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
+    """everyone: what each rank found. `samples`: of a rank's batch."""
+    rows = []
+    for name in everyone[0]["found"]:
+        ranks = [rank["found"][name] for rank in everyone]
+        step = [max(times) for times in zip(*(rank["turns"] for rank in ranks), strict=True)]
+        row: dict[str, Any] = {
+            "arm": name,
+            "ranks": len(everyone),
+            "step_ms": spread(step),
+            "samples_per_second": spread([1e3 * samples * len(everyone) / ms for ms in step]),
+            "peak_memory_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
+            "losses": _merge_losses(ranks, summed=is_ours(name)),
+        }
+        if name in everyone[0].get("options", ()):
+            row["options"] = everyone[0]["options"][name]
+        if ranks[0]["records"]:
+            figures = [
+                merge_step(step) for step in zip(*(rank["records"] for rank in ranks), strict=True)
+            ]
+            row |= describe_steps(figures)
+        rows.append(row)
+    serial = next((row["losses"] for row in rows if row["arm"] == SERIAL), None)
+    for row in rows:
+        losses = row.pop("losses")
+        if not all(math.isfinite(loss) for loss in losses):
+            raise SystemExit(
+                f"{row['arm']}: the loss is not finite: {losses[:5]} ... {losses[-5:]}"
+            )
+        apart = [abs(a - b) / abs(b) for a, b in zip(losses, serial or [], strict=True)]
+        row |= {
+            "first_step_relative_loss_difference_to_serial": apart[0],
+            "largest_relative_loss_difference_to_serial": max(apart),
+        }
+        row |= {"first_loss": losses[0], "last_loss": losses[-1]}
+        more = "".join(
+            f"  {key} {row[key]['median']:.2f}"
+            for key in ("exposed_embedding_ms", "exposed_all_ms")
+            if key in row
+        )
+        if "straggler_percent" in row:
+            more += (
+                f"  straggler {row['straggler_percent']['median']:.1f} %  compute "
+                f"{row['compute_ms']['median']:.1f}"
+            )
+            more += f"  lanes {row['waited_for_lanes_ms']['median']:.2f}"
+        rate, step = row["samples_per_second"]["median"], row["step_ms"]["median"]
+        print(
+            f"{row['arm']:34s} step_ms {step:.1f}  samples/s {rate:.0f}{more}  loss apart "
+            f"{max(apart):.0e}"
+        )
+    return rows
+
+
+def _merge_losses(ranks: list[dict[str, list[Any]]], summed: bool) -> list[float]:
+    """Of all ranks together: ours are summed already, TorchRec's are each rank's share."""
+    parts = [rank["losses"] for rank in ranks]
+    return parts[0] if summed else [sum(shares) for shares in zip(*parts, strict=True)]
 
 
 def read_peak_memory() -> int:

@@ -54,8 +54,6 @@ class Workload:
     heads: int = 2
     steps: int = 20
     seed: int = 0
-    # instead of all that is drawn: a Parquet file of user_id, item_id, timestamp
-    file: str | None = None
     row_optimizer: RowOptimizer = "adagrad"
     row_learning_rate: float = 0.05
     # Adagrad: row -= rate * gradient / (sqrt(accumulator) + epsilon), accumulator from 0
@@ -72,11 +70,7 @@ class Workload:
                 f"popularity {self.popularity!r} is neither a Zipf exponent nor 'unique' nor "
                 "'unique log'"
             )
-        if (
-            self.file is None
-            and isinstance(self.popularity, str)
-            and self.rows < self.samples * self.maximum_length
-        ):
+        if isinstance(self.popularity, str) and self.rows < self.samples * self.maximum_length:
             raise ValueError(
                 f"{self.rows} rows cannot give {self.samples} x {self.maximum_length} different "
                 "ids; ask for more rows"
@@ -104,8 +98,6 @@ def make_batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor
     for each step."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not one of {world} ranks")
-    if workload.file is not None:
-        return _from_file(workload, workload.file, rank, world)
     cumulative = permutation = None
     if not isinstance(workload.popularity, str):
         weights = np.arange(1, workload.rows + 1, dtype=np.float64) ** -float(workload.popularity)
@@ -142,51 +134,6 @@ def _draw_by_logarithm(random: np.random.Generator, rows: int, count: int) -> np
         first = np.sort(np.unique(drawn, return_index=True)[1])
         if first.size >= count:
             return drawn[first[:count]] * step % rows
-
-
-def _from_file(
-    workload: Workload, file: str, rank: int, world: int
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Users in an order of chance, the latest `maximum_length` items of each; a global batch after
-    another."""
-    import pyarrow.parquet as parquet
-
-    table = parquet.read_table(file, columns=["user_id", "item_id", "timestamp"])
-    users, items, times = (
-        np.unique(table[name].to_numpy(), return_inverse=True)[1]
-        for name in ("user_id", "item_id", "timestamp")
-    )
-    order = np.lexsort((times, users))
-    ends = np.flatnonzero(np.diff(users[order], append=-1))
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    chosen = _stream(workload, _PERMUTATION).permutation(len(ends))
-    needed = workload.samples * world * workload.steps
-    if len(chosen) < needed:
-        raise ValueError(
-            f"{file} has {len(chosen)} users, {workload.steps} steps of {world} ranks need {needed}"
-        )
-    result = []
-    for step in range(workload.steps):
-        first = (step * world + rank) * workload.samples
-        mine = chosen[first : first + workload.samples]
-        parts = [
-            items[order][
-                max(starts[user], ends[user] + 1 - workload.maximum_length) : ends[user] + 1
-            ]
-            for user in mine
-        ]
-        labels = (_stream(workload, _BATCH, step, rank).random(workload.samples) < 0.5).astype(
-            np.float32
-        )
-        lengths = np.array([len(part) for part in parts])
-        result.append(
-            (
-                torch.from_numpy(np.concatenate(parts)),
-                torch.from_numpy(lengths),
-                torch.from_numpy(labels),
-            )
-        )
-    return result
 
 
 def _lengths(workload: Workload, random: np.random.Generator) -> np.ndarray:

@@ -1,12 +1,10 @@
 """Dynamic tables.
 
-stream  ids streamed through a full table on one core: ids/s and resident memory
-batch   one batch of ids: looked up and gathered, and with new ids that evict rows, beside a gather
-        from a static table; with the map on the device and on the host
+batch   one batch of ids (the default): looked up and gathered, and with new ids that evict rows,
+        beside a gather from a static table; with the map on the device and on the host
 step    a model with a full table, a tenth of the ids new in every step, beside a static table; with
         --nproc 4 on four ranks, which may share one GPU through MPS
-Without one of these: stream on a CPU, batch on a GPU. With --device cpu the last two are tiny, to
-try them: nothing is written"""
+With --device cpu both are tiny, to try them: nothing is written"""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("dynamic", __doc__)
-    parser.add_argument("what", nargs="?", choices=("stream", "batch", "step"))
+    parser.add_argument("what", nargs="?", choices=("batch", "step"), default="batch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ids", type=int, help="streamed in all (1 billion), or of a batch (1M)")
-    parser.add_argument("--rows", type=int, help="of the table (1 million; 8 million; 50 million)")
+    parser.add_argument("--ids", type=int, help="of a batch (1 million)")
+    parser.add_argument("--rows", type=int, help="of the table (8 million; 50 million)")
     parser.add_argument("--evict", choices=("lru", "lfu"), default="lru")
     parser.add_argument("--nproc", type=int, default=1, help="step: ranks")
     parser.add_argument("--steps", type=int, help="step: that are timed, of each arm (60)")
@@ -30,19 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--try", dest="trial", action="store_true", help="print the figures, write no result"
     )
     options = parser.parse_args(arguments)
-    what = options.what or ("batch" if options.device == "cuda" else "stream")
-    if what == "step":
+    if options.what == "step":
         return _step(options)
-    tried = options.trial or (what == "batch" and options.device == "cpu")
-    to = None if tried else read_destination(options)
-    if what == "stream":
-        from freescale_bench.dynamic.bench import bench_stream as bench
-    else:
-        from freescale_bench.dynamic.batch import bench_batch as bench
-    ids, rows = options.ids, options.rows
-    if what == "batch" and options.device == "cpu":
-        ids, rows = ids or 2000, rows or 20_000
-    bench(to, ids, rows, options.evict, options.device)
+    from freescale_bench.dynamic.batch import bench_batch
+
+    tiny = options.device == "cpu"
+    ids, rows = options.ids or (2000 if tiny else None), options.rows or (20_000 if tiny else None)
+    to = None if options.trial or tiny else read_destination(options)
+    bench_batch(to, ids, rows, options.evict, options.device)
     return 0
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from torch import Tensor
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.batches.loader import Histories
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic.storage import DynamicStorage
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic
@@ -40,31 +38,20 @@ from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale.ledger.merge import merge_step
-from freescale.pipeline.pipeline import Pipeline
 from freescale.random import derive, integers
-from freescale.train.build import (
-    build_model,
-    build_optimizer,
-    build_pipeline,
-    load_histories,
-    prepare_data,
-)
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
-from freescale_bench.train.files import write_interactions
-from freescale_bench.train.measure import build_config
 from freescale_bench.train.shapes import SHAPES, Shape
+from freescale_bench.train.trained import SMALL, WARMUP, WINDOW, Trained, list_batches, prepare
 
 ARMS = {"static": "", "device map": ":map=device", "host map": ":map=host"}
 ITEMS = ("history", "targets", "negatives")  # features of the item table
 NEW = 10  # one of so many ids of a batch
 FAR = 1 << 40  # beyond every catalogue
 FILLED = 1 << 20  # ids at a time, over all ranks; at most
-WARMUP, WINDOW = 20, 10  # steps
 LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
-_TRIAL = Shape("trial", 8, 32, 1, 2, cap=60, median=40, negatives=2)
 
 DEFAULT = f"{'device' if Dynamic(1).maps_on_device else 'host'} map"
 ASKED = [
@@ -86,7 +73,7 @@ class StepSetting:
 
     @property
     def shape(self) -> Shape:
-        shape = SHAPES["medium"] if self.device == "cuda" else _TRIAL
+        shape = SHAPES["medium"] if self.device == "cuda" else SMALL
         batches = WARMUP + self.steps + WINDOW
         samples = self.samples * self.ranks
         return replace(shape, items=self.rows - 1, samples=samples, batches=batches, users=0)
@@ -145,19 +132,14 @@ class StepBench:
     def __init__(self, setting: StepSetting, transport: Transport, folder: Path) -> None:
         """Writes the data, on the first rank. A collective."""
         self.setting, self.transport = setting, transport
-        file = folder / "histories.parquet"
-        if transport.rank == 0:
-            write_interactions(setting.shape, file)
-        transport.gather_bytes(b"")
-        config = build_config(setting.shape, file, folder / "cache", setting.device, 10**6)
-        self.config: RunConfig = replace(
-            config,
-            data=replace(config.data, num_items=setting.rows, in_batch_share=1.0),
-            train=replace(config.train, row_optimizer="rowwise_adagrad", placement="item=sharded"),
+        self.config, self.data = prepare(
+            setting.shape,
+            folder,
+            transport,
+            data={"num_items": setting.rows, "in_batch_share": 1.0},
+            train={"row_optimizer": "rowwise_adagrad", "placement": "item=sharded"},
         )
-        self.data: Histories = load_histories(self.config, prepare_data(self.config), transport)
-        count = WARMUP + setting.steps // WINDOW * WINDOW + 3
-        self.batches = [self.data.batch(number) for number in range(count)]
+        self.batches = list_batches(self.data, setting.steps, "cpu")
 
     def measure(self) -> list[Row]:
         """A row for each arm, the same on every rank."""
@@ -177,14 +159,13 @@ class StepBench:
         batches = [renew_ids(b, n) if options else b for n, b in enumerate(self.batches)]
         if self.setting.device == "cuda":
             batches = [batch.pin_memory() for batch in batches]
-        model = build_model(config, self.data, self.transport)
-        pipeline = build_pipeline(config, model, build_optimizer(config, model), 10**6)
+        trained = Trained.build(config, self.data, self.transport)
         try:
-            model.tables.place(batches[0])
-            filled = fill_table(model, self.setting.rows)
-            windows, records = self._time_steps(pipeline, batches)
+            trained.model.tables.place(batches[0])
+            filled = fill_table(trained.model, self.setting.rows)
+            windows, records = trained.time_windows(batches, self.setting.steps)
         finally:
-            pipeline.close()
+            trained.pipeline.close()
         names = ("dynamic_inserted", "dynamic_evicted", "dynamic_turned_away", "dynamic_rows")
         return {
             "windows_ms": windows,
@@ -195,27 +176,6 @@ class StepBench:
                 for name in names
             },
         }
-
-    def _time_steps(
-        self, pipeline: Pipeline, batches: list[SequenceBatch]
-    ) -> tuple[list[float], list[dict[str, Any]]]:
-        """Milliseconds of a step in each window, and the ledger's records of these steps."""
-        steps = self.setting.steps // WINDOW * WINDOW
-        windows: list[float] = []
-        records: list[dict[str, Any]] = []
-        begin = 0.0
-        for number, _ in enumerate(pipeline.run(batches), start=1 - WARMUP):
-            if number % WINDOW or not 0 <= number <= steps:
-                continue
-            if self.setting.device == "cuda":
-                torch.cuda.synchronize()
-            now, drained = time.perf_counter(), pipeline.ledger.drain()
-            if number:
-                windows.append(1e3 * (now - begin) / WINDOW)
-                records += drained
-            begin = time.perf_counter()
-        pipeline.ledger.drain()
-        return windows, records
 
 
 def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:

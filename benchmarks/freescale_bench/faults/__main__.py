@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder of the runs; what was interrupted goes on there (./storms)",
     )
     given = parser.parse_args(arguments)
-    from freescale_bench.faults.bench import Options, bench_faults
+    from freescale_bench.faults.bench import bench_faults
+    from freescale_bench.faults.options import Options
 
     usual = {
         name: value if getattr(given, name) is None else getattr(given, name)

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,8 @@ from faults.proof import compare_logs, compare_states, read_final_state, read_lo
 from faults.setting import (
     FORKED,
     HOSTS,
-    LAUNCHED,
     TORCHRUN,
     Setting,
-    choose_setting,
     make_command,
     make_data,
     read_ranks,
@@ -36,66 +34,16 @@ from faults.strikes import Strikes
 from faults.testbed import LocalTestbed, adopt_orphans, mount_disk
 
 from freescale.launch.rank_process import preload
-from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.hosts import Network, open_hosts
 from freescale_bench.common.ranks import share_gpu
 from freescale_bench.common.results import Destination, write
 from freescale_bench.faults.claims import is_exact, make_claims
 from freescale_bench.faults.jobs import find_row, run_side_by_side
+from freescale_bench.faults.options import Options
 
 # Seconds without a step, after which a run has hung. torchrun takes longer to notice a loss,
 # processes longer to start than to fork, and kernels are compiled before the first step.
 _LIMIT, _LONG_LIMIT = 120.0, 300.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """Of the benchmark."""
-
-    work: Path
-    storms: int  # on one machine
-    host_storms: int  # over hosts
-    real_starts: int  # faults of runs that commands start
-    faults: int
-    seed: int
-    ranks: str
-    timeout: float
-    device: str = "cpu"
-    jobs: int = 1  # storms of one machine at a time
-
-    def plan(self) -> list[tuple[int, int, Setting]]:
-        """(seed, faults, setting) of each storm."""
-        places = [1] * self.storms + [HOSTS] * self.host_storms
-        storms = [
-            (
-                seed,
-                self.faults,
-                choose_setting(seed, self.ranks, hosts, self.timeout, device=self.device),
-            )
-            for seed, hosts in enumerate(places, self.seed)
-        ]
-        halves = [(LAUNCHED, (self.real_starts + 1) // 2), (TORCHRUN, self.real_starts // 2)]
-        for seed, (start, faults) in enumerate(halves, self.seed + len(places)):
-            setting = choose_setting(seed, "2", 1, self.timeout, start)
-            storms += [(seed, faults, setting)] * (faults > 0)
-        return storms
-
-    @property
-    def testbed(self) -> str:
-        """Names the result: storms on GPUs, over hosts alone, and starts alone, have one of their
-        own."""
-        if self.device == "cuda":
-            return f"{self.ranks}ranks-{get_gpu_name()}"
-        return "cpu" if self.storms else "hosts" if self.host_storms else "starts"
-
-    @property
-    def command(self) -> str:
-        words = f"freescale bench faults --storms {self.storms} --faults {self.faults}"
-        words += f" --seed {self.seed} --timeout {self.timeout:g} --ranks {self.ranks}"
-        words += f" --jobs {self.jobs}" if self.jobs > 1 else ""
-        words += f" --device {self.device}" if self.device != "cpu" else ""
-        words += f" --host-storms {self.host_storms}" if self.host_storms else ""
-        return words + (f" --real-starts {self.real_starts}" if self.real_starts else "")
 
 
 def list_kinds(disk: bool, hosts: int, snapshots: bool) -> list[str]:
@@ -267,11 +215,7 @@ def _describe(
         "undisturbed_seconds": round(calm.wall, 1),
         "seconds_per_fault": round((storm.wall - calm.wall) / max(1, len(events)), 3),
         "seconds_by_kind": {
-            kind: {
-                "count": len(lasted),
-                "median": statistics.median(lasted),
-                "max": max(lasted),
-            }
+            kind: {"count": len(lasted), "median": statistics.median(lasted), "max": max(lasted)}
             for kind, lasted in sorted(by_kind.items())
         },
         "phases_s": _find_medians(restarted),

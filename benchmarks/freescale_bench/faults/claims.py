@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale_bench.common.results import Claim, claim
+from freescale_bench.common.results import Claim, at_least, at_most
 
 Row = Mapping[str, Any]  # of a result: one storm
 _ROUNDING = 1e-12  # of float64, relative, a step: where the number of ranks changes
@@ -44,41 +44,37 @@ def make_claims(rows: Sequence[Row], asked: int | None = None) -> list[Claim]:
     same = [row for row in rows if not changes_ranks(row)]
     changing = [row for row in rows if changes_ranks(row)]
     claims = [
-        claim(
+        at_least(
             "faults survived without a hang, all kinds mixed, in seeded runs" + where,
             asked or 1000,
             faults,
             "faults",
-            at_least=True,
         ),
-        claim(
+        at_most(
             "samples that a run lost or trained twice",
             0,
             total("lost_samples") + total("doubled_samples"),
             "samples",
-            at_least=False,
         ),
-        claim(
+        at_least(
             "runs whose final tables, row state, weights and optimizer state, and all losses, are "
             "those of the undisturbed run to the bit",
             len(same),
             sum(is_exact(row) for row in same),
             "runs",
-            at_least=True,
         ),
     ]
     if changing:
         claims.append(
-            claim(
+            at_least(
                 "runs on another number of ranks after each fault, in float64, whose losses and "
                 "final state are those of the undisturbed run within 1e-12 a step",
                 len(changing),
                 sum(is_exact(row) for row in changing),
                 "runs",
-                at_least=True,
             )
         )
     if not where:  # torchrun's own patience, and starts of Python, are reported in the rows
         each = spent / max(1, faults)
-        claims.append(claim("seconds per fault", 3.0, each, "s", at_least=False))
+        claims.append(at_most("seconds per fault", 3.0, each, "s"))
     return claims

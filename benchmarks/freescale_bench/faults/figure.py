@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale_bench.common.drawing import (
-    BLUE,
-    LEAST_WIDTH,
-    ORANGE,
-    RED,
-    UNITS,
-    close_svg,
-    draw_caption,
-    draw_text,
-    open_svg,
-)
+from freescale_bench.common import drawing as svg
 from freescale_bench.common.markdown import Results, single
 
 _SHOWN = 10  # faults
@@ -31,7 +21,7 @@ def draw_faults(used: Results) -> str:
     points = [(float(at), int(step)) for at, step in row["progress"] if at <= end]
     begin = points[0][0]
     most = max(step for _, step in points) + 3
-    wide = LEAST_WIDTH - _LEFT - 24
+    wide = svg.LEAST_WIDTH - _LEFT - 24
 
     def x_of(seconds: float) -> float:
         return _LEFT + (seconds - begin) / (end - begin) * wide
@@ -39,38 +29,39 @@ def draw_faults(used: Results) -> str:
     def y_of(step: float) -> float:
         return _TOP + _HIGH - step / most * _HIGH
 
-    parts = [draw_text(_LEFT, 18, "steps of a run through ten faults", more='font-weight="bold"')]
-    unit = next(unit for unit in UNITS if most / unit <= 6)
+    parts = [svg.text(_LEFT, 18, "steps of a run through ten faults", more='font-weight="bold"')]
+    unit = next(unit for unit in svg.UNITS if most / unit <= 6)
     for number in range(int(most / unit) + 1):
         y = y_of(number * unit)
-        parts.append(_line(_LEFT, y, _LEFT + wide, y, "#e6e6e6"))
-        parts.append(draw_text(_LEFT - 7, y + 4, f"{number * unit:g}", "end"))
-    second = next(unit for unit in UNITS if (end - begin) / unit <= 10)
+        parts.append(svg.rule(_LEFT, y, _LEFT + wide, y, "#e6e6e6"))
+        parts.append(svg.text(_LEFT - 7, y + 4, f"{number * unit:g}", "end"))
+    second = next(unit for unit in svg.UNITS if (end - begin) / unit <= 10)
     for number in range(int((end - begin) / second) + 1):
         x = x_of(begin + number * second)
-        parts.append(draw_text(x, _TOP + _HIGH + 18, f"{number * second:g} s", "middle"))
+        parts.append(svg.text(x, _TOP + _HIGH + 18, f"{number * second:g} s", "middle"))
     for number, event in enumerate(events, 1):
         x, until = x_of(event["begin_s"]), x_of(event["begin_s"] + event["lasted_s"])
         parts.append(
-            f'<rect x="{x:.1f}" y="{_TOP}" width="{max(until - x, 1):.1f}" height="{_HIGH}" '
-            f'fill="{ORANGE}" fill-opacity="0.18"/>'
+            svg.rect(x, _TOP, max(until - x, 1), _HIGH, svg.ORANGE, more='fill-opacity="0.18"')
         )
-        parts.append(_line(x, _TOP, x, _TOP + _HIGH, RED))
-        parts.append(draw_text(x, _TOP - 4, f"{number}", "middle"))
+        parts.append(svg.rule(x, _TOP, x, _TOP + _HIGH, svg.RED))
+        parts.append(svg.text(x, _TOP - 4, f"{number}", "middle"))
     for attempt in _split(points, events):
         path = " ".join(f"{x_of(seconds):.1f},{y_of(step):.1f}" for seconds, step in attempt)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="2"/>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{svg.BLUE}" stroke-width="2"/>'
+        )
     below, half = _TOP + _HIGH + 44, (len(events) + 1) // 2
     for place, event in enumerate(events):
         x, y = _LEFT + wide / 2 * (place // half), below + 17 * (place % half)
-        parts.append(draw_text(x, y, f"{place + 1}  {_describe(event)}"))
+        parts.append(svg.text(x, y, f"{place + 1}  {_describe(event)}"))
     below += 17 * half + 8
     note = (
         f"{row['world']} ranks. Red: a fault happens. Shaded: until the next step is made. Where "
         "the line falls back, steps since the last checkpoint are made again."
     )
-    words, tall = draw_caption(_LEFT, below, wide, used, note)
-    return close_svg([*open_svg(LEAST_WIDTH, below + tall), *parts, *words])
+    words, tall = svg.caption(_LEFT, below, wide, used, note)
+    return svg.finish([*svg.begin(svg.LEAST_WIDTH, below + tall), *parts, *words])
 
 
 def _end(events: Sequence[Mapping[str, Any]]) -> float:
@@ -97,7 +88,3 @@ def _split(
 def _describe(event: Mapping[str, Any]) -> str:
     kind = event["kind"].replace("kill in", "kill during")
     return f"{kind}, rank {event['rank']}, {event['struck_at']}: {event['lasted_s']:.1f} s"
-
-
-def _line(x: float, y: float, to_x: float, to_y: float, ink: str) -> str:
-    return f'<line x1="{x:.1f}" x2="{to_x:.1f}" y1="{y:.1f}" y2="{to_y:.1f}" stroke="{ink}"/>'

@@ -6,12 +6,9 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from freescale_bench.common.jobs import Job, run_jobs
-
-if TYPE_CHECKING:
-    from freescale_bench.faults.bench import Options
+from freescale_bench.faults.options import Options
 
 
 def run_side_by_side(options: Options, work: Path) -> None:

@@ -5,14 +5,12 @@ come again, so that every row misses.
 place     here (the default): 90 GB on one rank, or with --nproc 4 20 GB on each of four, which may
           share one GPU through MPS
 torchrec  40 GB, beside TorchRec's FUSED_UVM_CACHING with its prefetch pipeline
-cgroup    on a CPU: a table on a disk, three times as large as the memory that the process may have
---device cpu is tiny, to try the first two: nothing is written"""
+--device cpu is tiny, to try them: nothing is written"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("host_tables", __doc__)
-    parser.add_argument("what", nargs="?", choices=("place", "torchrec", "cgroup"), default="place")
+    parser.add_argument("what", nargs="?", choices=("place", "torchrec"), default="place")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of `place`")
     parser.add_argument("--size", help="of rows and row state, on each rank (90GB; 20GB; 40GB)")
@@ -35,18 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--popularity", choices=("unique log", "unique"), default="unique log",
         help="torchrec: of rows, about as by Zipf's law, or all alike",
     )  # fmt: skip
-    parser.add_argument("--limit", default="800MB", help="cgroup: of the memory of a process")
     parser.add_argument("--arm", action="append", help="torchrec: this one; may be repeated")
     # of a process of one arm
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--join", type=Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--try", dest="trial", action="store_true", help="print the figures, write no result"
     )
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
-    if options.what == "cgroup":
-        return _limit(options)
     return _compare(options, words) if options.what == "torchrec" else _place(options)
 
 
@@ -64,23 +58,6 @@ def _place(options: argparse.Namespace) -> int:
     from freescale_bench.host_tables.bench import bench_host_tables
 
     bench_host_tables(setting, to)
-    return 0
-
-
-def _limit(options: argparse.Namespace) -> int:
-    import tempfile
-
-    if options.join is not None:  # before anything large is imported
-        (options.join / "cgroup.procs").write_text(str(os.getpid()))
-    from freescale_bench.host_tables import cgroup
-
-    limited = cgroup.Limited(
-        options.limit, options.disk or tempfile.gettempdir(), options.steps or 60
-    )
-    if options.output is None:
-        return cgroup.bench_limited(limited, not options.trial, read_destination(options))
-    row = cgroup.measure_arm(options.arm[0], limited)
-    options.output.write_text(json.dumps(row), encoding="utf-8")
     return 0
 
 

@@ -28,29 +28,18 @@ from freescale.data.batches.loader import Histories
 from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.machine import get_gpu_name
-from freescale.pipeline.pipeline import Pipeline
-from freescale.train.build import (
-    build_model,
-    build_optimizer,
-    build_pipeline,
-    load_histories,
-    prepare_data,
-)
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
-from freescale_bench.common.turns import read_peak_memory, read_resident_memory
-from freescale_bench.host_tables.setting import WARMUP, WINDOW, Setting
-from freescale_bench.train.files import write_interactions
-from freescale_bench.train.measure import build_config
+from freescale_bench.common.turns import read_peak_memory, read_resident_memory, wait_idle
+from freescale_bench.host_tables.setting import COUNTERS, Setting
+from freescale_bench.train.trained import Trained, list_batches, prepare
 
 POPULARITIES = {"zipf": 1.0, "uniform": None}
-COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
 SPANS = ("arrive", "make resident", "ahead/make resident", "compute", "await batch")
 MAIN_THREAD = "steps_that_miss_on_the_main_thread"
 TABLE_SECONDS = 120.0
-AFTER = 3  # steps after those that are timed
 LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
 
 ASKED = [
@@ -77,18 +66,12 @@ class Bench:
         self.data: dict[str, Histories] = {}
         self.batches: dict[str, list[SequenceBatch]] = {}
         for name, power in POPULARITIES.items():
-            file = folder / f"{name}.parquet"
-            if transport.rank == 0:
-                write_interactions(shape, file, popularity=power)
-            transport.gather_bytes(b"")
-            config = build_config(shape, file, folder / "cache", setting.device, 10**6)
-            self.configs[name] = replace(config, data=replace(config.data, num_items=setting.items))
-            histories = prepare_data(self.configs[name])
-            data = self.data[name] = load_histories(self.configs[name], histories, transport)
-            count = WARMUP + setting.steps // WINDOW * WINDOW + AFTER
-            made = (data.batch(number) for number in range(count))
-            cuda = setting.device == "cuda"
-            self.batches[name] = [batch.pin_memory() if cuda else batch for batch in made]
+            items = {"num_items": setting.items}
+            config, data = prepare(
+                shape, folder, transport, data=items, train={}, name=name, popularity=power
+            )
+            self.configs[name], self.data[name] = config, data
+            self.batches[name] = list_batches(data, setting.steps, setting.device)
         self.say("data", f"{setting.items:,} items")
 
     def say(self, what: str, text: str) -> None:
@@ -117,23 +100,22 @@ class Bench:
         config = self.configs[first]
         config = replace(config, train=replace(config.train, placement=f"item={placement}"))
         begin = time.perf_counter()
-        model = build_model(config, self.data[first], self.transport)
-        pipeline = build_pipeline(config, model, build_optimizer(config, model), 10**6)
+        trained = Trained.build(config, self.data[first], self.transport)
+        model = trained.model
         model.tables.place(self.batches[first][0])
-        self._wait()
+        wait_idle(self.transport.device)
         made = time.perf_counter() - begin
         self.say("tables", f"{made:.1f} s: {'; '.join(model.tables.describe())}")
         try:
             for name, batches in self.batches.items():
-                yield name, {"table_s": made, **self._measure_ids(batches, model, pipeline)}
+                yield name, {"table_s": made, **self._measure_ids(batches, trained)}
         finally:
-            pipeline.close()
+            trained.pipeline.close()
 
-    def _measure_ids(
-        self, batches: list[SequenceBatch], model: ShardedModel, pipeline: Pipeline
-    ) -> dict[str, Any]:
+    def _measure_ids(self, batches: list[SequenceBatch], trained: Trained) -> dict[str, Any]:
+        model = trained.model
         filled = self._fill_cache(model)
-        windows, records = self._time_steps(pipeline, batches)
+        windows, records = trained.time_windows(batches, self.setting.steps)
         spans = [(name, end - start) for record in records for name, start, end in record["spans"]]
         figures: dict[str, Any] = {
             "windows_ms": windows,
@@ -166,40 +148,14 @@ class Bench:
         slots, moved = rows.contents.slots, 0
         order = torch.randperm(rows.size, generator=torch.Generator().manual_seed(0))[:slots]
         order = order.to(rows.weight.device)
-        self._wait()
+        wait_idle(self.transport.device)
         begin = time.perf_counter()
         for part in torch.split(order, max(1, slots // 4)):
             rows.make_resident(part, _NoLedger())
             moved += rows.traffic.bytes_up + rows.traffic.bytes_down
-        self._wait()
+        wait_idle(self.transport.device)
         seconds = time.perf_counter() - begin
         return {"fill_s": seconds, "fill_bytes_per_s": moved / seconds}
-
-    def _time_steps(
-        self, pipeline: Pipeline, batches: list[SequenceBatch]
-    ) -> tuple[list[float], list[dict[str, Any]]]:
-        """Milliseconds of a step in each window, and the ledger's records of the steps. Some more
-        batches follow: the last step that is timed prepares another, too."""
-        steps = self.setting.steps // WINDOW * WINDOW
-        windows: list[float] = []
-        records: list[dict[str, Any]] = []
-        begin = 0.0
-        for number, _ in enumerate(pipeline.run(batches), start=1 - WARMUP):
-            if number % WINDOW or not 0 <= number <= steps:
-                continue
-            self._wait()
-            now = time.perf_counter()
-            drained = pipeline.ledger.drain()
-            if number:
-                windows.append(1e3 * (now - begin) / WINDOW)
-                records += drained
-            begin = time.perf_counter()
-        pipeline.ledger.drain()
-        return windows, records
-
-    def _wait(self) -> None:
-        if self.setting.device == "cuda":
-            torch.cuda.synchronize()
 
 
 BEGIN = time.perf_counter()

@@ -12,7 +12,9 @@ the other, so that the memory of one is free for the next.
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,9 +29,12 @@ from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale_bench.common import arm as ours
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.spread import spread
 from freescale_bench.common.torchrec import build_torchrec
+from freescale_bench.common.turns import read_resident_memory
 from freescale_bench.common.workload import Workload
-from freescale_bench.host_tables.timed import time_arm
+from freescale_bench.host_tables.setting import COUNTERS
+from freescale_bench.train.trained import WINDOW
 
 HOST = "freescale host", "freescale host direct"
 DIRECT, OTHER = HOST[1], "torchrec uvm caching"
@@ -120,11 +125,46 @@ def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], 
 
 def measure_arm(name: str, comparison: Comparison) -> Row:
     """The row of an arm, in a process of its own."""
-    samples = comparison.make_workload().samples
-    row = time_arm(
-        lambda: build_arm(name, comparison), samples, WARMUP, comparison.steps, comparison.device
-    )
-    return {"arm": name, **row}
+    samples, cuda = comparison.make_workload().samples, comparison.device == "cuda"
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    begin = time.perf_counter()
+    step, ledger = build_arm(name, comparison)
+    wait()
+    built = time.perf_counter() - begin
+    losses = [step() for _ in range(WARMUP)]
+    wait()
+    if ledger is not None:
+        ledger.drain()
+    windows: list[float] = []
+    for _ in range(comparison.steps // WINDOW):
+        begin = time.perf_counter()
+        losses += [step() for _ in range(WINDOW)]
+        wait()
+        windows.append(1e3 * (time.perf_counter() - begin) / WINDOW)
+    row: Row = {
+        "arm": name,
+        "step_ms": spread(windows),
+        "samples_per_second": spread([1e3 * samples / ms for ms in windows]),
+        "build_s": built,
+        "resident_memory_bytes": read_resident_memory(),
+        "losses": [float(loss) for loss in losses],
+    }
+    if cuda:
+        row["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+    if ledger is not None and (records := ledger.drain()):
+        row |= {
+            name: statistics.fmean(record["counters"].get(name, 0.0) for record in records)
+            for name in COUNTERS
+        }
+        total: dict[str, float] = {}
+        for span, start, end in (each for record in records for each in record["spans"]):
+            total[span] = total.get(span, 0.0) + (end - start) / 1e6
+        row["spans_ms"] = {span: ms / len(records) for span, ms in total.items()}
+    return row
 
 
 def collect_figures(rows: list[Row]) -> dict[str, float]:

@@ -8,11 +8,10 @@ from typing import Any
 
 from freescale.embedding.host_tables.tiers import parse_bytes
 from freescale_bench.train.shapes import SHAPES, Shape
+from freescale_bench.train.trained import SMALL, WARMUP, WINDOW
 
-WARMUP = 20  # steps, once the cache is full
-WINDOW = 10  # steps that are timed together
+COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
 ROW_NUMBERS = 3  # of each column of a row: its value and both of Adam's moments
-_TRIAL = Shape("trial", 8, 32, 1, 2, cap=60, median=40, negatives=2)
 
 # by (device, whether there are several ranks)
 _DEFAULTS: dict[tuple[str, bool], dict[str, Any]] = {
@@ -75,7 +74,7 @@ class Setting:
 
 def find_shape(name: str) -> Shape:
     """ValueError for a name that is none."""
-    shapes = {**SHAPES, _TRIAL.name: _TRIAL}
+    shapes = {**SHAPES, SMALL.name: SMALL}
     if name not in shapes:
         raise ValueError(f"there is no shape {name!r}: take one of {', '.join(shapes)}")
     return shapes[name]

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=("moves", "rows", "attention", "pieces", "layer", "sampled_softmax", "launches"),
+        choices=("rows", "attention", "pieces", "layer", "sampled_softmax", "launches"),
         default=[],
         help="this part; may be given several times",
     )

@@ -87,11 +87,7 @@ def _measure_attended(
         leaves += of_biases.values()
         timestamps = torch.randint(0, 3000, (tokens,), device=bench.device).cumsum(0)
     plan = triton_attention_plan.plan_attention(
-        there,
-        HEADS,
-        timestamps=timestamps,
-        buckets=BUCKETS if biases else 0,
-        distances=biases,
+        there, HEADS, timestamps=timestamps, buckets=BUCKETS if biases else 0, distances=biases
     )
     shared: dict[str, Any] = {
         "scale_length": bench.size["cap"],

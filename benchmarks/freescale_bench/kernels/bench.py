@@ -16,20 +16,19 @@ import torch
 
 from freescale.kernels.dispatch.versions import has_triton
 from freescale.ledger.machine import describe_machine, get_gpu_name, get_versions
+from freescale_bench.common.markdown import format_rows
 from freescale_bench.common.results import Destination, make_claims, write
-from freescale_bench.common.terminal import show_table
 from freescale_bench.kernels.attention import measure_attention
 from freescale_bench.kernels.claims import list_asked
-from freescale_bench.kernels.jagged_moves import measure_moves
 from freescale_bench.kernels.launches import measure_launches
 from freescale_bench.kernels.layers import measure_layers, measure_pieces
 from freescale_bench.kernels.measure import Bench
 from freescale_bench.kernels.sampled_softmax import measure_sampled_softmax
+from freescale_bench.kernels.table import HEAD, format_row
 from freescale_bench.kernels.table_rows import measure_rows
 
 # Each returns figures by name, what a claim can be made of.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
-    "moves": measure_moves,
     "rows": measure_rows,
     "attention": measure_attention,
     "pieces": measure_pieces,
@@ -81,10 +80,10 @@ def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Des
             f"there is no folder {output.parent} for the results; make it or give another --output"
         )
     bench, figures = measure_kernels(device, only)
-    title = (
+    print(
         f"ceilings: copy {bench.bandwidth:.3g} TB/s, bf16 matrix product {bench.flops:.3g} TFLOP/s"
     )
-    show_table(bench.rows, title)
+    print(format_rows(HEAD, [format_row(row) for row in bench.rows if "ms" in row]))
     if device == "cpu":
         print("times of the interpreter say nothing about the kernels")
     if output:

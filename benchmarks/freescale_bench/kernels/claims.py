@@ -8,11 +8,6 @@ from freescale_bench.common.results import Asked
 
 
 def list_asked() -> Iterator[Asked]:
-    for kind in ("dispatch", "combine"):
-        text = f"{kind} of ids, 128 samples a rank, W from 32 to 512: the slowest"
-        yield Asked(f"{kind} of ids, slowest W, ms", text, 0.1, "ms", at_least=False)
-    text = "moves of 128-wide bf16 payloads of 64 MB and more, of copy bandwidth: the worst"
-    yield Asked("moves of payloads, worst % of ceiling", text, 70, "%")
     for name in ("gather", "sgd", "adagrad", "rowwise_adagrad", "adam"):
         yield Asked(
             f"{name}, % of ceiling",

@@ -9,7 +9,7 @@ once, and operations of the lower triangle.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,13 @@ Call = Callable[[], Any]
 # cpu: only to try the code, through Triton's interpreter.
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "samples": 128, "median": 3000, "cap": 21_000, "worlds": (32, 64, 128, 256, 512),
+        "samples": 128, "median": 3000, "cap": 21_000,
         "table": 8_000_000, "rows": 1_000_000, "long": [16_384] * 4, "layer": 128, "line": 16,
         "copy": 1 << 32, "matrix": 8192, "width": 512, "heads": 4, "head_widths": (128, 64),
         "wide": 256, "wide_lengths": (4099, 4096),
     },
     "cpu": {
-        "samples": 2, "median": 10, "cap": 24, "worlds": (2, 4),
+        "samples": 2, "median": 10, "cap": 24,
         "table": 200, "rows": 50, "long": [20], "layer": 2, "line": 2,
         "copy": 1 << 16, "matrix": 64, "width": 64, "heads": 2, "head_widths": (64,),
         "wide": 64, "wide_lengths": (7, 6),
@@ -151,14 +151,3 @@ class Bench:
         """Log-normal, cut at the longest."""
         drawn = np.random.default_rng(seed).lognormal(np.log(self.size["median"]), 1.0, samples)
         return np.asarray(np.minimum(drawn.astype(np.int64), self.size["cap"]))
-
-
-def rotate(calls: Sequence[Call]) -> Call:
-    """One call after another, so that each finds its inputs in memory and not in the cache."""
-    state = [0]
-
-    def call() -> None:
-        state[0] = (state[0] + 1) % len(calls)
-        calls[state[0]]()
-
-    return call

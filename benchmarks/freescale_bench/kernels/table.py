@@ -10,20 +10,22 @@ from freescale_bench.common.markdown import Results, format_table, single
 _GROUPS = ("rows", "unique", "attention", "pieces", "layer", "sampled_softmax")
 
 
+HEAD = ("", "time, ms", "rate", "of the ceiling", "plain torch, ms", "times faster")
+
+
 def format_kernels(used: Results, folder: str) -> str:
     result = single(used)
-    rows = [_format_row(row) for row in result["rows"] if "ms" in row and row["group"] in _GROUPS]
+    rows = [format_row(row) for row in result["rows"] if "ms" in row and row["group"] in _GROUPS]
     copies = result["ceilings"]["copy_tb_per_s"]
     products = result["ceilings"]["bf16_matrix_tflop_per_s"]
-    head = ("", "time, ms", "rate", "of the ceiling", "plain torch, ms", "times faster")
     note = (
         f"Ceilings, measured in the same run: a copy reaches {copies:.2f} TB/s, a bfloat16 matrix "
         f"product {products:.0f} TFLOP/s."
     )
-    return format_table(used, folder, head, rows, note=note)
+    return format_table(used, folder, HEAD, rows, note=note)
 
 
-def _format_row(row: dict[str, Any]) -> tuple[str, ...]:
+def format_row(row: dict[str, Any]) -> tuple[str, ...]:
     time = row["ms"]["median"]
     plain = row.get("plain_ms", {}).get("median")
     rate = row.get("rate")

@@ -14,41 +14,29 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from freescale_bench.common.options import make_parser, read_destination, run_command
+from freescale_bench.common.options import add_turns, make_parser, read_destination, run_command
 from freescale_bench.common.torchrec import continue_in_peer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("ladder", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    workloads = ("paper", "short", "retail", "own", "train")
+    workloads = ("paper", "short", "train")
     parser.add_argument("--workload", choices=workloads, default="paper")
-    parser.add_argument(
-        "--file", help="Parquet with user_id, item_id, timestamp; of the workloads retail and own"
-    )
     parser.add_argument("--repetitions", type=int, default=20, help="cpu: turns of every arm")
     parser.add_argument(
         "--short",
         action="store_true",
         help="cpu: serial against the full system, without TorchRec; keeps no results",
     )
-    parser.add_argument("--nproc", type=int, default=4, help="cuda: ranks")
-    parser.add_argument("--turns", type=int, default=8, help="cuda: turns of every arm")
-    parser.add_argument("--each", type=int, default=8, help="cuda: steps of a turn")
-    parser.add_argument(
-        "--trial",
-        action="store_true",
-        help="cuda: tiny sizes on CPU ranks, to try the code; keeps no results",
-    )
+    add_turns(parser, each=8)
     parser.add_argument("--histories", help=argparse.SUPPRESS)  # given to the ranks
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     to = read_destination(options)
-    if (options.workload in ("retail", "own")) != bool(options.file):
-        parser.error("--file belongs to the workloads retail and own")
     product = options.workload in ("train", "short")
     if options.short and product:
-        parser.error("--short has the workloads paper, retail and own")
+        parser.error("--short has the workload paper")
     if options.device == "cuda":
         if options.short or options.workload not in ("paper", "train"):
             parser.error("on a GPU the ladder has the workloads paper and train, and no --short")
@@ -72,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from freescale_bench.ladder.bench import bench_ladder, compare_short
 
     if options.short:
-        compare_short(options.file)
+        compare_short()
     else:
-        bench_ladder(options.workload, options.file, options.repetitions, to)
+        bench_ladder(options.repetitions, to)
     return 0
 
 

@@ -9,19 +9,15 @@ table would be replicated).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from freescale_bench.common.hosts import RATE, open_hosts
-from freescale_bench.common.pinned import run_pinned_ranks
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.hosts import RATE, Loopback, open_hosts
+from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import has_pec, has_torchrec
 from freescale_bench.common.workload import Workload
 from freescale_bench.ladder.arms import BASE, PEC, measure, train_alone
@@ -32,16 +28,9 @@ WORLD = 2
 # The paper's shape divided by 20: log-normal histories of median 3,000 and at most 21,000 items, 12
 # % collisions.
 PAPER = Workload(
-    rows=400_000,
-    width=256,
-    samples=16,
-    median_length=150,
-    sigma=1.0,
-    maximum_length=1050,
-    collisions=0.12,
-    layers=1,
-    steps=12,
-)
+    rows=400_000, width=256, samples=16, median_length=150, sigma=1.0, maximum_length=1050,
+    collisions=0.12, layers=1, steps=12,
+)  # fmt: skip
 PARITY_STEPS = 24
 _EXPOSED = {
     "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
@@ -51,10 +40,10 @@ _FASTER = 1.8  # asked of the full system, times SparseDist's samples/s
 Run = Callable[..., list[Any]]
 
 
-def check_parity(run: Run, workload: Workload, names: list[str]) -> dict[str, Any]:
+def check_parity(run: Run, names: list[str]) -> dict[str, Any]:
     """Losses of the first steps of each arm, and of serial with the samples of each batch in
     another order, against serial's."""
-    found = {name: run(train_alone, workload, name, PARITY_STEPS) for name in [*names, PERMUTED]}
+    found = {name: run(train_alone, PAPER, name, PARITY_STEPS) for name in [*names, PERMUTED]}
     serial = found[SERIAL][0]["losses"]
     apart = {
         name: [abs(a - b) / abs(b) for a, b in zip(ranks[0]["losses"], serial, strict=True)]
@@ -72,14 +61,12 @@ def check_parity(run: Run, workload: Workload, names: list[str]) -> dict[str, An
 
 
 def make_rows(
-    measured: list[dict[str, Any]], names: list[str], workload: Workload, together: dict[str, Any]
+    measured: list[dict[str, Any]], names: list[str], together: dict[str, Any]
 ) -> list[Row]:
     rows = []
     for name in names:
         figures = summarize(
-            [rank[name] for rank in measured],
-            measured[0][SERIAL]["losses"],
-            workload.samples * WORLD,
+            [rank[name] for rank in measured], measured[0][SERIAL]["losses"], PAPER.samples * WORLD
         )
         figures["straggler_percent"] = (
             100 * figures["straggler_ms"]["median"] / figures["step_ms"]["median"]
@@ -106,10 +93,9 @@ def make_rows(
     return rows
 
 
-def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Claim]:
-    """Of the workload `paper`; of a file's histories nothing is asked."""
+def make_claims(rows: list[Row], together: dict[str, Any]) -> list[Claim]:
     by = {row["arm"]: row for row in rows}
-    if SPARSE_DIST not in by or kind != "paper":
+    if SPARSE_DIST not in by:
         return []
     full, peer = by[FULL], by[SPARSE_DIST]
     below = {key: 100 * (1 - full[key]["median"] / peer[key]["median"]) for key in _EXPOSED}
@@ -120,74 +106,48 @@ def make_claims(kind: str, rows: list[Row], together: dict[str, Any]) -> list[Cl
     control = together[PERMUTED]["largest_relative_loss_difference_to_serial"]
     return [
         *(
-            claim(f"full system: {text} below TorchRec's", 90.0, below[key], "%", at_least=True)
+            at_least(f"full system: {text} below TorchRec's", 90.0, below[key], "%")
             for key, text in _EXPOSED.items()
         ),
-        claim(
-            "full system: straggler % below TorchRec SparseDist's",
-            5.0,
-            straggler,
-            "times",
-            at_least=True,
+        at_least("full system: straggler % below TorchRec SparseDist's", 5.0, straggler, "times"),
+        at_least("full system: samples/s over TorchRec SparseDist's", _FASTER, speed, "times"),
+        at_most(
+            "largest relative difference of the first step's loss to serial's", 1e-5, first, ""
         ),
-        claim(
-            "full system: samples/s over TorchRec SparseDist's",
-            _FASTER,
-            speed,
-            "times",
-            at_least=True,
-        ),
-        claim(
-            "largest relative difference of the first step's loss to serial's",
-            1e-5,
-            first,
-            "",
-            at_least=False,
-        ),
-        claim(
-            "largest later difference over that of permuted samples",
-            1.0,
-            later / control,
-            "times",
-            at_least=False,
+        at_most(
+            "largest later difference over that of permuted samples", 1.0, later / control, "times"
         ),
     ]
 
 
-def bench_ladder(kind: str, file: str | None, repetitions: int, to: Destination) -> None:
-    """`kind`: paper, or retail or own with a `file` of histories."""
-    workload = choose_workload(file)
+def bench_ladder(repetitions: int, to: Destination) -> None:
     peers = [BASE, SPARSE_DIST] if has_torchrec() else []
     peers += [PEC] if has_pec() else []
     names = [*peers, *(name for name in OURS if name != PARTITIONED)]  # PARTITIONED: for GPUs
     with open_testbed() as (run, testbed):
-        together = check_parity(run, workload, names)
-        measured = run(measure, workload, names, repetitions, 3)
-    rows = make_rows(measured, names, workload, together)
-    given = "" if kind == "paper" else f" --workload {kind}"
-    given += f" --file {Path(file).name}" if file else ""
+        together = check_parity(run, names)
+        measured = run(measure, PAPER, names, repetitions, 3)
+    rows = make_rows(measured, names, together)
     write(
-        f"ladder-{kind}",
+        "ladder-paper",
         testbed,
-        f"freescale bench ladder{given} --repetitions {repetitions}",
+        f"freescale bench ladder --repetitions {repetitions}",
         rows,
-        make_claims(kind, rows, together),
+        make_claims(rows, together),
         ("torchrec", "fbgemm-gpu-cpu"),
         to=to,
-        workload=describe(workload),
+        workload=asdict(PAPER),
         parity=together,
         rate=RATE if testbed == "hosts" else "loopback",
     )
 
 
-def compare_short(file: str | None) -> None:
+def compare_short() -> None:
     """Serial against the full system, few turns, no results kept."""
-    workload, names = choose_workload(file), [SERIAL, FULL]
+    names = [SERIAL, FULL]
     with open_testbed() as (run, _):
-        measured = run(measure, workload, names, 4, 3)
-    serial, full = (
-        row["samples_per_second"]["median"] for row in make_rows(measured, names, workload, {})
-    )
+        measured = run(measure, PAPER, names, 4, 3)
+    serial, full = (row["samples_per_second"]["median"] for row in make_rows(measured, names, {}))
     print(
         f"the full system trains {full / serial:.2f} times as many samples/s as serial on "
         "this machine"
@@ -206,31 +166,4 @@ def open_testbed() -> Iterator[tuple[Run, str]]:
         "slow network",
         flush=True,
     )
-    yield partial(run_pinned_ranks, WORLD), "loopback"
-
-
-def choose_workload(file: str | None) -> Workload:
-    """PAPER, or its shape with the histories of `file`."""
-    if file is None:
-        return PAPER
-    return replace(PAPER, collisions=None, file=file, rows=_count_items(file))
-
-
-def describe(workload: Workload) -> dict[str, Any]:
-    """As a result keeps it: a file by name and checksum, not by path."""
-    described = asdict(workload)
-    if workload.file:
-        content = Path(workload.file).read_bytes()
-        described["file"] = {
-            "name": Path(workload.file).name,
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-    return described
-
-
-def _count_items(file: str) -> int:
-    import pyarrow.compute as compute
-    import pyarrow.parquet as parquet
-
-    items = parquet.read_table(file, columns=["item_id"])["item_id"]
-    return int(compute.count_distinct(items).as_py())
+    yield Loopback(WORLD).run, "loopback"

@@ -7,19 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale_bench.common.drawing import (
-    BLUE,
-    GREY,
-    ORANGE,
-    RED,
-    TEAL,
-    Bar,
-    close_svg,
-    draw_bars,
-    draw_caption,
-    draw_text,
-    open_svg,
-)
+from freescale_bench.common import drawing as svg
 from freescale_bench.ladder.rungs import FULL, PERMUTED, PRODUCT, SERIAL, SPARSE_DIST, explain_rungs
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -50,15 +38,12 @@ def describe_conditions(result: Mapping[str, Any]) -> str:
     )
     where = hosts if rate.endswith("mbit") else rate
     where = "sharing one GPU, NCCL over loopback sockets" if result["machine"]["gpu"] else where
-    if workload.get("file"):
-        data = workload["file"]["name"]
-    else:
-        share = workload.get("collisions")
-        data = (
-            f"log-normal histories of median {workload['median_length']:g}, at most "
-            f"{workload['maximum_length']}"
-        )
-        data += f", {100 * share:.0f} % collisions" if share is not None else ""
+    share = workload.get("collisions")
+    data = (
+        f"log-normal histories of median {workload['median_length']:g}, at most "
+        f"{workload['maximum_length']}"
+    )
+    data += f", {100 * share:.0f} % collisions" if share is not None else ""
     parts = (
         f"{ranks} ranks",
         where,
@@ -95,11 +80,11 @@ def make_label(arm: str) -> str:
 
 def choose_ink(arm: str) -> str:
     return (
-        RED
+        svg.RED
         if arm.startswith("TorchRec")
-        else BLUE
+        else svg.BLUE
         if arm.startswith(FULL) or arm == PRODUCT
-        else TEAL
+        else svg.TEAL
     )
 
 
@@ -110,10 +95,10 @@ def draw_ladder(used: Results) -> str:
     peer = find_peer(rows)
     left, wide = 226.0, 250.0
 
-    def rate(row: Mapping[str, Any]) -> Bar:
+    def rate(row: Mapping[str, Any]) -> svg.Bar:
         value = row["samples_per_second"]
         times = f" ({value['median'] / peer['samples_per_second']['median']:.2f} x)" if peer else ""
-        return Bar(
+        return svg.Bar(
             make_label(row["arm"]),
             value["median"],
             f"{value['median']:.0f}{times}",
@@ -122,19 +107,19 @@ def draw_ladder(used: Results) -> str:
             value["p80"],
         )
 
-    parts = draw_bars("samples/s", [rate(row) for row in rows], left, 36, wide)
+    parts = svg.bars("samples/s", [rate(row) for row in rows], left, 36, wide)
     longest = max(sum(find_waits(row) or (0.0,)) for row in rows)
     parts += _draw_waits(rows, left + wide + 120, 36, 190, max(longest, 1e-9))
     below = 36 + 22 * len(rows) + 46
     parts += _draw_parity(result, left, below, wide)
     x, y = left + wide + 120, below
     for words, colour in (
-        ("exposed: ids, rows, gradients", RED),
-        ("exposed: all else", ORANGE),
-        ("straggler", GREY),
+        ("exposed: ids, rows, gradients", svg.RED),
+        ("exposed: all else", svg.ORANGE),
+        ("straggler", svg.GREY),
     ):
-        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
-        parts.append(draw_text(x + 18, y + 10, words))
+        parts.append(svg.rect(x, y, 12, 12, colour))
+        parts.append(svg.text(x + 18, y + 10, words))
         y += 18
     shown = [name for name in result.get("parity", {}) if name != SERIAL] or [
         row["arm"] for row in rows if row["arm"] != SERIAL
@@ -150,31 +135,27 @@ def draw_ladder(used: Results) -> str:
         if result["machine"]["gpu"]
         else []
     )
-    below_it, tall = draw_caption(16, bottom, 820, used, note, *blind, explain_rungs(result))
-    return close_svg([*open_svg(left + wide + 384, bottom + tall), *parts, *below_it])
+    below_it, tall = svg.caption(16, bottom, 820, used, note, *blind, explain_rungs(result))
+    return svg.finish([*svg.begin(left + wide + 384, bottom + tall), *parts, *below_it])
 
 
 def _draw_waits(
     rows: Sequence[Mapping[str, Any]], left: float, top: float, wide: float, most: float
 ) -> list[str]:
     """Stacked: what compute waited for in a step."""
-    parts = [draw_text(left, top - 10, "compute waits, ms a step", more='font-weight="bold"')]
-    parts.append(
-        f'<line x1="{left}" x2="{left}" y1="{top - 3}" y2="{top + 22 * len(rows)}" stroke="#999"/>'
-    )
+    parts = [svg.text(left, top - 10, "compute waits, ms a step", more='font-weight="bold"')]
+    parts.append(svg.rule(left, top - 3, left, top + 22 * len(rows), "#999"))
     for place, row in enumerate(rows):
         x, y = left, top + 22 * place
         found = find_waits(row)
         if found is None:
-            parts.append(draw_text(x + 6, y + 12, "not seen"))
+            parts.append(svg.text(x + 6, y + 12, "not seen"))
             continue
-        for value, colour in zip(found, (RED, ORANGE, GREY), strict=True):
+        for value, colour in zip(found, (svg.RED, svg.ORANGE, svg.GREY), strict=True):
             long = value / most * wide
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{long:.1f}" height="15" fill="{colour}"/>'
-            )
+            parts.append(svg.rect(x, y, long, 15, colour))
             x += long
-        parts.append(draw_text(x + 6, y + 12, f"{sum(found):.0f}"))
+        parts.append(svg.text(x + 6, y + 12, f"{sum(found):.0f}"))
     return parts
 
 
@@ -196,13 +177,13 @@ def _draw_parity(result: Mapping[str, Any], left: float, top: float, wide: float
         apart = row[f"{steps}_relative_loss_difference_to_serial"]
         said = f"{apart:.0e}" if apart else "0: every loss equal"
         rows.append(
-            Bar(
+            svg.Bar(
                 make_label(name),
                 math.log10(max(apart, _EXACT) / _EXACT),
                 said,
-                GREY if name == PERMUTED else choose_ink(name),
+                svg.GREY if name == PERMUTED else choose_ink(name),
             )
         )
     what = {"first_step": "relative difference of the first loss"}
     title = what.get(steps, "largest relative difference of a loss") + " to serial's (logarithmic)"
-    return draw_bars(title, rows, left, top, wide * 0.7, most=6.0)
+    return svg.bars(title, rows, left, top, wide * 0.7, most=6.0)

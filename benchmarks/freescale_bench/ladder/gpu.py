@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import statistics
 import sys
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -26,11 +23,10 @@ import torch.distributed as dist
 
 from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
-from freescale.ledger.merge import merge_step
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.common.torchrec import has_torchrec
+from freescale_bench.common.turns import make_rows, say, time_turns, wait_idle
 from freescale_bench.common.workload import Workload
 from freescale_bench.ladder.arms import BASE, SEMI_SYNC, build_arm, find_options
 from freescale_bench.ladder.rungs import OURS, PARTITIONED, SERIAL, SPARSE_DIST
@@ -48,13 +44,7 @@ SHAPES = {
         collisions=0.12, layers=1, inner=32, heads=2, steps=8,
     ),
 }  # fmt: skip
-EMBEDDING = ("ids", "rows", "gradients")
 LIMIT = 600.0  # seconds of a whole run
-
-
-def wait_idle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def build_arms(
@@ -72,139 +62,8 @@ def build_arms(
             arms[name].step()
         wait_idle(device)
         peaks[name] = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
-        _say(f"{name}: built")
+        say(f"{name}: built")
     return arms, peaks
-
-
-def measure(
-    arms: dict[str, Any], device: torch.device, turns: int, each: int, lead: int = 0
-) -> dict[str, dict[str, list[Any]]]:
-    """`lead`: steps at the begin of a turn that are not timed. What the first would wait for was
-    done before, while the arms changed; a device that is idle has nothing done before."""
-    found: dict[str, dict[str, list[Any]]] = {
-        name: {"turns": [], "losses": [], "records": []} for name in arms
-    }
-    names, on_gpu = list(arms), device.type == "cuda"
-    for turn in range(turns + 1):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            wait_idle(device)
-            dist.barrier(group=_control())
-            take = arms[name].begin_step  # a pipeline of TorchRec's does not sum its loss
-            losses = [take() for _ in range(lead)]
-            begin = time.perf_counter()
-            losses += [take() for _ in range(each)]
-            wait_idle(device)
-            took = time.perf_counter() - begin
-            arms[name].quiet()
-            wait_idle(device)
-            # on a GPU the ledger sees nothing of TorchRec
-            records = arms[name].ledger.drain() if is_ours(name) or not on_gpu else []
-            found[name]["losses"] += [float(loss) for loss in losses]
-            if turn:  # the first warms up
-                found[name]["turns"].append(1e3 * took / each)
-                found[name]["records"] += records[max(1, lead) :]
-        _say(f"{turn} of {turns} turns of each arm")
-    return found
-
-
-_groups: list[Any] = []
-
-
-def _control() -> Any:
-    if not _groups:
-        _groups.append(dist.new_group(backend="gloo"))
-    return _groups[0]
-
-
-def _say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
-def is_ours(name: str) -> bool:
-    return not name.startswith("TorchRec")
-
-
-def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
-    """everyone: what each rank found. `samples`: of a rank's batch."""
-    rows = []
-    for name in everyone[0]["found"]:
-        ranks = [rank["found"][name] for rank in everyone]
-        step = [max(times) for times in zip(*(rank["turns"] for rank in ranks), strict=True)]
-        row: dict[str, Any] = {
-            "arm": name,
-            "ranks": len(everyone),
-            "step_ms": spread(step),
-            "samples_per_second": spread([1e3 * samples * len(everyone) / ms for ms in step]),
-            "peak_memory_bytes_per_rank": [rank["peaks"][name] for rank in everyone],
-            "losses": _merge_losses(ranks, summed=is_ours(name)),
-        }
-        if is_ours(name):
-            row["options"] = everyone[0]["options"][name]
-        if ranks[0]["records"]:
-            figures = [
-                merge_step(step) for step in zip(*(rank["records"] for rank in ranks), strict=True)
-            ]
-            row |= {
-                "exposed_embedding_ms": spread(
-                    [sum(f["exposed_ms"][kind] for kind in EMBEDDING) for f in figures]
-                ),
-                "exposed_all_ms": spread([sum(f["exposed_ms"].values()) for f in figures]),
-                "waited_for_lanes_ms": spread([f["spans_ms"].get("arrive", 0.0) for f in figures]),
-                "exposed_ms": {
-                    kind: statistics.median(f["exposed_ms"][kind] for f in figures)
-                    for kind in figures[0]["exposed_ms"]
-                },
-                "straggler_percent": spread([f["straggler_percent"] for f in figures]),
-                "compute_ms": spread([sum(f["compute_ms"]) / len(everyone) for f in figures]),
-                "bytes": figures[-1]["bytes"],
-                "bytes_per_step": {
-                    kind: statistics.fmean(f["bytes"][kind] for f in figures)
-                    for kind in figures[0]["bytes"]
-                },
-                "spans_ms": {
-                    span: statistics.median(f["spans_ms"].get(span, 0.0) for f in figures)
-                    for span in figures[-1]["spans_ms"]
-                },
-            }
-        rows.append(row)
-    serial = next((row["losses"] for row in rows if row["arm"] == SERIAL), None)
-    for row in rows:
-        losses = row.pop("losses")
-        if not all(math.isfinite(loss) for loss in losses):
-            raise SystemExit(
-                f"{row['arm']}: the loss is not finite: {losses[:5]} ... {losses[-5:]}"
-            )
-        apart = [abs(a - b) / abs(b) for a, b in zip(losses, serial or [], strict=True)]
-        row |= {
-            "first_step_relative_loss_difference_to_serial": apart[0],
-            "largest_relative_loss_difference_to_serial": max(apart),
-        }
-        row |= {"first_loss": losses[0], "last_loss": losses[-1]}
-        more = "".join(
-            f"  {key} {row[key]['median']:.2f}"
-            for key in ("exposed_embedding_ms", "exposed_all_ms")
-            if key in row
-        )
-        if "straggler_percent" in row:
-            more += (
-                f"  straggler {row['straggler_percent']['median']:.1f} %  compute "
-                f"{row['compute_ms']['median']:.1f}"
-            )
-            more += f"  lanes {row['waited_for_lanes_ms']['median']:.2f}"
-        rate, step = row["samples_per_second"]["median"], row["step_ms"]["median"]
-        print(
-            f"{row['arm']:34s} step_ms {step:.1f}  samples/s {rate:.0f}{more}  loss apart "
-            f"{max(apart):.0e}"
-        )
-    return rows
-
-
-def _merge_losses(ranks: list[dict[str, list[Any]]], summed: bool) -> list[float]:
-    """Of all ranks together: ours are summed already, TorchRec's are each rank's share."""
-    parts = [rank["losses"] for rank in ranks]
-    return parts[0] if summed else [sum(shares) for shares in zip(*parts, strict=True)]
 
 
 def make_claims(rows: list[Row]) -> list[Claim]:
@@ -216,42 +75,22 @@ def make_claims(rows: list[Row]) -> list[Claim]:
     }
     text = "full system: exposed communication below serial's over NCCL"
     found = [
-        claim(
-            f"{text}, ids, rows and gradients",
-            90.0,
-            below["exposed_embedding_ms"],
-            "%",
-            at_least=True,
-        ),
-        claim(f"{text}, all kinds", 90.0, below["exposed_all_ms"], "%", at_least=True),
-        claim(
-            "full system: samples/s over serial's",
-            1.4,
-            rate[PARTITIONED] / rate[SERIAL],
-            "times",
-            at_least=True,
+        at_least(f"{text}, ids, rows and gradients", 90.0, below["exposed_embedding_ms"], "%"),
+        at_least(f"{text}, all kinds", 90.0, below["exposed_all_ms"], "%"),
+        at_least(
+            "full system: samples/s over serial's", 1.4, rate[PARTITIONED] / rate[SERIAL], "times"
         ),
     ]
     if SPARSE_DIST in rate:
         value = rate[PARTITIONED] / rate[SPARSE_DIST]
         found.append(
-            claim(
-                "full system: samples/s over TorchRec SparseDist's",
-                1.3,
-                value,
-                "times",
-                at_least=True,
-            )
+            at_least("full system: samples/s over TorchRec SparseDist's", 1.3, value, "times")
         )
     if SEMI_SYNC in rate:
         value = rate[PARTITIONED] / rate[SEMI_SYNC]
         found.append(
-            claim(
-                "full system: samples/s over TorchRec SemiSync's (stale rows)",
-                1.0,
-                value,
-                "times",
-                at_least=True,
+            at_least(
+                "full system: samples/s over TorchRec SemiSync's (stale rows)", 1.0, value, "times"
             )
         )
     return found
@@ -274,12 +113,12 @@ def _run_rank(device_type: str, turns: int, each: int, to: Destination) -> None:
     workload = SHAPES[device.type]
     peer = [BASE, SPARSE_DIST, SEMI_SYNC] if has_torchrec() else []
     if not peer:
-        _say("TorchRec is not installed here: its arms are left out")
+        say("TorchRec is not installed here: its arms are left out")
     elif device.type != "cuda":
         peer.remove(SEMI_SYNC)  # needs CUDA
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     arms, peaks = build_arms([*peer, *OURS], workload, device)
-    found: dict[str, Any] = {"found": measure(arms, device, turns, each), "peaks": peaks}
+    found: dict[str, Any] = {"found": time_turns(arms, device, turns, each), "peaks": peaks}
     found["options"] = {name: find_options(name, arms[name]) for name in OURS}
     everyone = [json.loads(part) for part in collective.gather_bytes(json.dumps(found).encode())]
     if collective.rank == 0:

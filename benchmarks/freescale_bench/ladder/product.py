@@ -30,10 +30,11 @@ from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.train.trainer import Trainer
 from freescale_bench.common.arm import open_transport, wait_for_lanes
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import build_torchrec_retrieval, has_torchrec
+from freescale_bench.common.turns import make_rows, time_turns, wait_idle
 from freescale_bench.ladder.arms import BASE, PIPELINES, SEMI_SYNC
-from freescale_bench.ladder.gpu import LIMIT, make_rows, measure, wait_idle
+from freescale_bench.ladder.gpu import LIMIT
 from freescale_bench.ladder.product_shapes import ASKED, ASKED_OF_HOSTS, FIRST_LOSS, SHAPES
 from freescale_bench.ladder.rungs import PRODUCT, SERIAL, SPARSE_DIST, UNBALANCED, Rung
 
@@ -128,7 +129,7 @@ def run_arms(
         peaks[name] = torch.cuda.max_memory_allocated() - before if on_gpu else 0
         if rank == 0:
             print(f"{name}: built, first losses {first[name]}", flush=True)
-    found = {"found": measure(arms, device, turns, each, lead), "peaks": peaks, "first": first}
+    found = {"found": time_turns(arms, device, turns, each, lead), "peaks": peaks, "first": first}
     found["options"] = {name: arms[name].find_options() for name in (*CHANGED, PRODUCT)}
     return found
 
@@ -141,18 +142,17 @@ def make_claims(
     base = first[SERIAL][0]
     apart = max(abs(losses[0] - base) / abs(base) for losses in first.values())
     found = [
-        claim(
+        at_most(
             "largest relative difference of the first step's loss to serial's",
             apart_at_most,
             apart,
             "",
-            at_least=False,
         )
     ]
     if SPARSE_DIST in rate and asked is not None:
         text = "freescale train, defaults: samples/s over TorchRec SparseDist's"
         value = rate[PRODUCT] / rate[SPARSE_DIST]
-        found.append(claim(text, asked, value, "times", at_least=True))
+        found.append(at_least(text, asked, value, "times"))
     return found
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+_ROWS = {"row_optimizer": "rowwise_adagrad"}  # TorchRec has no Adam on CPUs
+_TRIAL = {"negatives": 16, "placement": "sharded"}
 # On a GPU the shape of the ladder `paper`: the paper's divided by 3. On CPU hosts divided by 20.
-# TorchRec has no Adam on CPUs.
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "cuda": {
         "file": {"users": 2560, "items": 4_000_000, "median": 1000.0, "cap": 7000},
@@ -14,38 +15,18 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "cpu": {
         "file": {"users": 2048, "items": 400_000, "median": 150.0, "cap": 1050},
-        "settings": {
-            "max_length": 1050,
-            "width": 64,
-            "layers": 1,
-            "heads": 2,
-            "row_optimizer": "rowwise_adagrad",
-        },
+        "settings": {"max_length": 1050, "width": 64, "layers": 1, "heads": 2, **_ROWS},
         "batch": {"samples": 16},
     },
     # Histories of a few events, as shops have them: what a step costs beside its compute.
     "short": {
         "file": {"users": 16384, "items": 340_000, "median": 6.0, "cap": 300},
-        "settings": {
-            "max_length": 300,
-            "width": 256,
-            "layers": 1,
-            "heads": 2,
-            "row_optimizer": "rowwise_adagrad",
-        },
+        "settings": {"max_length": 300, "width": 256, "layers": 1, "heads": 2, **_ROWS},
         "batch": {"samples": 16},
     },
     "trial": {
         "file": {"users": 128, "items": 5_000, "median": 20.0, "cap": 80},
-        "settings": {
-            "max_length": 80,
-            "width": 16,
-            "layers": 1,
-            "heads": 2,
-            "negatives": 16,
-            "row_optimizer": "rowwise_adagrad",
-            "placement": "sharded",
-        },
+        "settings": {"max_length": 80, "width": 16, "layers": 1, "heads": 2, **_ROWS, **_TRIAL},
         "batch": {"samples": 4},
     },
 }

@@ -22,7 +22,6 @@ from freescale_bench.ladder.rungs import DEFAULTS, PRODUCT, explain_rungs
 
 _WORKLOADS = {
     "paper": "Long histories",
-    "retail": "Purchases of Online Retail II",
     "short": "Short histories, `freescale train` itself",
     "train": "Long histories, `freescale train` itself",
 }

@@ -1,6 +1,5 @@
-"""What communication costs the compute beside it: NCCL's AllToAll, hostwire's, and how fast each is
-by itself. A whole run is kept as a result, with what was asked as claims; --output writes the rows
-to a file of your own instead.
+"""What communication costs the compute beside it: NCCL's AllToAll and hostwire's. A whole run on
+GPUs is kept as a result, with its targets as claims.
 
 Ranks that share one GPU talk over loopback sockets: NCCL's speed there says nothing about NVLink.
 What its kernels take from the compute is real."""
@@ -8,7 +7,6 @@ What its kernels take from the compute is real."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from freescale_bench.common.options import make_parser, read_destination, run_command
 
@@ -24,18 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=("products", "layer", "alone", "throughput", "witness"),
+        choices=("products", "layer", "witness"),
         default=[],
         help="this part; may be given several times",
     )
-    parser.add_argument("--output", type=Path, help="JSON file to write instead of a result")
     options = parser.parse_args(arguments)
-    from freescale_bench.overlap import bench, claims
+    from freescale_bench.overlap.bench import bench_overlap
 
-    measured = (options.nproc, options.device, options.only)
-    if options.output:
-        return bench.bench_overlap(*measured, options.output)
-    return claims.bench_claims(*measured, read_destination(options))
+    return bench_overlap(options.nproc, options.device, options.only, read_destination(options))
 
 
 if __name__ == "__main__":

@@ -31,16 +31,12 @@ SECONDS = 60.0  # that a collective may take
 # Sizes are bytes of a rank's tensor, what stays with it included. cpu: only to try the code.
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "message": 32 << 20, "alone": [1 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20],
-        "throughput": [16 << 20, 64 << 20, 256 << 20], "each": 128 << 20,
-        "repetitions": 10, "pairs": 24, "channels": (1, 2, 4, 8, None),
+        "message": 32 << 20, "each": 128 << 20, "pairs": 24, "channels": (1, 2, 4, 8, None),
         "product": 4096, "products": 40, "tokens": 32_768, "lengths": (1024, 4096, 16_384),
         "widths": (256, 512, 1024), "head": 128, "measured_ms": 30.0,
     },
     "cpu": {
-        "message": 64 << 10, "alone": [1 << 10, 256 << 10],
-        "throughput": [256 << 10], "each": 1 << 20,
-        "repetitions": 3, "pairs": 3, "channels": (None,),
+        "message": 64 << 10, "each": 1 << 20, "pairs": 3, "channels": (None,),
         "product": 64, "products": 4, "tokens": 64, "lengths": (16, 32),
         "widths": (32,), "head": 16, "measured_ms": 2.0,
     },
@@ -56,14 +52,12 @@ def make_stream(device: torch.device) -> torch.cuda.Stream:
 @dataclass(frozen=True)
 class Arm:
     """`begin(tensor, send, receive)` starts an AllToAll, on the thread and stream of `lane`.
-    `flight`: messages that are under way together when they follow each other. `piece`: bytes that
-    hostwire copies and sends in one, at most."""
+    `flight`: messages that are under way together when they follow each other."""
 
     name: str
     lane: Lane
     begin: Callable[[Tensor, Sequence[int], Sequence[int]], Wait]
     flight: int
-    piece: int = 0
     transport: HostwireTransport | None = None  # that the lane has a channel of
 
 
@@ -76,26 +70,22 @@ class Bed:
         self.world = collective.world
         self.cuda = collective.device.type == "cuda"
         self.size, self.rows = SIZES[collective.device.type], list[dict[str, Any]]()
-        self.hostwire = self.wired("hostwire")
+        self.hostwire = self._wired()
         self.message = self.even(self.size["message"])
         # where nothing is issued
         self.elsewhere = make_stream(self.device) if self.cuda else None
         self._groups: dict[int | None, dist.ProcessGroup] = {}
         self._message_ms: dict[str, float] = {}
 
-    def wired(self, name: str, wire: str = "gloo", shared: bool = True) -> Arm:
-        """Hostwire; `shared`: ranks of a machine share memory, otherwise they talk over the
-        wire."""
+    def _wired(self) -> Arm:
         groups, limit = (self.collective.group, self.collective.control), timedelta(seconds=SECONDS)
-        transport = HostwireTransport(
-            self.device, Ledger(self.device), *groups, wire, shared=shared, timeout=limit
-        )
-        lane = Lane(name, transport)
+        transport = HostwireTransport(self.device, Ledger(self.device), *groups, timeout=limit)
+        lane = Lane("hostwire", transport)
 
         def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
             return lane.transport.all_to_all(tensor, send, receive, "rows").wait
 
-        return Arm(name, lane, begin, transport.lines, transport.piece, transport)
+        return Arm("hostwire", lane, begin, transport.lines, transport)
 
     def plain(self, channels: int | None = None) -> Arm:
         """NCCL, with at most so many channels (each is a block of its kernel, on a multiprocessor
@@ -150,10 +140,6 @@ class Bed:
             json.loads(part) for part in self.collective.gather_bytes(json.dumps(value).encode())
         ]
 
-    def slowest(self, values: Sequence[float]) -> list[float]:
-        """Of each repetition."""
-        return [max(ranks) for ranks in zip(*self.gathered(list(values)), strict=True)]
-
     def idle(self) -> None:
         """Nothing is left on the device."""
         if self.cuda:
@@ -169,30 +155,24 @@ class Bed:
         arm.lane.side.take()  # nobody reads the ledger here
         self.idle()
 
-    def message_times(self, arm: Arm, size: int, flight: int, repetitions: int) -> list[float]:
-        """Milliseconds of a message on the slowest rank, from many of the same size. With `flight`
-        1 each has arrived before the next begins."""
-        tensor, send = self.even(size)
-        count = max(2, min(16, self.size["each"] // size))
-        times: list[float] = []
-
-        def measure() -> None:
-            for _ in range(repetitions + 1):
-                self.barrier()
-                begin = time.perf_counter()
-                send_stream(arm, tensor, send, count, flight, host=flight == 1)
-                times.append(1e3 * (time.perf_counter() - begin) / count)
-
-        self.in_lane(arm, measure)
-        return self.slowest(times[1:])  # the first opens connections and takes memory
-
     def message_ms(self, arm: Arm) -> float:
-        """Of one of `message` among others, with nothing beside them; measured once. The same on
-        all ranks."""
+        """Milliseconds of one of `message` among others on the slowest rank, with nothing beside
+        them; measured once. The same on all ranks."""
         if arm.name not in self._message_ms:
-            self._message_ms[arm.name] = median(
-                self.message_times(arm, self.size["message"], arm.flight, 3)
-            )
+            tensor, send = self.message
+            count = max(2, min(16, self.size["each"] // self.size["message"]))
+            times: list[float] = []
+
+            def measure() -> None:
+                for _ in range(4):  # the first opens connections and takes memory
+                    self.barrier()
+                    begin = time.perf_counter()
+                    send_stream(arm, tensor, send, count, arm.flight, host=arm.flight == 1)
+                    times.append(1e3 * (time.perf_counter() - begin) / count)
+
+            self.in_lane(arm, measure)
+            slowest = [max(ranks) for ranks in zip(*self.gathered(times[1:]), strict=True)]
+            self._message_ms[arm.name] = median(slowest)
         return self._message_ms[arm.name]
 
     # ---- what was found
@@ -217,7 +197,9 @@ class Bed:
         """The process groups go with the process: to take several of NCCL's apart, ranks on one GPU
         would wait for each other."""
         self.barrier()
-        closed(self.hostwire)
+        self.hostwire.lane.close()
+        if self.hostwire.transport is not None:
+            self.hostwire.transport.close()
 
 
 def send_stream(
@@ -232,12 +214,6 @@ def send_stream(
         under_way.append(arm.begin(tensor, send, send))
     while under_way:
         under_way.popleft()(True)
-
-
-def closed(arm: Arm) -> None:
-    arm.lane.close()
-    if arm.transport is not None:
-        arm.transport.close()
 
 
 def count_leaving(size: int, world: int) -> int:

@@ -6,20 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from freescale_bench.common.drawing import (
-    BLUE,
-    GREY,
-    LEAST_WIDTH,
-    LETTER,
-    ORANGE,
-    RED,
-    SMALL,
-    TEAL,
-    close_svg,
-    draw_caption,
-    draw_text,
-    open_svg,
-)
+from freescale_bench.common import drawing as svg
 
 Results = Mapping[str, Mapping[str, Any]]
 HIGH = 11  # of a bar, with the gap below it
@@ -50,35 +37,33 @@ def draw_overlap(used: Results) -> str:
     groups = {case: find_arms(rows) for case, rows in cases.items()}
     names = list(dict.fromkeys(arm for found in groups.values() for arm in found))
     ours = [name for name in names if name.startswith("hostwire")]
-    inks = dict(zip(ours, (BLUE, TEAL, GREY), strict=False)) | {BEST: ORANGE, DEFAULT: RED}
+    inks = dict(zip(ours, (svg.BLUE, svg.TEAL, svg.GREY), strict=False)) | {
+        BEST: svg.ORANGE,
+        DEFAULT: svg.RED,
+    }
     most = max([value for found in groups.values() for value in found.values()] + [1.0])
-    left, top, wide = 24 + LETTER * max(map(len, groups)), 40.0, 420.0
+    left, top, wide = 24 + svg.LETTER * max(map(len, groups)), 40.0, 420.0
     parts = [
-        draw_text(
+        svg.text(
             left, 22, "compute beside AllToAlls: % longer than alone", more='font-weight="bold"'
         )
     ]
     for case, found in groups.items():
-        parts.append(draw_text(left - 8, top + HIGH * len(found) / 2 + 3, case, "end"))
+        parts.append(svg.text(left - 8, top + HIGH * len(found) / 2 + 3, case, "end"))
         for place, (arm, value) in enumerate(found.items()):
             y, long = top + HIGH * place, max(0.8, max(0.0, value) / most * wide)
-            parts.append(
-                f'<rect x="{left:.1f}" y="{y:.1f}" width="{long:.1f}" '
-                f'height="{HIGH - 2}" fill="{inks[arm]}"/>'
-            )
-            parts.append(draw_text(left + long + 5, y + 8.5, f"{value:+.1f} %", style=SMALL))
+            parts.append(svg.rect(left, y, long, HIGH - 2, inks[arm]))
+            parts.append(svg.text(left + long + 5, y + 8.5, f"{value:+.1f} %", style=svg.SMALL))
         top += HIGH * len(found) + 12
     for arm in names:
-        parts.append(
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="12" height="9" fill="{inks[arm]}"/>'
-        )
-        parts.append(draw_text(left + 18, top + 8.5, arm))
+        parts.append(svg.rect(left, top, 12, 9, inks[arm]))
+        parts.append(svg.text(left + 18, top + 8.5, arm))
         top += 16
     note = (
         "Measured. Compute of about 30 ms with AllToAlls of 32 MB back to back beside it; "
         "median over turns, mean of the ranks."
     )
-    words, tall = draw_caption(left, top + 14, wide + 100, used, note)
-    return close_svg(
-        [*open_svg(max(left + wide + 120, LEAST_WIDTH), top + 14 + tall), *parts, *words]
+    words, tall = svg.caption(left, top + 14, wide + 100, used, note)
+    return svg.finish(
+        [*svg.begin(max(left + wide + 120, svg.LEAST_WIDTH), top + 14 + tall), *parts, *words]
     )

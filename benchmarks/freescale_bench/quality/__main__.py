@@ -10,7 +10,7 @@ run_gr.py) or a JSON file of its figures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from freescale_bench.common.options import make_parser, read_destination, run_command
@@ -55,13 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "whose row of RecBole's SASRec is taken instead of training it again",
     )
     parser.add_argument(
-        "--epochs-alone",
-        type=int,
-        metavar="N",
-        help="time N epochs of the recipe and of the peer as published instead, one after the "
-        "other",
-    )
-    parser.add_argument(
         "--recbole",
         nargs="?",
         const="",
@@ -85,28 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.data is None:
         parser.error("the following arguments are required: --data")
     from freescale_bench.quality.bench import Plan, bench_quality
-    from freescale_bench.quality.epochs import bench_epochs
 
-    plan = Plan(
-        data=options.data,
-        name=options.name or Path(options.data).stem,
-        recipe=options.recipe,
-        changes=options.changes,
-        seeds=options.seeds,
-        jobs=options.jobs,
-        device=options.device,
-        run_folder=options.run_folder,
-        catalogue=options.catalogue,
-        peer=options.peer,
-        peer_config=options.peer_config,
-        peer_figures=options.peer_figures,
-    )
+    options.name = options.name or Path(options.data).stem
+    plan = Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
     if options.recbole is not None:
         from freescale_bench.quality.recbole import bench_recbole
 
         bench_recbole(replace(plan, device="cpu"), options.recbole, read_destination(options))
-    elif options.epochs_alone is not None:
-        bench_epochs(plan, options.epochs_alone, read_destination(options))
     else:
         bench_quality(plan, read_destination(options))
     return 0

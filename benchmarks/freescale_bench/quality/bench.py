@@ -18,7 +18,7 @@ from freescale.config.recipe import parse_setting
 from freescale.data.batches.splits import LEAST_EVENTS
 from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.jobs import Job, run_jobs
-from freescale_bench.common.results import Claim, Destination, Row, claim, write
+from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.quality.intervals import (
     METRICS,
     bootstrap_relative,
@@ -239,14 +239,14 @@ def make_claims(plan: Plan, rows: Sequence[Row], comparison: Mapping[str, Any]) 
     if comparison:
         differences = {name: one["percent"] for name, one in comparison.items()}
         each = [
-            claim(f"{about}: {name} against the {PEER}", WORST, value, "%", at_least=True)
+            at_least(f"{about}: {name} against the {PEER}", WORST, value, "%")
             for name, value in differences.items()
         ]
         mean = sum(differences.values()) / len(differences)
         both = f"{about}: {' and '.join(differences)} against the {PEER}, mean"
-        return [*each, claim(both, 0.0, mean, "%", at_least=True)]
+        return [*each, at_least(both, 0.0, mean, "%")]
     kind = "" if plan.catalogue == "all" or plan.recipe is None else UNSEEN
     name = METRICS[0] + kind
     ratio = rows[0][name]["mean"] / rows[1][name]["mean"]
     text = f"{about}: {name} over the full catalogue, times that of the popularity baseline"
-    return [claim(text, 1.5, ratio, "x", at_least=True)]
+    return [at_least(text, 1.5, ratio, "x")]

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from freescale.ledger.machine import describe_machine
 from freescale_bench.common.repository import require_repository
-from freescale_bench.common.results import Destination, Result, Row, claim, read_result, write
+from freescale_bench.common.results import (
+    Destination,
+    Result,
+    Row,
+    at_least,
+    at_most,
+    read_result,
+    write,
+)
 from freescale_bench.quality.peer import write_interactions
 
 if TYPE_CHECKING:
@@ -181,18 +189,17 @@ def _write(plan: Plan, rows: list[Row], to: Destination) -> None:
     own, peer = rows
     about = f"{plan.arm} on {plan.name}"
     claims = [
-        claim(
+        at_least(
             f"{about}: {name} over that of {PEER} after {peer['epochs']} epochs",
             1.0,
             own[name] / peer[name],
             "x",
-            at_least=True,
         )
         for name in _METRICS
     ]
     share = own["seconds"] / peer["seconds"]
     text = f"{about}: seconds of training over those of {PEER}"
-    claims.append(claim(text, _SHARE, share, "x", at_least=False))
+    claims.append(at_most(text, _SHARE, share, "x"))
     command = f"{plan.describe_command()} --recbole"
     name = f"{plan.arm}-{plan.name}-recbole-cpu"
     write(

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from freescale_bench.common.results import Destination, Result, Row, claim, read_result, write
+from freescale_bench.common.results import Destination, Result, Row, at_least, read_result, write
 from freescale_bench.quality.bench import WORST
 
 MEAN = 0.0  # percent: what all differences have to reach in the mean
@@ -32,10 +32,10 @@ def bench_together(files: Sequence[Path], to: Destination) -> None:
     percents = [row["percent"] for row in rows]
     enough = [row["percent"] for row in rows if row["users"] >= ENOUGH_USERS]
     about = f"{len(rows)} differences of HR@10 and NDCG@10 from the public HSTU"
-    claims = [claim(f"{about}: mean", MEAN, statistics.fmean(percents), "%", at_least=True)]
+    claims = [at_least(f"{about}: mean", MEAN, statistics.fmean(percents), "%")]
     if enough:
         text = f"lowest of those with at least {ENOUGH_USERS:,} users"
-        claims.append(claim(text, WORST, min(enough), "%", at_least=True))
+        claims.append(at_least(text, WORST, min(enough), "%"))
     newest = max(results, key=lambda result: str(result["date"]))
     write(
         "quality-together",

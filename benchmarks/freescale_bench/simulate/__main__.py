@@ -1,6 +1,5 @@
 """The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
-minutes), its own time and memory (`speed`), and the time that is useful under failures
-(`recovery`)."""
+minutes), and the time that is useful under failures (`recovery`)."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("simulate", __doc__)
-    parser.add_argument("part", choices=("validate", "paper", "speed", "recovery"))
+    parser.add_argument("part", choices=("validate", "paper", "recovery"))
     parser.add_argument("--most", type=int, default=4096, help="GPUs of `paper`")
     parser.add_argument(
         "--recovery", default="this-machine", help="what a failure costs, of `recovery`"
     )
     options = parser.parse_args(arguments)
     to = read_destination(options)
-    from freescale_bench.simulate.bench import bench_paper, bench_speed
+    from freescale_bench.simulate.bench import bench_paper
     from freescale_bench.simulate.validation import validate
 
     if options.part == "paper":
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         bench_recovery(options.recovery, to)
     else:
-        {"validate": validate, "speed": bench_speed}[options.part](to)
+        validate(to)
     return 0
 
 

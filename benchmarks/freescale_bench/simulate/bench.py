@@ -1,10 +1,7 @@
-"""The simulator at the paper's setting, to 4,096 GPUs, and its own time and memory."""
+"""The simulator at the paper's setting, to 4,096 GPUs."""
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,7 +15,7 @@ from freescale.simulate.run import Plans
 from freescale.simulate.simulator import Setting
 from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale.simulate.workload import Demand, Rows
-from freescale_bench.common.results import Destination, claim, write
+from freescale_bench.common.results import Destination, at_least, write
 
 
 class Colliding(GeneratedWorkload):
@@ -175,36 +172,28 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if r["figure"] == "straggler by length" and r["arm"] == "none" and r["cap"] >= 8000
     ]
     made = [
-        claim(
+        at_least(
             "straggler of the baseline, 64 GPUs, histories of 8,000 and more, least",
             20.0,
             min(caps),
             "%",
-            at_least=True,
         )
     ]
     for arm in ("greedy", "fixed"):
         less = found("straggler by length", "none", cap=21_000)["straggler_percent"]
         less /= max(found("straggler by length", arm, cap=21_000)["straggler_percent"], 1e-3)
         made.append(
-            claim(
-                f"straggler at 21,000: times less with {arm}, no jitter",
-                9.0,
-                less,
-                "times",
-                at_least=True,
-            )
+            at_least(f"straggler at 21,000: times less with {arm}, no jitter", 9.0, less, "times")
         )
     jittered = [
         found("jitter", arm, jitter=0.01)["straggler_percent"] for arm in ("none", "greedy")
     ]
     made.append(
-        claim(
+        at_least(
             "the same with greedy and 1 % jitter of compute",
             9.0,
             jittered[0] / jittered[1],
             "times",
-            at_least=True,
         )
     )
     exposed = {
@@ -214,12 +203,8 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for base in (BASE, "serial"):
         less = 100 * (1 - exposed[ALL] / exposed[base])
         made += [
-            claim(
-                f"exposed communication at 256 GPUs, all techniques below {base}'s",
-                90.0,
-                less,
-                "%",
-                at_least=True,
+            at_least(
+                f"exposed communication at 256 GPUs, all techniques below {base}'s", 90.0, less, "%"
             )
         ]
     sweep = [
@@ -229,48 +214,11 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
     x, y = np.array(sweep).T
     made.append(
-        claim(
+        at_least(
             "exposed communication over the collision rate: correlation with a line",
             0.99,
             float(np.corrcoef(x, y)[0, 1]),
             "",
-            at_least=True,
         )
     )
     return made
-
-
-def bench_speed(to: Destination) -> None:
-    """The command as a user types it, in a process of its own."""
-    rows, claims = [], []
-    for gpus, steps, seconds, memory in ((256, 20, 60.0, 4.0), (4096, 5, 600.0, None)):
-        command = [
-            "-m",
-            "freescale",
-            "simulate",
-            "--gpus",
-            str(gpus),
-            "--preset",
-            "paper",
-            "--steps",
-            str(steps),
-        ]
-        begin = time.perf_counter()
-        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        wall, peak = time.perf_counter() - begin, used.ru_maxrss / 2**20
-        rows.append(
-            {
-                "gpus": gpus,
-                "steps": steps,
-                "seconds": wall,
-                "user_seconds": used.ru_utime - before,
-                "peak_gib_so_far": peak,
-            }
-        )
-        text = f"freescale simulate --gpus {gpus} --preset paper, {steps} steps, all techniques"
-        claims.append(claim(text, seconds, wall, "s", at_least=False))
-        if memory is not None:
-            claims.append(claim(f"{text}, peak memory", memory, peak, "GiB", at_least=False))
-    write("simulate", "speed-cpu", "freescale bench simulate speed", rows, claims, to=to)

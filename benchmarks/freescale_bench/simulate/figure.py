@@ -7,34 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from freescale.simulate.verdict import ALL, BASE, UNBALANCED
-from freescale_bench.common.drawing import (
-    BLUE,
-    BROWN,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    TEAL,
-    VIOLET,
-    Axes,
-    Line,
-    draw_panels,
-)
+from freescale_bench.common import drawing as svg
 
 Results = Mapping[str, Mapping[str, Any]]
 INKS = {
-    BASE: RED,
+    BASE: svg.RED,
     f"{BASE}, ids deduplicated": "#e377c2",
-    "serial": GREY,
-    "serial + balancing": ORANGE,
-    "staged": TEAL,
-    "serial + hostwire": BROWN,
-    "staged + balancing": GREEN,
-    UNBALANCED: VIOLET,
-    ALL: BLUE,
+    "serial": svg.GREY,
+    "serial + balancing": svg.ORANGE,
+    "staged": svg.TEAL,
+    "serial + hostwire": svg.BROWN,
+    "staged + balancing": svg.GREEN,
+    UNBALANCED: svg.VIOLET,
+    ALL: svg.BLUE,
     # partitioners, with the serial schedule
-    "none": GREY,
-    "greedy": ORANGE,
+    "none": svg.GREY,
+    "greedy": svg.ORANGE,
     "fixed": "#bcbd22",
     "local": "#17becf",
 }
@@ -46,13 +34,13 @@ def make_lines(
     x: str,
     value: Callable[[Mapping[str, Any]], float],
     arms: Sequence[str] = (),
-) -> list[Line]:
+) -> list[svg.Line]:
     """A line for each arm of a figure of `freescale bench simulate`."""
     made: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["figure"] == figure and (not arms or row["arm"] in arms):
             made.setdefault(row["arm"], []).append((row[x], value(row)))
-    return [Line(name, points, INKS[name], predicted=True) for name, points in made.items()]
+    return [svg.Line(name, points, INKS[name], predicted=True) for name, points in made.items()]
 
 
 def exposed(row: Mapping[str, Any]) -> float:
@@ -63,9 +51,9 @@ def straggler(row: Mapping[str, Any]) -> float:
     return float(row["straggler_percent"])
 
 
-def make_axes_over_lengths(rows: Sequence[Mapping[str, Any]]) -> Axes:
+def make_axes_over_lengths(rows: Sequence[Mapping[str, Any]]) -> svg.Axes:
     lines = make_lines(rows, "straggler by length", "cap", straggler)
-    return Axes(
+    return svg.Axes(
         "straggler %, 64 GPUs",
         "longest history",
         [(cap, f"{cap / 1000:g}k") for cap, _ in lines[0].points],
@@ -73,11 +61,13 @@ def make_axes_over_lengths(rows: Sequence[Mapping[str, Any]]) -> Axes:
     )
 
 
-def make_axes_over_collisions(rows: Sequence[Mapping[str, Any]]) -> Axes:
+def make_axes_over_collisions(rows: Sequence[Mapping[str, Any]]) -> svg.Axes:
     lines = make_lines(rows, "by collisions", "collisions", exposed)
     # 5 is too near to 0 and 10
     ticks = [(rate, "" if rate == 0.05 else f"{100 * rate:g}") for rate, _ in lines[0].points]
-    return Axes("exposed communication, ms, 256 GPUs", "collisions, %", ticks, lines, linear=True)
+    return svg.Axes(
+        "exposed communication, ms, 256 GPUs", "collisions, %", ticks, lines, linear=True
+    )
 
 
 def draw_simulate(used: Results) -> str:
@@ -95,7 +85,7 @@ def draw_simulate(used: Results) -> str:
         if row["figure"] == "by GPUs" and row["arm"] == BASE
     }
     balanced = [
-        Line(
+        svg.Line(
             "serial + balancing",
             [(row["gpus"], row["straggler_percent"]) for row in single],
             INKS["serial + balancing"],
@@ -108,23 +98,23 @@ def draw_simulate(used: Results) -> str:
     )
     drawn = [
         make_axes_over_lengths(rows),
-        Axes(
+        svg.Axes(
             "straggler %",
             "GPUs",
             gpus,
             make_lines(rows, "by GPUs", "gpus", straggler, ("serial", "serial + balancing", ALL)),
         ),
-        Axes("exposed communication, ms", "GPUs", gpus, exposing),
+        svg.Axes("exposed communication, ms", "GPUs", gpus, exposing),
         make_axes_over_collisions(rows),
-        Axes("speed-up over TorchRec SparseDist", "GPUs", gpus, faster),
-        Axes(
+        svg.Axes("speed-up over TorchRec SparseDist", "GPUs", gpus, faster),
+        svg.Axes(
             "straggler %, 8,192 samples in all",
             "GPUs",
             [(row["gpus"], _shorten(row["gpus"])) for row in single],
             balanced,
         ),
     ]
-    return draw_panels(drawn, used, note="Predicted, all of it.")
+    return svg.panels(drawn, used, note="Predicted, all of it.")
 
 
 def _shorten(count: int) -> str:

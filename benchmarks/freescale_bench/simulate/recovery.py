@@ -6,7 +6,7 @@ from __future__ import annotations
 from freescale.config import SimulateConfig
 from freescale.simulate.recovery import MEMORY
 from freescale.simulate.run import run_simulation
-from freescale_bench.common.results import Destination, Row, claim, write
+from freescale_bench.common.results import Destination, Row, at_least, write
 
 USUAL = "this-machine"
 FAILURE_EVERY = 600.0  # seconds
@@ -30,12 +30,11 @@ def bench_recovery(recovery: str, to: Destination) -> None:
     costs = "" if recovery == USUAL else f", costs {recovery}"
     every = f"useful time at a failure every {FAILURE_EVERY / 60:g} minutes"
     claims = [
-        claim(
+        at_least(
             f"{every}, {row['gpus']:,} GPUs{costs}",
             ASKED[row["gpus"]],
             row["useful"],
             "of the time",
-            at_least=True,
         )
         for row in rows
         if row["from"] == MEMORY

@@ -18,7 +18,7 @@ from freescale.simulate.output import collect_run
 from freescale.simulate.simulator import Cluster, Setting, simulate
 from freescale.simulate.workload import Demand, Rows, SmallTable
 from freescale_bench.common.committed import read_committed
-from freescale_bench.common.results import Destination, Row, claim, write
+from freescale_bench.common.results import Destination, Row, at_most, write
 
 STEP, POINTS = 10.0, 2.0  # asked: per cent of the step time; points of the step
 
@@ -255,19 +255,11 @@ def validate(to: Destination) -> None:
             worst = max(abs(row[key]) for row in blind)
             within = sum(abs(row[key]) <= asked for row in blind)
             claims.append(
-                claim(
+                at_most(
                     f"testbed {testbed}: {text} ({within} of {len(blind)} rows within)",
                     asked,
                     worst,
                     unit,
-                    at_least=False,
                 )
             )
-    write(
-        "simulate",
-        "validation",
-        "freescale bench simulate validate",
-        rows,
-        claims,
-        to=to,
-    )
+    write("simulate", "validation", "freescale bench simulate validate", rows, claims, to=to)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from freescale_bench.common.options import make_parser, read_destination, run_command
+from freescale_bench.common.options import add_turns, make_parser, read_destination, run_command
 from freescale_bench.common.torchrec import continue_in_peer
 
 
@@ -21,14 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="cpu: a little of everything; keeps no results"
     )
-    parser.add_argument("--nproc", type=int, default=4, help="cuda: ranks")
-    parser.add_argument("--turns", type=int, default=8, help="cuda: turns of every arm")
-    parser.add_argument("--each", type=int, default=6, help="cuda: steps of a turn")
-    parser.add_argument(
-        "--trial",
-        action="store_true",
-        help="cuda: tiny sizes on CPU ranks, to try the code; keeps no results",
-    )
+    add_turns(parser, each=6)
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     to = read_destination(options)

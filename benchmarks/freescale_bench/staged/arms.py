@@ -37,16 +37,10 @@ def measure(
     )
 
 
-def train(
-    rank: int, world: int, workload: Workload, names: list[str], steps: int
-) -> dict[str, dict[str, Any]]:
-    """Arms of ours one after another: losses, a checksum of what was trained, and the peak memory
-    of the process until then."""
-    trained = {}
-    for name in names:
-        running = build_arm(name, workload, rank, world)
-        losses = [running.step() for _ in range(steps)]
-        running.quiet()
-        highest = read_peak_memory()
-        trained[name] = {"losses": losses, "checksum": running.checksum(), "peak": highest}
-    return trained
+def measure_peak(rank: int, world: int, workload: Workload, name: str) -> int:
+    """Peak memory of a process that trains an arm of ours."""
+    running = build_arm(name, workload, rank, world)
+    for _ in range(workload.steps):
+        running.step()
+    running.quiet()
+    return read_peak_memory()

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from freescale.simulate.verdict import ALL
-from freescale_bench.common.drawing import GREY, RED, TEAL, Axes, Line, draw_panels
+from freescale_bench.common import drawing as svg
 from freescale_bench.simulate.figure import make_axes_over_collisions
 
 Results = Mapping[str, Mapping[str, Any]]
-INK = {"serial": GREY, "TorchRec": RED, "stale": TEAL, "staged": "#2f4b7c"}
+INK = {"serial": svg.GREY, "TorchRec": svg.RED, "stale": svg.TEAL, "staged": "#2f4b7c"}
 NAMES = {
     "serial": "serial",
     "TorchRec": "TorchRec TrainPipelineSparseDist",
@@ -21,11 +21,11 @@ NAMES = {
 }
 
 
-def make_line(rows: Sequence[Mapping[str, Any]], arm: str, figure: str, over: str) -> Line:
+def make_line(rows: Sequence[Mapping[str, Any]], arm: str, figure: str, over: str) -> svg.Line:
     """Medians of one arm, with bars from the 20th to the 80th percentile."""
     mine = sorted((row for row in rows if row["arm"].split()[0] == arm), key=lambda row: row[over])
     points = [(row[over], row[figure]["median"]) for row in mine]
-    return Line(
+    return svg.Line(
         NAMES[arm],
         points,
         INK[arm],
@@ -36,7 +36,7 @@ def make_line(rows: Sequence[Mapping[str, Any]], arm: str, figure: str, over: st
 def draw_curves(used: Results) -> str:
     """Over the collision rate."""
     rows = [row for row in used["staged-hosts"]["rows"] if row.get("sweep") == "collisions"]
-    return draw_panels(
+    return svg.panels(
         [
             _make_axes(
                 rows,
@@ -82,12 +82,12 @@ def draw_exposed(used: Results) -> str:
             wide=340,
         ),
     ]
-    return draw_panels(axes, used, columns=2)
+    return svg.panels(axes, used, columns=2)
 
 
 def _make_axes(
     rows: Sequence[Mapping[str, Any]], figure: str, over: str, title: str, wide: float
-) -> Axes:
+) -> svg.Axes:
     below = {
         "collisions": "requested rows that the batch before also reads, %",
         "length": "events of a history, 10 % collisions",
@@ -95,7 +95,7 @@ def _make_axes(
     values = sorted({row[over] for row in rows})
     # 5 is too near to 0 and 10
     ticks = [(value, "" if value == 5 else f"{value}") for value in values]
-    return Axes(
+    return svg.Axes(
         title,
         below[over],
         ticks,

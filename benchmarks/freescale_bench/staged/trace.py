@@ -10,28 +10,36 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from freescale.ledger.machine import describe_machine
+from freescale_bench.common import drawing as svg
 from freescale_bench.common.committed import read_committed
-from freescale_bench.common.drawing import (
-    SMALL,
-    close_svg,
-    describe_origin,
-    draw_text,
-    open_svg,
-    save,
-)
 from freescale_bench.common.hosts import open_hosts
 from freescale_bench.common.repository import find_commit
+from freescale_bench.common.turns import EMBEDDING
 from freescale_bench.common.workload import Workload
 from freescale_bench.staged.arms import SERIAL, STAGED, measure
-from freescale_bench.staged.serial_figure import COLOURS
 
-EMBEDDING = ("ids", "rows", "gradients")
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#2f4b7c",
+    "optimizer": "#7a9cc6",
+    "update rows": "#72b7b2",
+    "lookup": "#9ad0cb",
+    "deduplicate": "#b8dcd9",
+    "data": "#c9c9c9",
+    "count collisions": "#dddddd",
+    "counts": "#bab0ac",
+    "ids": "#eeca3b",
+    "rows": "#f58518",
+    "gradients": "#e45756",
+    "dense": "#b279a2",
+    "samples": "#ff9da6",
+}
 TRACK, GAP, MARGIN, WIDTH = 30, 6, 92, 920
 
 
@@ -82,17 +90,15 @@ def draw_band(
     begin, end = records[1]["begin"], records[2]["end"]
     tracks = ("main thread", "lane ahead", "lane urgent") if staged else ("main thread", "network")
     parts = [
-        draw_text(
+        svg.text(
             8, top - 10, f"{title}: {(end - begin) / 2e6:.0f} ms a step", more='font-weight="bold"'
         )
     ]
     for place, name in enumerate(tracks):
         y = top + place * (TRACK + GAP)
-        parts.append(draw_text(8, y + TRACK / 2 + 4, name))
+        parts.append(svg.text(8, y + TRACK / 2 + 4, name))
         wide = (end - begin) * scale
-        parts.append(
-            f'<rect x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{TRACK}" fill="#f4f4f4"/>'
-        )
+        parts.append(svg.rect(MARGIN, y, wide, TRACK, "#f4f4f4"))
     labels: list[str] = []
     labelled: list[tuple[int, float, float]] = []
     for track, colour, label, a, b in sorted(
@@ -111,11 +117,8 @@ def draw_band(
             work = colour not in EMBEDDING
             high, y = (TRACK / 3, y) if work else (2 * TRACK / 3, y + TRACK / 3)
         fill = "url(#stopped)" if colour == "wait" else COLOURS[colour]
-        tip = f"<title>{label} {(b - a) / 1e6:.1f} ms</title>"
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{high}" '
-            f'fill="{fill}">{tip}</rect>'
-        )
+        tip = f"{label} {(b - a) / 1e6:.1f} ms"
+        parts.append(svg.rect(x, y, wide, high, fill, tip=tip))
         half = 3.6 * len(label)
         middle = x + wide / 2
         # pieces overlap
@@ -125,13 +128,10 @@ def draw_band(
         if wide > 2 * half and high > TRACK / 2 and colour != "wait" and not taken:
             labelled.append((track, middle, half))
             ink = 'style="fill:#fff"' if colour in ("forward", "backward", "gradients") else ""
-            labels.append(draw_text(middle, y + high / 2 + 4, label, "middle", ink))
+            labels.append(svg.text(middle, y + high / 2 + 4, label, "middle", ink))
     for edge in (begin, records[2]["begin"], end):
         x, bottom = MARGIN + (edge - begin) * scale, top + len(tracks) * (TRACK + GAP)
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 5}" y2="{bottom}" stroke="#666" '
-            'stroke-dasharray="3 3"/>'
-        )
+        parts.append(svg.rule(x, top - 5, x, bottom, "#666", more='stroke-dasharray="3 3"'))
     return parts + labels
 
 
@@ -146,7 +146,10 @@ def choose_typical(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
 
 def draw_trace() -> str:
     kept = read_committed("staged-hosts")["workloads"]["unique ids"]
-    workload = replace(Workload(**kept | {"hidden": tuple(kept["hidden"])}), collisions=0.1)
+    names = {field.name for field in fields(Workload)}  # earlier results have others, too
+    settings = {name: value for name, value in kept.items() if name in names}
+    settings |= {"hidden": tuple(kept["hidden"]), "collisions": 0.1}
+    workload = Workload(**settings)
     with open_hosts(2) as network:
         measured = network.run(measure, workload, [SERIAL, STAGED], 1, 14)[0]
     picked = {name: choose_typical(measured[name]["records"]) for name in (SERIAL, STAGED)}
@@ -154,7 +157,7 @@ def draw_trace() -> str:
     scale = WIDTH / longest
     second = 46 + 2 * (TRACK + GAP) + 44
     height = second + 3 * (TRACK + GAP) + 86
-    parts = open_svg(MARGIN + WIDTH + 20, height)
+    parts = svg.begin(MARGIN + WIDTH + 20, height)
     parts.append(
         '<defs><pattern id="stopped" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)">'
@@ -170,38 +173,28 @@ def draw_trace() -> str:
     step = 100
     for value in range(0, int(longest / 1e6) + 1, step):
         x = MARGIN + value * 1e6 * scale
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{base - 12}" y2="{base - 6}" stroke="#999"/>'
-        )
-        parts.append(draw_text(x, base + 8, f"{value} ms" if value == 0 else str(value), "middle"))
-    shown = (
-        "forward",
-        "backward",
-        "lookup",
-        "update rows",
-        "ids",
-        "rows",
-        "gradients",
-        "dense",
-        "counts",
-        "wait",
-    )
+        parts.append(svg.rule(x, base - 12, x, base - 6, "#999"))
+        parts.append(svg.text(x, base + 8, f"{value} ms" if value == 0 else str(value), "middle"))
+    shown = ("forward", "backward", "lookup", "update rows", *EMBEDDING, "dense", "counts", "wait")
     for place, name in enumerate(shown):
         x, y = MARGIN + 86 * place + (18 if place > 3 else 0), base + 24
         fill = "url(#stopped)" if name == "wait" else COLOURS[name]
-        parts.append(f'<rect x="{x}" y="{y}" width="13" height="13" fill="{fill}"/>')
-        parts.append(draw_text(x + 18, y + 11, "compute stopped" if name == "wait" else name))
+        parts.append(svg.rect(x, y, 13, 13, fill))
+        parts.append(svg.text(x + 18, y + 11, "compute stopped" if name == "wait" else name))
     about = {
         "machine": describe_machine(),
         "commit": find_commit(),
         "date": datetime.now(UTC).isoformat(),
     }
     parts.append(
-        draw_text(
-            MARGIN, height - 8, f"Measured, one rank of two: {describe_origin(about)}", style=SMALL
+        svg.text(
+            MARGIN,
+            height - 8,
+            f"Measured, one rank of two: {svg.describe_origin(about)}",
+            style=svg.SMALL,
         )
     )
-    return close_svg(parts)
+    return svg.finish(parts)
 
 
 def main() -> None:
@@ -209,7 +202,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    save(parser.parse_args().out, draw_trace())
+    svg.save(parser.parse_args().out, draw_trace())
 
 
 if __name__ == "__main__":

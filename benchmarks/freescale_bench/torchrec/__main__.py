@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from freescale_bench.common.options import make_parser, read_destination, run_command
+from freescale_bench.common.options import add_turns, make_parser, read_destination, run_command
 from freescale_bench.common.torchrec import continue_in_peer, has_torchrec
 
 
@@ -22,13 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("torchrec", __doc__)
     parser.add_argument("what", nargs="?", choices=("speed", "parity"), default="speed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--nproc", type=int, default=4, help="cuda: ranks")
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 4, 20, 100])
-    parser.add_argument("--turns", type=int, default=8, help="of every arm")
-    parser.add_argument("--each", type=int, default=6, help="steps of a turn")
-    parser.add_argument(
-        "--trial", action="store_true", help="tiny sizes, to try the code; keeps no results"
-    )
+    add_turns(parser, each=6, ranks="")
     parser.add_argument("--peer", type=Path, help="parity: with generative_recommenders in it")
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)

@@ -4,7 +4,6 @@ gets rank and number of ranks first."""
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.torchrec import Pipeline, parallelize
 from freescale_bench.common.arm import WaitLedger, open_transport, wait_for_lanes
 from freescale_bench.common.torchrec import build_torchrec_dlrm
+from freescale_bench.common.turns import time_turns
 from freescale_bench.torchrec.dlrm import (
     DENSE_LR,
     ROW_EPSILON,
@@ -74,38 +74,12 @@ def build_arm(
 def measure(
     rank: int, world: int, shape: Shape, turns: int, each: int, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
-    """The arms in turn, `each` steps between two moments at which all ranks and their devices are
-    idle; the first turn warms up.
-
-    Returns:
-        Of each arm: milliseconds of a step and processor time of a step, by turn, all losses, and
-        the ledger's records without each turn's first.
-    """
+    """Of each arm: milliseconds of a step and processor time of a step, by turn, all losses, and
+    the ledger's records without each turn's first."""
     arms = {name: build_arm(name, shape, rank, world, device) for name in (OURS, TORCHREC)}
-    together = arms[OURS].transport
-
-    def wait_idle() -> None:
-        if together.device.type == "cuda":
-            torch.cuda.synchronize()
-        together.gather_bytes(b"")
-
-    found: dict[str, dict[str, Any]] = {
-        name: {"step_ms": [], "cpu_ms": [], "losses": [], "records": []} for name in arms
+    found = time_turns(arms, arms[OURS].transport.device, turns, each)
+    made: dict[str, dict[str, Any]] = {
+        name: {"step_ms": of.pop("turns"), **of} for name, of in found.items()
     }
-    for turn in range(turns + 1):
-        for name in list(arms)[:: 1 if turn % 2 else -1]:
-            arm, mine = arms[name], found[name]
-            wait_idle()
-            begin, used = time.perf_counter(), time.process_time()
-            losses = [arm.begin_step() for _ in range(each)]
-            wait_idle()
-            took, used = time.perf_counter() - begin, time.process_time() - used
-            arm.quiet()
-            records = arm.ledger.drain()
-            mine["losses"] += [float(loss) for loss in losses]
-            if turn:
-                mine["step_ms"].append(1e3 * took / each)
-                mine["cpu_ms"].append(1e3 * used / each)
-                mine["records"] += records[1:]
-    found[OURS]["transport"] = arms[OURS].carrier
-    return found
+    made[OURS]["transport"] = arms[OURS].carrier
+    return made

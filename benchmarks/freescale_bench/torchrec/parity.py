@@ -25,7 +25,7 @@ from freescale.torchrec import Pipeline, load_checkpoint, parallelize
 from freescale.torchrec.sharded_model import ShardedModel
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Destination, Row, claim, write
+from freescale_bench.common.results import Destination, Row, at_most, write
 from freescale_bench.torchrec.dlrm import Shape, build_dlrm, make_batch
 from freescale_bench.torchrec.dlrm_hstu import build_dlrm_hstu, make_samples
 
@@ -184,12 +184,10 @@ def bench_parity(peer: Path | None, to: Destination) -> int:
             ("losses of 10 steps, largest difference", "loss_difference", 10),
         ):
             worst = max(row[key] for row in found)
-            claims.append(
-                claim(f"{name}: {text}", asked, 1e6 * worst, "millionths", at_least=False)
-            )
+            claims.append(at_most(f"{name}: {text}", asked, 1e6 * worst, "millionths"))
         differ = sum(not row["staged_equals_serial"] for row in found)
         text = "runs whose staged losses and weights are not serial's to the bit"
-        claims.append(claim(f"{name}: {text}", 0, differ, "runs", at_least=False))
+        claims.append(at_most(f"{name}: {text}", 0, differ, "runs"))
     if transport.rank == 0:
         command = "freescale bench torchrec parity" + " --peer FOLDER" * (peer is not None)
         packages = ("torchrec", "fbgemm-gpu-cpu")
