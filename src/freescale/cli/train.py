@@ -185,7 +185,7 @@ def train_run(
             arguments = ["train", *format_arguments(given), *where]
             return launch([*arguments, *(["--resume", resume] if resume else [])], nproc, port)
     follow_launcher()
-    from freescale.train.run import run_training
+    from freescale.train.commands import run_training
 
     return run_training(config, run_folder, resume, lambda: _prepare(config), server)
 
@@ -357,7 +357,7 @@ def evaluate(
             options = format_arguments({**given, "checkpoint": checkpoint, "ranks": ranks})
             arguments = ["eval", str(run_folder), "--part", part, *options]
             return launch(arguments, nproc, port)
-    from freescale.train.run import run_evaluation
+    from freescale.train.commands import run_evaluation
 
     run_evaluation(config, run_folder, part, lambda: _prepare(config), checkpoint, ranks)
     return 0

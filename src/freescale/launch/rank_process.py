@@ -39,7 +39,7 @@ PATIENCE = 10.0  # seconds until launcher and rank give up on each other
 # whose cores are all busy a minute; the greatest niceness would make that five.
 _NICENESS = 10
 _NEEDED = (
-    *("freescale.train.run", "freescale.launch.restarts", "freescale.report.console"),
+    *("freescale.train.commands", "freescale.launch.restarts", "freescale.report.console"),
     *("torch._dynamo", "torch.onnx", "triton.language", "numpy.random", "rich.progress"),
     *("rich.console", "rich.table"),
 )
