@@ -49,7 +49,7 @@ def configure(data: Path, **settings: object) -> RunConfig:
 @pytest.fixture
 def scripted(monkeypatch):
     """Evaluations as they are, but for the metric that is compared, which follows SERIES."""
-    import freescale.train.trainer as module
+    import freescale.train.run as module
 
     made: list[Trainer] = []
     evaluate = module.evaluate_part

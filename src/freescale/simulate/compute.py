@@ -1,12 +1,12 @@
-"""Predicts the time of a rank's own work by curves that were measured on a device (calibrate.py)
-and are kept in calibrations/*.json.
+"""Predicts the time of a rank's own work from curves that were measured on a device (calibrate.py)
+and are stored in calibrations/*.json.
 
     forward, backward of a layer    quadratic * sum L^2 + linear * tokens + sample * samples
                                     + constant; and of the head, once
     lookup, update, ... of rows     seconds per byte or per key, and a constant per call
     dense optimizer                 seconds per parameter, and a constant
 
-A file holds the model shapes that were measured; others are interpolated (interpolation.py).
+A file holds the model shapes that were measured; others are interpolated (curves.py).
 Lengths and widths beyond those measured are an extrapolation, and notes say so.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
-from freescale.simulate.interpolation import interpolate_shape
+from freescale.simulate.curves import Curve, Shape, interpolate_shape
 
 WAYS = ("forward", "backward", "head_forward", "head_backward")
 CALIBRATIONS = Path(__file__).parent / "calibrations"
@@ -65,45 +65,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Seconds of one layer, one direction."""
-
-    quadratic: float
-    linear: float
-    sample: float = 0.0
-    constant: float = 0.0
-
-    def __call__(self, load: Load) -> NDArray[Any]:
-        """[ranks]; a rank without samples computes nothing."""
-        seconds = (
-            self.quadratic * load.squares
-            + self.linear * load.tokens
-            + self.sample * load.samples
-            + self.constant
-        )
-        return np.where(load.samples > 0, seconds, 0.0)
-
-
-@dataclass(frozen=True)
-class Load:
-    """What each rank computes in a step, each [ranks]."""
-
-    samples: NDArray[Any]
-    tokens: NDArray[Any]
-    squares: NDArray[Any]  # sum of L^2
-
-    @staticmethod
-    def from_assignment(lengths: NDArray[Any], rank_of: NDArray[Any], ranks: int) -> Load:
-        length = lengths.astype(np.float64)
-        return Load(
-            *(
-                np.bincount(rank_of, weights, ranks)
-                for weights in (np.ones_like(length), length, length * length)
-            )
-        )
-
-
-@dataclass(frozen=True)
 class RowWork:
     """Seconds of what is done with ids and table rows. Bytes are those of the rows read or written,
     keys those compared."""
@@ -115,20 +76,6 @@ class RowWork:
     read_per_byte: float  # rows into the tokens' places, in forward
     read_backward_per_byte: float
     constant: float = 0.0  # of a call
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The curves of a model shape."""
-
-    width: int
-    heads: int
-    precision: str
-    longest: int  # history that was measured
-    forward: Curve  # of a layer
-    backward: Curve
-    head_forward: Curve = Curve(0.0, 0.0)  # once: what stands behind the layers
-    head_backward: Curve = Curve(0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from freescale.embedding.collision import count_pieces
 from freescale.pipeline.dense.buckets import compute_bucket_limit
-from freescale.simulate.compute import Calibration, Load, Model
+from freescale.simulate.compute import Calibration, Model
+from freescale.simulate.curves import Load
 from freescale.simulate.network import Network
 from freescale.simulate.workload import Demand, PooledDemand, Rows
 

@@ -19,8 +19,9 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment
 from freescale.embedding.placement import CHOICES
-from freescale.simulate.compute import Calibration, Load, Model
+from freescale.simulate.compute import Calibration, Model
 from freescale.simulate.costs import Batch, Costs
+from freescale.simulate.curves import Load
 from freescale.simulate.network import TRANSPORTS, Network
 from freescale.simulate.placed_tables import ITEM, PlacedTables, assign_home, place_tables
 from freescale.simulate.ranks import Ranks, Step
