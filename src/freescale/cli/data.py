@@ -13,7 +13,7 @@ import click
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import DataCommand
 from freescale.cli.options import add_settings, format_arguments, select_given
-from freescale.cli.progress import show_progress
+from freescale.cli.progress import prepare_data, show_progress
 from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, TrainConfig
 
 
@@ -67,12 +67,10 @@ def inspect(data: str, **given: Any) -> None:
     with the command to train on it.
     """
     from freescale.data.inspection import describe_inspection, inspect_histories
-    from freescale.train.build import prepare_data
 
     ranking = {"task": "ranking"} if given["labels"] else {}
     config = RunConfig.from_settings({"data": data, **given, **ranking})
-    with show_progress() as progress:
-        path = prepare_data(config, progress)
+    path = prepare_data(config)
     found = inspect_histories(
         path,
         config.train.global_batch,
