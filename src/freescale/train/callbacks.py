@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -135,7 +136,8 @@ class CallbackList:
     """Calls the hooks of a run's callbacks. An exception in one of them ends all ranks."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
-        self._callbacks, self._run = list(callbacks), run
+        self._callbacks, self._transport = list(callbacks), run.transport
+        self._run = weakref.ref(run)  # no circle: a Trainer that is dropped frees its memory at once
         self._failure: Exception | None = None
 
     def call(self, hook: str, *args: Any) -> None:
@@ -143,7 +145,7 @@ class CallbackList:
         for callback in self._callbacks:
             if self._failure is None:
                 try:
-                    getattr(callback, hook)(self._run, *args)
+                    getattr(callback, hook)(self._run(), *args)
                 except Exception as error:
                     self._failure = error
 
@@ -161,7 +163,7 @@ class CallbackList:
 
     def check(self) -> None:
         """Raises on all ranks if a hook has failed on one. A collective."""
-        raise_together(self._failure, self._run.transport)
+        raise_together(self._failure, self._transport)
 
 
 class GuardedBatches(Iterator[SequenceBatch]):
