@@ -137,7 +137,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
         self._callbacks, self._transport = list(callbacks), run.transport
-        self._run = weakref.ref(run)  # no circle: a Trainer that is dropped frees its memory at once
+        self._run = weakref.ref(run)  # no reference cycle: a dropped Trainer is freed at once
         self._failure: Exception | None = None
 
     def call(self, hook: str, *args: Any) -> None:
