@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freescale.ledger.machine import get_gpu_name
-from freescale.train.callbacks import Callback
+from freescale.train.callbacks import Callback, RunView
 from freescale_bench.common.results import Destination, claim, write
 from freescale_bench.quality.peer import find_config, write_interactions
 
 if TYPE_CHECKING:
     from freescale.pipeline.step_result import StepResult
-    from freescale.train.trainer import Trainer
     from freescale_bench.quality.bench import Plan
 
 TIMES_FASTER = 10.0
@@ -31,10 +30,10 @@ class _EpochTimes(Callback):
         self._epochs = epochs
         self.marks: list[float] = []
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: RunView) -> None:
         self.marks.append(time.perf_counter())
 
-    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+    def on_step(self, trainer: RunView, step: StepResult) -> None:
         if step.step % (trainer.total // self._epochs) == 0:
             if trainer.transport.device.type == "cuda":
                 import torch
