@@ -1,5 +1,5 @@
-"""The parts of a run, from its configuration: data, model, optimizer, pipeline. Every rank builds
-the same."""
+"""Builds the parts of a run from its configuration: data, model, optimizer, pipeline. Every rank
+builds the same."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], 
 
 
 def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
-    """The histories file of the data, from the cache or made now. One process of a machine makes
-    it; the others wait for it. `progress` is called with a stage and the share done."""
+    """Returns the histories file of the data, from the cache or made now. One process of a machine
+    makes it; the others wait. `progress` is called with a stage and the share done."""
     data = config.data
     return prepare(
         data.data,
@@ -83,7 +83,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
 def load_histories(
     config: RunConfig, path: Path, transport: Transport, part: str = "train"
 ) -> Histories:
-    """One rank's data of a part of the split."""
+    """Opens one rank's data of a part of the split."""
     data, train = config.data, config.train
     training = part == "train"
     return Histories(
@@ -99,23 +99,13 @@ def load_histories(
 
 
 def list_sample_options(config: RunConfig) -> dict[str, Any]:
-    """The options of `Histories` that say what a sample holds."""
-    data = config.data
+    """The options of `Histories` that determine the content of a sample."""
     names = (
-        "max_length",
-        "split",
-        "split_time",
-        "negatives",
-        "negatives_per",
-        "negatives_from",
-        "popularity_power",
-        "in_batch_share",
-        "log_q",
-        "candidates",
-        "num_items",
+        *("max_length", "split", "split_time", "candidates", "num_items", "negatives"),
+        *("negatives_per", "negatives_from", "popularity_power", "in_batch_share", "log_q"),
     )
     return {
-        **{name: getattr(data, name) for name in names},
+        **{name: getattr(config.data, name) for name in names},
         "any_ids": "item" in config.dynamic_tables,
         "task": config.model.task,
         "tasks": config.label_names,
@@ -124,14 +114,14 @@ def list_sample_options(config: RunConfig) -> dict[str, Any]:
 
 
 def adopt_choices(config: RunConfig, data: Histories) -> RunConfig:
-    """The configuration with the negatives that the data has chosen in place of `auto`."""
+    """Replaces `auto` in the configuration by the negatives that the data has chosen."""
     names = ("negatives_per", "negatives", "negatives_from", "log_q")
     chosen = {name: getattr(data, name) for name in names}
     return replace(config, data=replace(config.data, **chosen))
 
 
 def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
-    """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
+    """Builds the model as a plain module. Its tables are on the meta device until `parallelize`."""
     model = config.model
     torch.manual_seed(config.train.seed)
     encoder = build_encoder(config)
@@ -146,7 +136,7 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
 
 
 def build_encoder(config: RunConfig) -> Encoder:
-    """As `--encoder` and its options say."""
+    """Builds the encoder of `--encoder` and its options."""
     model = config.model
     shared: dict[str, Any] = {
         "width": model.width,
@@ -168,14 +158,13 @@ def build_encoder(config: RunConfig) -> Encoder:
     return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
 
 
-# Floating-point operations of about 2 ms on one core of a CPU: what moving samples takes a rank,
-# however few they are.
+# Cost of moving samples, however few: about 2 ms of one CPU core, in floating-point operations.
 _PRICE_OF_MOVES = 4e7
 
 
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
-    """None without balancing. Costs come from the model's shapes; unless they are adapted,
-    assignments depend on the data alone."""
+    """Builds the balancer; None without balancing. Costs follow from the model's shapes. Unless
+    they adapt, assignments depend on the data alone."""
     if config.train.balance == "none":
         return None
     model = config.model
@@ -205,15 +194,15 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
 
 
 def build_reducer(config: RunConfig) -> Thresholding | None:
-    """What sums the dense gradients with compression; None: exactly."""
+    """Builds the compression of dense gradients; None sums them exactly."""
     eta = config.train.compress_dense
     return None if eta is None else Thresholding(eta, config.train.compress_every)
 
 
 def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
-    """The module of `build_module` with its tables spread over the ranks."""
+    """Builds the module and spreads its tables over the ranks."""
     train = config.train
-    # rows of a dynamic table come with its ids
+    # a dynamic table has no rows before its ids arrive
     module = build_module(config, max(1, data.num_items), data.num_actions)
     return parallelize(
         module,
@@ -230,7 +219,7 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
 
 
 def parse_tables(config: RunConfig) -> dict[str, Dynamic]:
-    """--rows as parallelize takes it. ValueError for what it cannot be."""
+    """Parses --rows for `parallelize`. ValueError if it is not valid."""
     tables = {}
     for name, choice in config.dynamic_tables.items():
         try:
@@ -246,13 +235,13 @@ def parse_tables(config: RunConfig) -> dict[str, Dynamic]:
 
 
 def choose_row_std(config: RunConfig) -> float:
-    """Standard deviation of the first values of rows."""
+    """The standard deviation of initial row values."""
     model = config.model
     return model.width**-0.5 if model.row_std is None else model.row_std
 
 
 def build_row_optimizer(config: RunConfig) -> RowOptimizer:
-    """Of the rows of all tables."""
+    """Builds the optimizer of all table rows."""
     train = config.train
     optimizer: RowOptimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
     if isinstance(optimizer, Adam):
@@ -261,8 +250,8 @@ def build_row_optimizer(config: RunConfig) -> RowOptimizer:
 
 
 def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
-    """Of the dense parameters; tables have a row optimizer of their own. One call updates all of
-    them: a small model has many that take no time themselves."""
+    """Builds the optimizer of the dense parameters. One call updates all of them: a small model has
+    many, and each takes almost no time."""
     train = config.train
     return AdamW(
         model.dense_parameters(),
@@ -275,7 +264,7 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
 def build_pipeline(
     config: RunConfig, model: ShardedModel, optimizer: torch.optim.Optimizer, total: int
 ) -> Pipeline:
-    """The pipeline of a run of `total` steps."""
+    """Builds the pipeline of a run of `total` steps."""
     train = config.train
     return Pipeline(
         model,
@@ -302,12 +291,12 @@ def evaluate_part(
     """Metrics of the model on a part of the split. A collective; the same on all ranks.
 
     Args:
-        config: of the run.
-        model: as `build_model` makes it.
-        path: of the histories file.
+        config: the run's settings.
+        model: the result of `build_model`.
+        path: the histories file.
         part: `validation` or `test`.
         baseline: whether to evaluate the popularity baseline too (retrieval).
-        keep: gets the model's ranks sample by sample (retrieval).
+        keep: receives the target's rank for each sample (retrieval).
 
     Returns:
         {"model": {metric: value}, "popularity": {metric: value}}

@@ -1,5 +1,5 @@
-"""What the commands train and eval do in each rank: join the others, train or evaluate, show the
-result on rank 0."""
+"""The commands train and eval in each rank: connect to the others, train or evaluate, print the
+results on rank 0."""
 
 from __future__ import annotations
 
@@ -38,21 +38,20 @@ def run_training(
     """Trains as one of the ranks, and shows the run on rank 0's terminal.
 
     Args:
-        config: of the run.
-        folder: of the run; None makes a new one.
-        resume: the checkpoint of the folder to go on from, or `auto`; None for a new run.
+        config: the run's settings.
+        folder: the run's folder; None makes a new one.
+        resume: the checkpoint to continue from, or `auto`; None for a new run.
         prepare: returns the histories file.
-        worker_server: what data workers will be forked from, where the run is to have any.
+        worker_server: a server for data workers, if the run has any.
 
     Returns:
         The exit status: 0, or after a signal that of `choose_status`.
     """
-    # before the ranks meet: it may take long, and its errors are the same on every rank
+    # before the ranks connect: it may take long, and its errors are the same on every rank
     path = prepare()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
-    if resume == AUTO:  # a rank on another machine may not see what is in the folder yet
-        said = transport.gather_bytes(config.to_json().encode())
-        config = RunConfig.from_json(said[0].decode())
+    if resume == AUTO:  # a rank on another machine may not see the folder's content yet
+        config = RunConfig.from_json(transport.gather_bytes(config.to_json().encode())[0].decode())
     callbacks = [ConsoleProgress()] if transport.rank == 0 else []
     trainer = Trainer(
         config,
@@ -69,31 +68,25 @@ def run_training(
             stopped = _describe_stop(trainer) if results["stopped"] else ""
             _show(results, trainer, stopped)
         if results["stopped"]:
-            # the first that ends makes a launcher end the others: let all be through
+            # a launcher ends the others when the first rank ends: wait until all are done
             transport.gather_bytes(b"")
         transport.close()
     return choose_status(results["stopped"])
 
 
 def _describe_stop(trainer: Trainer) -> str:
-    """Where the run stopped, and how to go on."""
+    """Where the run stopped, and how to continue."""
     step, latest = trainer.step, trainer.checkpoints.latest()
     if step == trainer.total:
-        left = trainer.config.data.split != "none"
-        rest = (
-            f"; the test part is left: freescale eval {shlex.quote(str(trainer.folder))}"
-            if left
-            else ""
-        )
+        evaluate = f"; the test part is left: freescale eval {shlex.quote(str(trainer.folder))}"
+        rest = evaluate if trainer.config.data.split != "none" else ""
         return f"stopped after the last step, {step}: the run is complete and saved{rest}"
     if latest is None:
         return (
             "stopped before the first step: nothing to save; start it again with the same command"
         )
-    return (
-        f"stopped after step {step}, saved in {latest}; go on with: "
-        f"{resume_command(trainer.folder, os.environ)}"
-    )
+    command = resume_command(trainer.folder, os.environ)
+    return f"stopped after step {step}, saved in {latest}; go on with: {command}"
 
 
 def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
@@ -108,19 +101,17 @@ def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
 
 
 def _describe_best(trainer: Trainer) -> list[str]:
-    """Which evaluation was the best, and whether its checkpoint was kept and training ended for
-    it."""
+    """Describes the best evaluation, its checkpoint, and whether --patience ended training."""
     best = trainer.best
     if best is None:
         return []
     if best.step is None:
         return [f"no best one: {best.metric} was not defined in any evaluation"]
     where = f", {trainer.checkpoints.path(best.step)}" if best.kept else ""
-    words = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
+    line = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
     if not best.exhausted:
-        return [words]
-    early = f"ended early, after {best.since} evaluations without a better one (--patience)"
-    return [early, words]
+        return [line]
+    return [f"ended early, after {best.since} evaluations without a better one (--patience)", line]
 
 
 def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
@@ -128,44 +119,32 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
 
     from freescale.report.console import print_ledger, print_quality
 
-    console, folder = Console(), trainer.folder
+    console, folder, lines = Console(), trainer.folder, []
     if results.get("test"):
         print_quality(console, results["test"])
     if "ledger" in results:
         print_ledger(console, results["ledger"])
     else:
-        for line in (*trainer.notes, f"{folder} is complete: nothing is left to train"):
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        lines += [*trainer.notes, f"{folder} is complete: nothing is left to train"]
     if "loss" in results:
         quality = results.get("test", {}).get("model", {})
         hit = ""
         if "hr@10" in quality:
             unseen = quality[f"hr@10{UNSEEN}"]
             hit = f"  HR@10 {quality['hr@10']:.4f}, without the history's items {unseen:.4f}"
-        console.print(f"last loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
-    for line in _describe_best(trainer):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(
-        (
-            f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, "
-            "checkpoints"
-        ),
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
+        lines.append(f"last loss {results['loss']:.4f}{hit}")
+    lines += _describe_best(trainer)
+    lines += [
+        f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, "
+        "checkpoints",
         f"see where the time went: freescale report {shlex.quote(str(folder))}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    ]
     if results.get("test"):
-        console.print(
-            "held-out events were not trained on: for production, train again with --split none",
-            highlight=False,
-            soft_wrap=True,
+        lines.append(
+            "held-out events were not trained on: for production, train again with --split none"
         )
-    if stopped:
-        console.print(stopped, highlight=False, soft_wrap=True)
+    for line in [*lines, *([stopped] if stopped else [])]:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def evaluate_checkpoint(
@@ -180,17 +159,16 @@ def evaluate_checkpoint(
     """Evaluates a checkpoint of a run. A collective.
 
     Args:
-        config: of the run.
-        folder: of the run.
+        config: the run's settings.
+        folder: the run's folder.
         part: `validation` or `test`.
-        path: of the histories file.
+        path: the histories file.
         transport: joins the ranks.
-        checkpoint: as `Checkpoints.find` names it.
-        keep: gets the model's ranks sample by sample (retrieval).
+        checkpoint: a name that `Checkpoints.find` understands.
+        keep: receives the target's rank for each sample (retrieval).
 
     Returns:
-        The checkpoint, the progress that it holds, and the metrics of model and popularity
-        baseline.
+        The checkpoint, its progress, and the metrics of model and popularity baseline.
     """
     if keep is not None and config.model.task != "retrieval":
         raise ValueError(f"--ranks is for retrieval: {folder} is a run of --task ranking")
@@ -210,20 +188,11 @@ def run_evaluation(
     checkpoint: str | None = None,
     ranks: Path | None = None,
 ) -> None:
-    """Evaluates a checkpoint of the run in `folder`, as `evaluate_checkpoint` does. Writes
-    eval-PART.json into it, or eval-PART-DIGEST.json for other data than the run was trained on.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        part: `validation` or `test`.
-        prepare: returns the histories file.
-        checkpoint: as `Checkpoints.find` names it.
-        ranks: CSV file for the rank of every user's target (retrieval).
-    """
-    path = prepare()
+    """Evaluates a checkpoint with `evaluate_checkpoint`, on the histories file of `prepare`. Writes
+    eval-PART.json into the run's folder, or eval-PART-DIGEST.json for data other than the run's.
+    `ranks`: CSV file for the rank of every user's target (retrieval)."""
+    path, hashed = prepare(), "item" in config.dynamic_tables
     if (folder / VOCABULARY).is_file():
-        hashed = "item" in config.dynamic_tables
         check_vocabulary(path, folder / VOCABULARY, ["action"] if hashed else ["item_id", "action"])
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     keep = SampleRanks() if ranks is not None else None
@@ -235,10 +204,9 @@ def run_evaluation(
 
         from freescale.report.console import print_quality
 
-        console = Console()
-        where = f"{found.path}, step {progress['step']}, {part} part"
-        console.print(where, highlight=False, soft_wrap=True)
-        print_quality(console, quality, part)
+        fingerprint = HistoriesFile(path, config.data.num_items, hashed).fingerprint
+        own = fingerprint == progress["data"]["fingerprint"]
+        written = folder / (f"eval-{part}.json" if own else f"eval-{part}-{fingerprint[:8]}.json")
         result = {
             "checkpoint": found.path.name,
             "data": config.data.data,
@@ -246,19 +214,20 @@ def run_evaluation(
             "torch": torch.__version__,
             "quality": quality,
         }
-        hashed = "item" in config.dynamic_tables
-        fingerprint = HistoriesFile(path, config.data.num_items, hashed).fingerprint
-        own = fingerprint == progress["data"]["fingerprint"]
-        written = folder / (f"eval-{part}.json" if own else f"eval-{part}-{fingerprint[:8]}.json")
         written.write_text(to_json(result) + "\n", encoding="utf-8")
-        console.print(f"all metrics are in {written}", highlight=False, soft_wrap=True)
+        console = Console()
+        where = f"{found.path}, step {progress['step']}, {part} part"
+        console.print(where, highlight=False, soft_wrap=True)
+        print_quality(console, quality, part)
+        lines = [f"all metrics are in {written}"]
         if ranks is not None and keep is not None:
             write_ranks(ranks, path, keep, find_vocabulary(path))
-            console.print(f"the rank of every user's target is in {ranks}", soft_wrap=True)
+            lines.append(f"the rank of every user's target is in {ranks}")
             if hashed and not config.data.vocabulary:
-                console.print(
+                lines.append(
                     "item ids that are strings are listed as their hashes: --no-vocabulary kept no "
-                    "texts",
-                    soft_wrap=True,
+                    "texts"
                 )
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
     transport.close()
