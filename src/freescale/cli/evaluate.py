@@ -24,9 +24,7 @@ add_checkpoint = click.option(
 @add_checkpoint
 @click.option("--data", help="another data file than the run's own")
 @click.option(
-    "--device",
-    type=click.Choice(("auto", "cpu", "cuda")),
-    help="another device than the run's own",
+    "--device", type=click.Choice(("auto", "cpu", "cuda")), help="another device than the run's own"
 )
 @click.option(
     "--part",

@@ -15,10 +15,8 @@ class SimulateConfig(Checked):
 
     run: str | None = option(
         None,
-        (
-            "folder of a run of `freescale train`: its model, data, samples of a rank, placement "
-            "and schedule are taken, unless they are given"
-        ),
+        "folder of a run of `freescale train`: its model, data, samples of a rank, placement "
+        "and schedule are taken, unless they are given",
     )
     preset: str = option(
         "paper",
@@ -31,10 +29,7 @@ class SimulateConfig(Checked):
     )
     data: str | None = option(
         None,
-        (
-            "histories or interactions, read as `freescale train` does (default: generated "
-            "histories)"
-        ),
+        "histories or interactions, read as `freescale train` does (default: generated histories)",
     )
     cache: str | None = option(
         None, "folder for prepared histories (default: a folder of the user's cache)"
@@ -79,18 +74,14 @@ class SimulateConfig(Checked):
     )
     placement: str = option(
         "auto",
-        (
-            "where tables lie; auto: by the rule of training; host: the items' is sharded, at home "
-            "in host memory behind a cache"
-        ),
+        "where tables lie; auto: by the rule of training; host: the items' is sharded, at home "
+        "in host memory behind a cache",
         choices=("auto", "sharded", "replicated", "host"),
     )
     cache_miss: float = option(
         100.0,
-        (
-            "of --placement host: percent of a step's rows that are not in the cache "
-            "(cache_miss_percent of a ledger)"
-        ),
+        "of --placement host: percent of a step's rows that are not in the cache "
+        "(cache_miss_percent of a ledger)",
         minimum=0.0,
         maximum=100.0,
     )
@@ -107,10 +98,8 @@ class SimulateConfig(Checked):
     adapt: bool = option(False, "the balancer's cost model learns from the simulated times")
     jitter: float | None = option(
         None,
-        (
-            "standard deviation of a rank's compute from the curve, as a share (default: the "
-            "calibration's)"
-        ),
+        "standard deviation of a rank's compute from the curve, as a share (default: the "
+        "calibration's)",
         minimum=0.0,
         maximum=1.0,
     )

@@ -8,13 +8,7 @@ from typing import Any
 
 from freescale.config.metrics import select_headlines
 from freescale.report.glossary import explain
-from freescale.report.markup import (
-    NONE,
-    format_bytes,
-    format_figure,
-    render_name,
-    render_table,
-)
+from freescale.report.markup import NONE, format_bytes, format_figure, render_name, render_table
 from freescale.report.runs import Run
 
 # Shown name, place in the ledger, format.

@@ -232,12 +232,7 @@ class Costs:
         return self._time_exchange(numbers, numbers, transport=self._host)
 
     def samples(self, batch: Batch) -> Message:
-        return self._time_exchange(
-            batch.moved_out,
-            batch.moved_in,
-            transport=self._host,
-            own=False,
-        )
+        return self._time_exchange(batch.moved_out, batch.moved_in, transport=self._host, own=False)
 
     def dense(self) -> list[Message]:
         """The losses, then the gradients in buckets: an AllReduce each."""

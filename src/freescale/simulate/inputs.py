@@ -14,12 +14,7 @@ from freescale.simulate.network import Network, load_network, load_preset
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.simulator import Cluster
 from freescale.simulate.workload import Workload
-from freescale.train.build import (
-    adopt_choices,
-    build_encoder,
-    list_sample_options,
-    prepare_data,
-)
+from freescale.train.build import adopt_choices, build_encoder, list_sample_options, prepare_data
 
 _LONGEST = 21_000  # history that training takes (DataConfig.max_length)
 

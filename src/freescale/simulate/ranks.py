@@ -160,12 +160,7 @@ class Ranks:
         self._beside.sort(key=lambda one: float(one.begin.mean()))
 
     def issue(
-        self,
-        kind: str,
-        path: str,
-        sent: PerRank,
-        received: PerRank,
-        seconds: Times | float,
+        self, kind: str, path: str, sent: PerRank, received: PerRank, seconds: Times | float
     ) -> Meeting:
         """A collective of the main thread that nobody waits for yet."""
         issued = self.now[MAIN]

@@ -65,9 +65,7 @@ class BatchForm:
     """
 
     def __init__(
-        self,
-        shared: Sequence[str] = (),
-        loss_weight: str | Callable[[Any], Tensor] | None = None,
+        self, shared: Sequence[str] = (), loss_weight: str | Callable[[Any], Tensor] | None = None
     ) -> None:
         if isinstance(shared, str):
             raise ValueError(f"shared={shared!r} must be a list of paths, [{shared!r}]")

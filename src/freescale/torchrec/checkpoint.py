@@ -136,10 +136,7 @@ def _prepare(
 
 
 def _find(
-    source: Source,
-    model: ShardedModel,
-    optimizer: torch.optim.Optimizer | None,
-    prefix: str | None,
+    source: Source, model: ShardedModel, optimizer: torch.optim.Optimizer | None, prefix: str | None
 ) -> _Reading:
     own, specs, optimizers = _collect_dense(model), model.tables.specs, model.tables.optimizers
     names = [*(f"{name}.weight" for name in specs), *own]

@@ -80,11 +80,7 @@ class CollectionReader(EmbeddingCollectionInterface):  # type: ignore[misc]
     """Stands where an EmbeddingCollection stood. Has no parameters."""
 
     def __init__(
-        self,
-        collection: EmbeddingCollection,
-        tables: Tables,
-        names: Sequence[str],
-        form: BatchForm,
+        self, collection: EmbeddingCollection, tables: Tables, names: Sequence[str], form: BatchForm
     ) -> None:
         """`names`: of the tables, in the order of the configs."""
         super().__init__()

@@ -12,11 +12,7 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
-from freescale.train.metrics import (
-    area_under_curve,
-    group_area_under_curve,
-    normalized_entropy,
-)
+from freescale.train.metrics import area_under_curve, group_area_under_curve, normalized_entropy
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
 

@@ -238,10 +238,7 @@ class Trainer:
     def _hold_folder(self) -> Iterator[None]:
         """Releases the folder, the worker server and the snapshots, however the block ends."""
         try:
-            with (
-                self.run_folder.note_failure(lambda: self.step),
-                name_silent_ranks(self.transport),
-            ):
+            with self.run_folder.note_failure(lambda: self.step), name_silent_ranks(self.transport):
                 yield
         finally:
             if self._run.worker_server is not None:
