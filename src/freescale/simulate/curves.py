@@ -68,29 +68,29 @@ class Shape:
     width: int
     heads: int
     precision: str
-    longest: int  # history that was measured
+    longest: int  # measured history
     forward: Curve  # of a layer
     backward: Curve
-    head_forward: Curve = Curve(0.0, 0.0)  # once: what stands behind the layers
+    head_forward: Curve = Curve(0.0, 0.0)  # once, after the layers
     head_backward: Curve = Curve(0.0, 0.0)
 
 
 def interpolate_shape(
     shapes: Sequence[Shape], width: int, heads: int, precision: str
 ) -> tuple[Shape, list[str]]:
-    """The curves of a model shape, and what a reader of the results must know about them.
+    """The curves of a model shape, with notes for readers of the results.
 
     Args:
-        shapes: What was measured.
+        shapes: The measured shapes.
         width: Of embeddings and layers.
         heads: Of the attention.
-        precision: Of compute, as of `freescale train`.
+        precision: Of compute, as in `freescale train`.
 
     Returns:
-        The shape, and notes: none where just this shape was measured.
+        The shape, and notes: none if exactly this shape was measured.
 
     Raises:
-        ValueError: Nothing was measured, or the width is no multiple of the heads.
+        ValueError: Nothing was measured, or the width is not a multiple of the heads.
     """
     if not shapes:
         raise ValueError("the calibration has no shapes; make one with `calibrate`")
@@ -151,8 +151,8 @@ def _mix_shapes(low: Shape, high: Shape, width: int) -> Shape:
 
 
 def _scale_shape(shape: Shape, width: int) -> Shape:
-    """Wider, the projections grow with the square of the width. Narrower they shrink with the width
-    only: less arithmetic does not make the memory faster."""
+    """Projections grow with the square of the width above the measured one, and shrink only
+    linearly below it: less arithmetic does not make memory faster."""
     factor = width / shape.width
 
     def scale(curve: Curve, _: Curve) -> Curve:
