@@ -22,7 +22,7 @@ from freescale.simulate.inputs import (
     find_dynamic,
     list_omissions,
 )
-from freescale.simulate.network import Link, Network
+from freescale.simulate.network import Network
 from freescale.simulate.output import collect_run
 from freescale.simulate.placed_tables import PlacedTables, place_tables
 from freescale.simulate.recorded_workload import RecordedWorkload
@@ -153,7 +153,7 @@ def improve_network(network: Network) -> dict[str, Network]:
         "far": "network cards twice as fast",
         "pcie": "PCIe twice as fast",
     }
-    links: dict[str, Link] = {way: getattr(network, way) for way in names}
+    links: dict[str, Any] = {way: getattr(network, way) for way in names}
     changed = {
         names[way]: replace(network, **{way: replace(link, gb_per_s=2 * link.gb_per_s)})
         for way, link in links.items()
