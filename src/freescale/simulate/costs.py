@@ -111,15 +111,15 @@ class Costs:
         self, layer: Curve, head: Curve, read_per_byte: float, batch: Batch
     ) -> NDArray[Any]:
         read = read_per_byte * self.model.row_bytes * batch.rows_read
-        seconds = self.model.layers * layer(batch.load) + head(batch.load) + read
+        seconds: NDArray[Any] = self.model.layers * layer(batch.load) + head(batch.load) + read
         if not self._jitter:
             return seconds
         drawn = self._random.standard_normal(self.world)
-        return seconds * np.maximum(1 + self._jitter * drawn, 0.0)
+        return np.asarray(seconds * np.maximum(1 + self._jitter * drawn, 0.0))
 
     def deduplicate(self, batch: Batch) -> NDArray[Any]:
         rows = self.calibration.rows
-        return rows.deduplicate_per_key * batch.lookups + rows.constant
+        return np.asarray(rows.deduplicate_per_key * batch.lookups + rows.constant)
 
     def compare(self, current: Batch, following: Batch) -> NDArray[Any]:
         keys = current.demand.whole.owned + following.demand.whole.owned
@@ -127,10 +127,10 @@ class Costs:
         return np.asarray(rows.compare_per_key * keys + rows.constant)
 
     def lookup(self, rows: Rows) -> NDArray[Any]:
-        return self._access_rows(self.calibration.rows.lookup_per_byte, rows.owned)
+        return np.asarray(self._access_rows(self.calibration.rows.lookup_per_byte, rows.owned))
 
     def update(self, rows: Rows) -> NDArray[Any]:
-        return self._access_rows(self.calibration.rows.update_per_byte, rows.owned)
+        return np.asarray(self._access_rows(self.calibration.rows.update_per_byte, rows.owned))
 
     def _access_rows(self, per_byte: float, count: Any) -> Any:
         return per_byte * self.model.row_bytes * count + self.calibration.rows.constant
