@@ -31,12 +31,11 @@ DEMO_SETTINGS: dict[str, Any] = {
     "row_lr": 1e-2,
     "log_every": 40,
     "eval_batch": 512,
-    # The rule would replicate so small a table; sharded, the ledger has all kinds of traffic to
-    # show.
+    # The rule would replicate so small a table; sharded, the ledger shows all kinds of traffic.
     "placement": "item=sharded",
 }
 
-# Long histories of very uneven length over a large catalogue: what the techniques are for, small
+# Long histories of very uneven length over a large catalogue: the techniques' use case, small
 # enough for a laptop.
 SHORT_SETTINGS: dict[str, Any] = {
     "global_batch": 32,
@@ -117,8 +116,7 @@ def _count_gpus() -> int:
 
 
 def choose_demo_ranks(wanted: int, gpus: int) -> tuple[int, str]:
-    """How many ranks the first part has, and their device: GPUs if there are any, one for each
-    rank."""
+    """The number of ranks of the first part, and their device: a GPU for each if there are any."""
     return (min(wanted, gpus), "cuda") if gpus else (wanted, "cpu")
 
 
@@ -191,11 +189,8 @@ def compare_schedules(data: Path, folder: Path, ranks: int) -> int:
 
 
 def print_ending(folder: Path) -> None:
-    """Prints what the demonstration has shown, and what to type next.
-
-    Args:
-        folder: Of the run, with the compared runs in it if there are any.
-    """
+    """Prints the results of the demonstration, and what to type next. `folder`: the run's, with the
+    compared runs in it if there are any."""
     from rich.console import Console
 
     console = Console()
@@ -205,7 +200,7 @@ def print_ending(folder: Path) -> None:
 
 
 def _describe_results(folder: Path) -> str:
-    """The paragraph for somebody who sees all this for the first time."""
+    """Explains the results to a first-time user."""
     test = next(entry["test"] for entry in _read_metrics(folder) if "test" in entry)
     hits, popular = (100 * test[who]["hr@10"] for who in ("model", "popularity"))
     words = (
@@ -252,7 +247,7 @@ def _list_next_commands(folder: Path) -> list[str]:
 
 
 def _name_program() -> str:
-    """What to type for `freescale`: its path, where the environment is not activated."""
+    """The command `freescale`, or its path if the environment is not activated."""
     if shutil.which("freescale"):
         return "freescale"
     beside = Path(sys.executable).with_name("freescale")

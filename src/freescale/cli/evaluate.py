@@ -53,8 +53,8 @@ def evaluate(
 ) -> int:
     """Evaluate a run's checkpoint on held-out data.
 
-    Ranks every target among all items of the catalogue, and shows the popularity baseline beside
-    the model. Ranking tasks are evaluated by NE, AUC and GAUC. All metrics are written to
+    Ranks every target among all items of the catalogue, and also evaluates the popularity
+    baseline. Ranking tasks are evaluated by NE, AUC and GAUC. All metrics are written to
     eval-PART.json in the run's folder, those of other data to eval-PART-DIGEST.json.
     """
     given = {"data": data, "device": device}
@@ -94,8 +94,8 @@ def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None)
 
     The files are for serving, and plain torch can load them.
 
-    Dense weights are one file; each table is a file of its own, with its rows in the order of ids.
-    Where ids of the data were numbered anew, vocabulary.parquet says which id has which row.
+    Dense weights are one file; each table is its own file, with rows in the order of ids. If ids of
+    the data were renumbered, vocabulary.parquet maps ids to rows.
     """
     from freescale.train.export import export_run
 

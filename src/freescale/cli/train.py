@@ -80,7 +80,7 @@ _OTHER_NAMES = {
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="how often to start the ranks of this machine again after a failure",
+    help="how often to restart the ranks of this machine after a failure",
 )
 @add_port
 @exit_cleanly
@@ -120,26 +120,15 @@ def train_run(
     given: dict[str, Any],
     restarts: int = 0,
 ) -> int:
-    """Trains as one rank, or starts `nproc` of them.
-
-    Args:
-        nproc: ranks to start.
-        run_folder: of the run; None makes a new one.
-        resume: the checkpoint of the folder to go on from, or `auto`; None for a new run.
-        port: where the ranks meet.
-        given: settings that were given.
-        restarts: how often the ranks are started again after a failure.
-
-    Returns:
-        The exit status.
-    """
+    """Trains as one rank, or starts `nproc` ranks. The arguments are the options of `train`;
+    `given` are its settings. Returns the exit status."""
     base = _read_base(run_folder, resume)
     if base is not None and given.get("data") is None:
         assert run_folder is not None
         refuse_missing_data(base, run_folder)
     config = RunConfig.from_settings(given, base)
     launches = not is_rank() and (nproc > 1 or restarts)
-    server = None if launches else start_early(config)  # it imports torch while we do
+    server = None if launches else start_early(config)  # it imports torch in parallel with us
     if not is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
@@ -160,7 +149,7 @@ def train_run(
 
 
 def _read_base(run_folder: Path | None, resume: str | None) -> RunConfig | None:
-    """The settings of a run that is continued; None if a new one is to be started."""
+    """The settings of the run to continue; None for a new run."""
     if resume is None:
         return None
     if run_folder is None:
@@ -186,7 +175,8 @@ def _launch_with_restarts(
     given: dict[str, Any],
     restarts: int,
 ) -> int:
-    """Also of a run with snapshots that is not to be started again: they go with it."""
+    """Launches ranks with restarts. Also for runs with snapshots and no restarts, to end the
+    snapshots with the run."""
     from freescale.launch.restarts import launch_with_restarts
     from freescale.train.run_folder import new_folder
     from freescale.train.snapshot.keeper_link import end_keeper
@@ -202,7 +192,7 @@ def _launch_with_restarts(
             f"{run_folder} already holds a run: name another folder, or pass --resume to continue "
             "it"
         )
-    # all attempts need the same one
+    # all attempts need the same folder
     name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
     folder = run_folder or new_folder(Path("runs") / name)
     arguments = ["train", *format_arguments(given), "--folder", str(folder)]
