@@ -250,10 +250,10 @@ def _name_program() -> str:
     """The command `freescale`, or its path if the environment is not activated."""
     if shutil.which("freescale"):
         return "freescale"
-    beside = Path(sys.executable).with_name("freescale")
-    if not beside.exists():
+    program = Path(sys.executable).with_name("freescale")
+    if not program.exists():
         return f"{sys.executable} -m freescale"
-    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
 def _list_runs(folder: Path) -> dict[str, Path]:

@@ -184,7 +184,7 @@ def _launch_with_restarts(
 
     if restarts and resume not in (None, "last", "auto"):
         raise ValueError(
-            f"--restarts goes on from the last checkpoint, --resume {resume} from another: leave "
+            f"--restarts continues from the last checkpoint, --resume {resume} from another: leave "
             "one of them out"
         )
     if resume is None and run_folder is not None and _holds_run(run_folder):

@@ -85,13 +85,13 @@ class ModelConfig(Checked):
         for name in ("position_bias", "time_bias"):
             if getattr(self, name) is None:  # follows the encoder
                 object.__setattr__(self, name, self.encoder == "hstu")
-        asked = {
+        owners = {
             "--position-bias": ("hstu", self.position_bias),
             "--time-bias": ("hstu", self.time_bias),
             "--segment": ("hstu", self.segment is not None),
             "--hidden": ("sasrec", self.hidden is not None),
         }
-        for flag, (owner, given) in asked.items():
+        for flag, (owner, given) in owners.items():
             if given and owner != self.encoder:
                 raise ValueError(
                     f"--encoder {self.encoder} has no {flag}: leave it out, or choose "

@@ -65,14 +65,14 @@ class RunConfig:
     def _check_best(self) -> None:
         """Refuses to compare evaluations that are not made or lack the metric."""
         train = self.train
-        asked = "--keep best" if train.keep == "best" else "--patience"
+        option = "--keep best" if train.keep == "best" else "--patience"
         if train.keep == "best" or train.patience is not None:
             if train.evaluate_every is None:
                 raise ValueError(
-                    f"{asked} needs --evaluate-every, the epochs between two evaluations"
+                    f"{option} needs --evaluate-every, the epochs between two evaluations"
                 )
             if self.data.split == "none":
-                raise ValueError(f"{asked} needs a validation part, which --split none has not")
+                raise ValueError(f"{option} needs a validation part, which --split none has not")
         about, metric = (self.model.task, self.label_names), train.keep_metric
         if metric is not None and metric not in set(list_metrics(*about)) - {REPEATS}:
             raise ValueError(

@@ -44,16 +44,16 @@ class SimulateConfig(Checked):
     popularity: float = option(1.0, "Zipf exponent of generated items (assumed)", minimum=0.0)
     collisions: float | None = option(
         0.1,
-        "share of a generated batch's requests that the batch before makes too (assumed)",
+        "share of a generated batch's requests that the previous batch makes too (assumed)",
         minimum=0.0,
         maximum=1.0,
     )
     natural: bool = option(
-        False, "leave collisions to what the popularity gives, instead of --collisions"
+        False, "let the popularity determine collisions, instead of --collisions"
     )
     pooled_features: int = option(
         0,
-        "pooled features of a generated sample beside its history, each with a table of its own",
+        "pooled features of a generated sample in addition to its history, each with its own table",
         minimum=0,
     )
     pooled_ids: int = option(
@@ -74,13 +74,13 @@ class SimulateConfig(Checked):
     )
     placement: str = option(
         "auto",
-        "where tables lie; auto: by the rule of training; host: the items' is sharded, at home "
-        "in host memory behind a cache",
+        "placement of tables; auto: by the rule of training; host: the item table is sharded, in "
+        "host memory behind a cache",
         choices=("auto", "sharded", "replicated", "host"),
     )
     cache_miss: float = option(
         100.0,
-        "of --placement host: percent of a step's rows that are not in the cache "
+        "with --placement host: percent of a step's rows that are not in the cache "
         "(cache_miss_percent of a ledger)",
         minimum=0.0,
         maximum=100.0,
@@ -105,12 +105,12 @@ class SimulateConfig(Checked):
     )
     failure_every: float | None = option(
         None,
-        "seconds between failures, of which the useful time is predicted (default: no failures)",
+        "seconds between failures, to predict the useful time (default: no failures)",
         above=0.0,
     )
     recovery: str = option(
         "this-machine",
-        "what a failure costs: shipped costs or a TOML file of your own (with --failure-every)",
+        "costs of a failure: shipped ones or a TOML file of your own (with --failure-every)",
     )
     snapshot_every: int = option(
         20, "steps between snapshots in memory (with --failure-every)", minimum=1

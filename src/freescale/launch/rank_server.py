@@ -141,10 +141,10 @@ class RankServer:
             return False
         with suppress(BlockingIOError):
             try:
-                said = self._control.recv(1, socket.MSG_DONTWAIT)
+                received = self._control.recv(1, socket.MSG_DONTWAIT)
             except ConnectionError:
-                said = b""
-            if not said:
+                received = b""
+            if not received:
                 self.close()
                 _explain("the process that forks them has ended")
                 return False
@@ -152,10 +152,10 @@ class RankServer:
         return self._up
 
     def _fork(self, command: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
-        """Raises OSError if the server does not do it."""
+        """Forks a rank from the server. OSError if that fails."""
         assert self._control is not None and list(command[:2]) == [sys.executable, "-m"]
         work = {"module": command[2], "arguments": list(command[3:])}
-        told = json.dumps(work | {"environment": dict(environment)}).encode()
+        message = json.dumps(work | {"environment": dict(environment)}).encode()
         read, write = os.pipe()
         ours, theirs = socket.socketpair()
         try:
@@ -166,11 +166,11 @@ class RankServer:
                     theirs.close()
                     os.close(write)
                 ours.settimeout(PATIENCE)
-                # nothing runs yet: whoever is not told what ends by itself
+                # the rank runs nothing yet: without a command it ends by itself
                 answer = ours.recv(PROCESS.size, socket.MSG_WAITALL)
                 if len(answer) < PROCESS.size:
                     raise ConnectionResetError("it could not fork")
-                ours.sendall(told)
+                ours.sendall(message)
         except OSError:
             os.close(read)
             raise

@@ -269,7 +269,7 @@ def _watch(
     A rank whose GPU is busy is started again, while the others wait at the rendezvous. A rank that
     a signal killed is the cause of the other failures, even if those came first.
     """
-    failed_at, when, told = None, 0.0, False
+    failed_at, when, ending = None, 0.0, False
     failures: list[tuple[int, int]] = []
     begun = time.monotonic()
     end = begun + seconds if seconds is not None else None
@@ -279,7 +279,7 @@ def _watch(
             for rank in [rank for rank, status in ended.items() if status == GpuBusy.exit_status]:
                 begin_again(rank)
                 ended[rank] = None
-        if not told:  # later endings are a consequence
+        if not ending:  # later endings are a consequence
             failures = [(rank, status) for rank, status in ended.items() if status]
         if failures and failed_at is None:
             failed_at, when = time.monotonic(), time.time()
@@ -291,8 +291,8 @@ def _watch(
         stops = any(_is_stop(status) for _, status in failures)
         dead = any(_is_killed(status) for _, status in failures)
         grace = _KILL_GRACE if dead and _GPUS.exists() else _NOTICE
-        if since > grace and not told and not stops:
-            told = True
+        if since > grace and not ending and not stops:
+            ending = True
             for process in processes:
                 if process.poll() is None:
                     (process.kill if dead else process.terminate)()

@@ -155,12 +155,12 @@ class GeneratedWorkload:
         # [strata * 2, 3]
         weights = np.stack([(self._count[:, None] * part).ravel() for part in parts], axis=1)
         rate = np.log1p(-now.chance).ravel()
-        asked = np.empty((len(now.tokens), 3))
+        requested = np.empty((len(now.tokens), 3))
         # ranks in blocks: the probabilities of all would take gigabytes
         for first in range(0, len(now.tokens), 256):
             block = slice(first, first + 256)
-            asked[block] = -np.expm1(now.tokens[block, None] * rate) @ weights
-        whole, late, urgent = (Rows.spread(asked[:, column]) for column in range(3))
+            requested[block] = -np.expm1(now.tokens[block, None] * rate) @ weights
+        whole, late, urgent = (Rows.spread(requested[:, column]) for column in range(3))
         pooled = None
         if self._pooled is not None:
             around = (None if other is None else other.samples for other in (before, after))

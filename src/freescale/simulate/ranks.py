@@ -221,7 +221,7 @@ class Ranks:
 def slow_down(begin: Times, seconds: Times, beside: list[Beside]) -> Times:
     """When `seconds` of compute that begin at `begin` are done, alongside the work of the lanes."""
     now, left = begin.astype(np.float64), np.asarray(seconds, np.float64).copy()
-    for one in beside:  # in the order in which they begin; where two overlap, the first one counts
+    for one in beside:  # in order of their begin; of two that overlap, the first one counts
         before = np.minimum(left, np.maximum(one.begin - now, 0.0))
         now, left = now + before, left - before
         busy = left > 0

@@ -176,11 +176,11 @@ class RecordedWorkload:
 
     def _count_rows(self, read: _Requests, mask: NDArray[Any]) -> Rows:
         ranks = len(read.lookups)
-        asked = np.bincount(read.rank[mask], minlength=ranks) * float(read.scale)
+        requested = np.bincount(read.rank[mask], minlength=ranks) * float(read.scale)
         if read.scale == 1:
             owned = np.bincount(read.keys.numpy()[mask] // read.size, minlength=ranks)
-            return Rows(asked, owned.astype(np.float64))
-        return Rows.spread(_smooth(asked, read.lookups))
+            return Rows(requested, owned.astype(np.float64))
+        return Rows.spread(_smooth(requested, read.lookups))
 
     def describe_error(self, ranks: int) -> str:
         if self._sampled == 1:
@@ -189,7 +189,7 @@ class RecordedWorkload:
         error = self.estimate_error(self.find_requests(0, home, ranks))
         return (
             f"SAMPLED: rows of one id in {self._sampled}, by its hash; standard error of the "
-            f"rows asked for {100 * error:.2f} %"
+            f"requested rows {100 * error:.2f} %"
         )
 
     def estimate_error(self, read: _Requests) -> float:
@@ -257,12 +257,12 @@ def _measure_columns(batch: SequenceBatch) -> tuple[int, int]:
     return tokens, measure([*batch.dense.values(), *batch.weights.values(), *keys])
 
 
-def _smooth(asked: NDArray[Any], lookups: NDArray[Any]) -> NDArray[Any]:
+def _smooth(requested: NDArray[Any], lookups: NDArray[Any]) -> NDArray[Any]:
     """Fits the rows that a rank requests as a power of its lookups. Sampling makes each rank's own
     count noisy, and the slowest of many ranks would be the noisiest."""
-    seen = (asked > 0) & (lookups > 0)
+    seen = (requested > 0) & (lookups > 0)
     if seen.sum() < 3 or np.ptp(lookups[seen]) == 0:
-        return np.where(lookups > 0, asked[seen].mean() if seen.any() else 0.0, 0.0)
-    slope, height = np.polyfit(np.log(lookups[seen]), np.log(asked[seen]), 1)
+        return np.where(lookups > 0, requested[seen].mean() if seen.any() else 0.0, 0.0)
+    slope, height = np.polyfit(np.log(lookups[seen]), np.log(requested[seen]), 1)
     fitted = np.where(lookups > 0, np.exp(height + slope * np.log(np.maximum(lookups, 1))), 0.0)
-    return np.asarray(fitted * (asked.sum() / fitted.sum()))
+    return np.asarray(fitted * (requested.sum() / fitted.sum()))

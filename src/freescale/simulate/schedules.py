@@ -18,7 +18,7 @@ the schedule: one AllReduce of them after backward.
 Rows at home in host memory are made resident by their owners: between stages 2 and 3 in `staged`
 and `stale`, blocking in the others.
 
-With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at
+With balancing, the samples of the next batch change ranks in three stages (balance/shuffle.py): at
 three junctures of a step, in `stale` and `staged` in the lane `input`, where the ranks agree on a
 batch too.
 """
@@ -114,7 +114,7 @@ class SimulatedSchedule:
             self._push_gradients(previous, AHEAD)  # 3
         if following is not None:
             self._pull_rows(following, AHEAD)  # 4
-        # lane `input`: the batch after, of which the simulation knows as much as of `following`
+        # lane `input`: the batch after next, for which `following` stands in
         ranks.submit(INPUT)
         if following is not None:
             self._prepare(following)

@@ -68,8 +68,8 @@ def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flatten(value, f"{path}.")
         elif hasattr(value, "local_shards") or hasattr(value, "to_local"):
             raise ValueError(
-                f"{path!r} of the state_dict is a {type(value).__name__}, of which a rank has a "
-                "part: save it by torch.distributed.checkpoint, and give the folder"
+                f"{path!r} of the state_dict is a {type(value).__name__}, and a rank has only a "
+                "part of it: save it by torch.distributed.checkpoint, and give the folder"
             )
         elif isinstance(value, Tensor):
             yield path, value

@@ -92,8 +92,8 @@ def _is_newer_intact(run: Run, step: int) -> bool:
 
 
 def give_up_later(run: Run) -> None:
-    """Removes what was saved and logged after the step that was loaded. Logs come last, so that
-    they hold at least the steps of the last checkpoint. A collective."""
+    """Gives up checkpoints and log lines after the loaded step. Logs come last: they always have at
+    least the steps of the last checkpoint. A collective."""
     run.state.checkpoints.give_up_later()
     folder = run.folder.path
     run_on_rank_0(run.transport, lambda: truncate_logs(folder, run.position.step), str(folder))
