@@ -14,8 +14,8 @@ from helpers.ranks import run_ranks
 from freescale import Callback, RunConfig, Trainer
 from freescale.data.synthetic.generate import generate
 from freescale.train.best import Best
+from freescale.train.commands import evaluate_checkpoint
 from freescale.train.export import export_run
-from freescale.train.run import evaluate_checkpoint
 from freescale.train.sample_ranks import SampleRanks, write_ranks
 from freescale.transport.local import LocalTransport
 
@@ -49,7 +49,7 @@ def configure(data: Path, **settings: object) -> RunConfig:
 @pytest.fixture
 def scripted(monkeypatch):
     """Evaluations as they are, but for the metric that is compared, which follows SERIES."""
-    import freescale.train.trainer as module
+    import freescale.train.run as module
 
     made: list[Trainer] = []
     evaluate = module.evaluate_part

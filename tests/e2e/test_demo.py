@@ -13,8 +13,6 @@ import pytest
 from helpers.command import freescale
 
 from freescale.cli import demo
-from freescale.cli import train as cli
-from freescale.cli.options import format_arguments
 from freescale.data.synthetic.generate import generate
 
 SMALL = {
@@ -46,7 +44,7 @@ def test_compare_trains_the_same_steps_twice_and_says_what_it_shows(
     monkeypatch.setattr(demo, "SHORT_SETTINGS", {**demo.SHORT_SETTINGS, **SMALL})
     data = tmp_path / "data.parquet"
     generate(data, users=40, items=2000, median=10, cap=20, global_batch=8, ranks=2)
-    assert demo.compare_schedules(data, tmp_path, 2, format_arguments) == 0
+    assert demo.compare_schedules(data, tmp_path, 2) == 0
     table = capfd.readouterr().out
     ledgers = [
         json.loads((tmp_path / f"short-{name}" / "ledger.json").read_text())
@@ -132,7 +130,7 @@ def test_the_ending_prints_a_gain_only_if_there_is_one(rate, gains, tmp_path, mo
 
 
 def test_a_comparison_that_fails_is_the_demo_failing(forked, tmp_path, capfd):
-    assert demo.compare_schedules(tmp_path / "nowhere.parquet", tmp_path, 2, format_arguments) == 1
+    assert demo.compare_schedules(tmp_path / "nowhere.parquet", tmp_path, 2) == 1
     assert "nowhere.parquet" in capfd.readouterr().err
 
 
@@ -147,9 +145,9 @@ def test_a_comparison_that_fails_is_the_demo_failing(forked, tmp_path, capfd):
 def test_the_demo_ends_with_what_was_seen(ranks, status, expected, tmp_path, monkeypatch):
     """Not after a failure; where one rank waits for nobody, nothing is compared."""
     called: list[str] = []
-    monkeypatch.setattr(cli, "train_run", lambda *given: called.append("train") or status)
+    monkeypatch.setattr(demo, "train_run", lambda *given: called.append("train") or status)
     monkeypatch.setattr(demo, "make_demo_data", lambda path: path)
     monkeypatch.setattr(demo, "make_short_data", lambda path: path)
     monkeypatch.setattr(demo, "compare_schedules", lambda *given: called.append("compare") or 0)
     monkeypatch.setattr(demo, "print_ending", lambda folder: called.append("ending"))
-    assert cli.run_demo(ranks, tmp_path) == status and called == expected
+    assert demo.run_demo(ranks, tmp_path) == status and called == expected

@@ -19,7 +19,7 @@ from helpers.ranks import CONTEXT, gather_ranks
 from freescale.data.synthetic.generate import generate
 from freescale.launch import signals
 from freescale.launch.signals import REQUEUE, StopSignals
-from freescale.train.run import resume_command
+from freescale.train.commands import resume_command
 
 SMALL = [
     "--device",

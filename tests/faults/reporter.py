@@ -95,9 +95,9 @@ class Reporter:
             and self._made - self._made_before >= armed["after"]
         )
 
-    def note_begin(self, _: None, trainer: Any, checkpoint: str) -> None:
+    def note_begin(self, _: None, run: Any, checkpoint: str) -> None:
         """After `begin_or_resume`."""
-        self._write({"began": trainer.step, "world": trainer.transport.world})
+        self._write({"began": run.position.step, "world": run.transport.world})
 
     def note_samples(self, _: Any, micro: list[SequenceBatch], *rest: Any) -> None:
         """Before `Schedule._compute`."""

@@ -25,7 +25,7 @@ class Setting:
         fewest: ranks, where each attempt has another number of them; else `world`.
         hosts: that they are divided over; 1: one machine.
         asynchronous: checkpoints are written beside training.
-        full_every: every how many-th checkpoint is a full one.
+        full_every: write a full checkpoint every so many.
         snapshot_every: steps between snapshots in memory; 0: none.
         transport, timeout: of `freescale train`.
         start: how ranks start: forked, or by `freescale train` or torchrun as anyone's do.

@@ -266,7 +266,7 @@ DONE = Ended(None, 0)
         ([Ended((0, 75), signal.SIGUSR1)], True, 1, 75, ""),
         ([Ended((0, 75), signal.SIGINT)], True, 1, 130, ""),
         ([ERROR], False, 1, 1, "refused before the run began"),
-        ([KILL, ERROR, ERROR], False, 3, 1, "with the same words"),
+        ([KILL, ERROR, ERROR], False, 3, 1, "with the same message"),
     ],
 )
 def test_when_ranks_are_started_again(

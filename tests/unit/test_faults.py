@@ -266,7 +266,7 @@ def test_ranks_that_cannot_notice_a_failure_are_told(monkeypatch):
 def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number, gpus):
     """They may wait for it where no signal reaches them: sooner where there are GPUs."""
     monkeypatch.setattr(ranks, "_GPUS", Path(gpus))
-    monkeypatch.setattr(ranks, "_MOURN" if gpus == "/" else "_NOTICE", 0.1)
+    monkeypatch.setattr(ranks, "_KILL_GRACE" if gpus == "/" else "_NOTICE", 0.1)
     if gpus == "/":
         monkeypatch.setattr(ranks, "_NOTICE", 60)
     waiting, killed = Rank(), Rank(-number)
@@ -277,7 +277,7 @@ def test_ranks_whose_peer_is_dead_end_with_it(monkeypatch, number, gpus):
 @pytest.mark.parametrize("statuses", [[-signal.SIGTERM], [signals.REQUEUE, -signal.SIGKILL]])
 def test_ranks_that_may_be_saving_are_not_killed(monkeypatch, statuses):
     monkeypatch.setattr(ranks, "_GPUS", Path("/"))
-    monkeypatch.setattr(ranks, "_MOURN", 0.0)
+    monkeypatch.setattr(ranks, "_KILL_GRACE", 0.0)
     monkeypatch.setattr(ranks, "_NOTICE", 0.1)
     monkeypatch.setattr(ranks, "_GRACE", 0.3)
     saving = Rank()

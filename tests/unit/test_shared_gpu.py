@@ -103,4 +103,4 @@ def test_a_rank_whose_gpu_is_busy_is_started_again_alone(tmp_path, monkeypatch, 
         assert ended.failed is None and starts == [1, 3]
     else:
         assert ended.failed == (1, GpuBusy.exit_status) and starts[0] == 1
-    assert "busy" in ended.last_words[1]
+    assert "busy" in ended.last_lines[1]

@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from freescale.simulate.compute import Calibration, Curve, Model, RowWork, Shape
+from freescale.simulate.compute import Calibration, Model, RowWork
 from freescale.simulate.costs import Costs
+from freescale.simulate.curves import Curve, Shape
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.network import Link, Network
 from freescale.simulate.output import collect_run, make_records
@@ -416,7 +417,7 @@ def test_a_tiny_run_against_ticks(schedule):
                     schedule == "stale" and number == 0
                 )
                 for which in counted:
-                    yield f"meet {which} {number}", float(costs.counts(False)[3][rank])  # noqa: B023
+                    yield f"meet {which} {number}", float(costs.counts(False)[2][rank])  # noqa: B023
                 if blocking:
                     yield from ask(rank, number, "main")
                     yield "work", float(costs.lookup(batch.demand.whole)[rank])  # noqa: B023
@@ -463,7 +464,7 @@ def test_a_tiny_run_against_ticks(schedule):
         def take_input(rank: int) -> Thread:
             for number in range(3):
                 yield "until", lambda: started[rank] >= number  # type: ignore[misc] # noqa: B023
-                counts = costs.counts(False)[3]  # noqa: B023
+                counts = costs.counts(False)[2]  # noqa: B023
                 yield f"meet counts of the batch after {number}", float(counts[rank])
                 told[rank] = number  # noqa: B023
 

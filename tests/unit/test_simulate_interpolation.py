@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freescale.simulate.compute import Curve, Shape, load_calibration
-from freescale.simulate.interpolation import interpolate_shape
+from freescale.simulate.compute import load_calibration
+from freescale.simulate.curves import Curve, Shape, interpolate_shape
 
 
 def follow_the_arithmetic(width: int, heads: int = 4, times: float = 1.0) -> Shape:

@@ -375,5 +375,5 @@ def test_writing_refuses_what_is_there(tmp_path):
 
 
 def test_a_part_of_a_sharded_model_is_refused(process_group):
-    with pytest.raises(ValueError, match="is a ShardedTensor, of which a rank has a part"):
+    with pytest.raises(ValueError, match="is a ShardedTensor, and a rank has only a part"):
         Ours().load(Theirs().state_dict())

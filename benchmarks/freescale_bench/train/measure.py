@@ -15,7 +15,7 @@ import torch
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.ledger.device_profile import read_profile
 from freescale.pipeline.step_result import StepResult
-from freescale.train.callbacks import Callback
+from freescale.train.callbacks import Callback, RunView
 from freescale.train.trainer import Trainer
 from freescale_bench.common.spread import spread
 from freescale_bench.train.files import write_interactions
@@ -40,7 +40,7 @@ class _Watch(Callback):
         self._profiler: torch.profiler.profile | None = None
         self.profile: Any = None
 
-    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+    def on_step(self, trainer: RunView, step: StepResult) -> None:
         number, shape = step.step, self._shape
         cuda = trainer.transport.device.type == "cuda"
         if number == 1:

@@ -1,4 +1,5 @@
-"""The command `bench`: that of the distribution freescale-bench, or how to install it."""
+"""The command bench: runs that of the distribution freescale-bench, or explains how to install
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from freescale.cli.errors import exit_cleanly
 COMMANDS = "freescale.commands"  # the group of entry points
 
 
-# The words after the name, --help among them, are read by whatever is installed.
+# The installed command reads all arguments, also --help.
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @exit_cleanly

@@ -1,4 +1,4 @@
-"""The commands that are about data: generate and inspect."""
+"""The commands generate and inspect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import DataCommand
 from freescale.cli.options import add_settings, format_arguments, select_given
-from freescale.cli.progress import show_progress
+from freescale.cli.progress import prepare_data, show_progress
 from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, TrainConfig
 
 
@@ -44,7 +44,7 @@ _BLOCKS = str.maketrans(dict.fromkeys("\u2588\u2589\u258a\u258b\u258c\u258d\u258
 
 
 def _spell(line: str) -> str:
-    """The line in signs that the terminal has."""
+    """The line in characters that the terminal can print."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         line.encode(encoding)
@@ -63,16 +63,14 @@ _INSPECTED = ("format", "columns", "missing", "cache", "num_items", "max_length"
 def inspect(data: str, **given: Any) -> None:
     """Show what a data file holds, before training on it.
 
-    Shows how the columns are read, users, items, lengths, collisions and what is left out, and ends
-    with the command to train on it.
+    Shows how columns are read, users, items, lengths, collisions and columns that are left out, and
+    ends with the command to train on it.
     """
     from freescale.data.inspection import describe_inspection, inspect_histories
-    from freescale.train.build import prepare_data
 
     ranking = {"task": "ranking"} if given["labels"] else {}
     config = RunConfig.from_settings({"data": data, **given, **ranking})
-    with show_progress() as progress:
-        path = prepare_data(config, progress)
+    path = prepare_data(config)
     found = inspect_histories(
         path,
         config.train.global_batch,

@@ -1,5 +1,5 @@
-"""The demonstration: generated histories with structure that a model can learn, settings that train
-on them in a minute, and the ladder's short form: serial against all techniques on this machine."""
+"""The command demo: trains on generated histories that a model can learn from in a minute, then
+compares the serial schedule with all techniques on this machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import click
+
+from freescale.cli.errors import exit_cleanly
+from freescale.cli.options import format_arguments
+from freescale.cli.train import train_run
+from freescale.worker_server import may_have_gpu
 
 DEMO_SETTINGS: dict[str, Any] = {
     "global_batch": 64,
@@ -23,12 +31,11 @@ DEMO_SETTINGS: dict[str, Any] = {
     "row_lr": 1e-2,
     "log_every": 40,
     "eval_batch": 512,
-    # The rule would replicate so small a table; sharded, the ledger has all kinds of traffic to
-    # show.
+    # The rule would replicate so small a table; sharded, the ledger shows all kinds of traffic.
     "placement": "item=sharded",
 }
 
-# Long histories of very uneven length over a large catalogue: what the techniques are for, small
+# Long histories of very uneven length over a large catalogue: the techniques' use case, small
 # enough for a laptop.
 SHORT_SETTINGS: dict[str, Any] = {
     "global_batch": 32,
@@ -64,9 +71,52 @@ _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 )
 
 
+@click.command()
+@click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="ranks")
+@click.option(
+    "--folder",
+    "run_folder",
+    type=click.Path(path_type=Path),
+    help="folder of the run  [default: runs/demo-DATE-TIME]",
+)
+@exit_cleanly
+def demo(nproc: int, run_folder: Path | None) -> int:
+    """Train a small model on generated data (about two minutes).
+
+    Uses GPUs if there are any. Then trains the same steps twice on CPU ranks, with the serial
+    schedule and with every technique, and compares the two.
+    """
+    return run_demo(nproc, run_folder)
+
+
+def run_demo(nproc: int, run_folder: Path | None) -> int:
+    """Trains, compares, and prints the results. Returns the exit status."""
+    from freescale.train.run_folder import new_folder
+
+    name = datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
+    folder = run_folder or new_folder(Path("runs") / name)
+    path = make_demo_data(Path("runs") / "demo-data.parquet")
+    ranks, device = choose_demo_ranks(nproc, _count_gpus())
+    given = {**DEMO_SETTINGS, "data": str(path), "device": device}
+    status = train_run(ranks, folder, None, None, given)
+    if not status and nproc > 1:  # one rank waits for nobody: nothing to compare
+        short = make_short_data(Path("runs") / "demo-short.parquet")
+        status = compare_schedules(short, folder, nproc)
+    if not status:
+        print_ending(folder)
+    return status
+
+
+def _count_gpus() -> int:
+    if not may_have_gpu():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def choose_demo_ranks(wanted: int, gpus: int) -> tuple[int, str]:
-    """How many ranks the first part has, and their device: GPUs if there are any, one for each
-    rank."""
+    """The number of ranks of the first part, and their device: a GPU for each if there are any."""
     return (min(wanted, gpus), "cuda") if gpus else (wanted, "cpu")
 
 
@@ -106,9 +156,7 @@ def make_short_data(path: Path) -> Path:
     return path
 
 
-def compare_schedules(
-    data: Path, folder: Path, ranks: int, as_arguments: Callable[[dict[str, Any]], Sequence[str]]
-) -> int:
+def compare_schedules(data: Path, folder: Path, ranks: int) -> int:
     """Trains the same steps serially and with all techniques, one after the other, then prints a
     table and writes a page that compares the two runs. Returns the exit status."""
     from rich.console import Console
@@ -122,7 +170,7 @@ def compare_schedules(
     for name, settings in SHORT_ARMS.items():
         steps = SHORT_SETTINGS["steps"]
         console.print(f"comparison: training {steps} steps, {name}", highlight=False)
-        given = as_arguments({**SHORT_SETTINGS, **settings, "data": str(data)})
+        given = format_arguments({**SHORT_SETTINGS, **settings, "data": str(data)})
         place = ["--nproc", str(ranks), "--folder", str(runs[name])]
         command = [sys.executable, "-m", "freescale", "train", *place, *given]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
@@ -141,11 +189,8 @@ def compare_schedules(
 
 
 def print_ending(folder: Path) -> None:
-    """Prints what the demonstration has shown, and what to type next.
-
-    Args:
-        folder: Of the run, with the compared runs in it if there are any.
-    """
+    """Prints the results of the demonstration, and what to type next. `folder`: the run's, with the
+    compared runs in it if there are any."""
     from rich.console import Console
 
     console = Console()
@@ -155,7 +200,7 @@ def print_ending(folder: Path) -> None:
 
 
 def _describe_results(folder: Path) -> str:
-    """The paragraph for somebody who sees all this for the first time."""
+    """Explains the results to a first-time user."""
     test = next(entry["test"] for entry in _read_metrics(folder) if "test" in entry)
     hits, popular = (100 * test[who]["hr@10"] for who in ("model", "popularity"))
     words = (
@@ -202,13 +247,13 @@ def _list_next_commands(folder: Path) -> list[str]:
 
 
 def _name_program() -> str:
-    """What to type for `freescale`: its path, where the environment is not activated."""
+    """The command `freescale`, or its path if the environment is not activated."""
     if shutil.which("freescale"):
         return "freescale"
-    beside = Path(sys.executable).with_name("freescale")
-    if not beside.exists():
+    program = Path(sys.executable).with_name("freescale")
+    if not program.exists():
         return f"{sys.executable} -m freescale"
-    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
 def _list_runs(folder: Path) -> dict[str, Path]:

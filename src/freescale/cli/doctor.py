@@ -27,6 +27,48 @@ def doctor() -> None:
         click.echo(f"{what:<24}{found:<26}{follows}")
 
 
+def examine() -> list[Row]:
+    """Tries everything that a run may use; one row for each."""
+    import platform
+
+    import torch
+    import torch.distributed as dist
+
+    supported = sys.version_info[:2] >= (3, 11)
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    tested = TESTED_TORCH[0] <= version <= TESTED_TORCH[1]
+    first, last = (".".join(map(str, each)) for each in TESTED_TORCH)
+    cores, has_gpu = os.cpu_count(), torch.cuda.is_available()
+    available = dist.is_available()
+    gloo, nccl = available and dist.is_gloo_available(), available and dist.is_nccl_available()
+    gpus = torch.cuda.device_count() if has_gpu else 0
+    plan = f"takes {gpus} GPU(s), NCCL" if gpus else "takes the CPU, gloo"
+    return [
+        ("python", platform.python_version(), "ok" if supported else "3.11 or newer is needed"),
+        ("torch", torch.__version__, "ok" if tested else f"{first} to {last} are tested"),
+        ("cpu cores", str(cores), f"up to {cores} ranks without sharing a core"),
+        *_check_gpus(torch),
+        ("gloo", _yes(gloo), "ranks on CPU, and control traffic"),
+        ("nccl", _yes(nccl), "ranks on GPUs" if nccl else "GPU ranks need a CUDA build of torch"),
+        _check_rdma(),
+        _check_ucx(),
+        _check_shared_memory(torch),
+        _check_engine(),
+        *_check_transports("cuda" if has_gpu else "cpu"),
+        _check_descriptors("cuda" if has_gpu else "cpu"),
+        _check_kernels(has_gpu, _find_triton()),
+        _check_package("pyarrow", "data files"),
+        _check_package("rich", "terminal output"),
+        _check_package("safetensors", "freescale export"),
+        _check_package("tensorboard", "--tensorboard"),
+        (
+            "would run",
+            f"freescale train --nproc {gpus or min(cores or 1, 2)}",
+            f"--device auto {plan}",
+        ),
+    ]
+
+
 def _find_version(package: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -36,67 +78,13 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def examine() -> list[Row]:
-    """Tries everything that a run may use; one row for each."""
-    import platform
-
-    import torch
-    import torch.distributed as dist
-
-    rows: list[Row] = []
-    supported = sys.version_info[:2] >= (3, 11)
-    rows.append(
-        ("python", platform.python_version(), "ok" if supported else "3.11 or newer is needed")
+def _check_package(name: str, purpose: str) -> Row:
+    found = _find_version(name)
+    return (
+        (name, found, purpose)
+        if found
+        else (name, "no", f"needed for {purpose}: pip install {name}")
     )
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    tested = TESTED_TORCH[0] <= version <= TESTED_TORCH[1]
-    first, last = (".".join(map(str, each)) for each in TESTED_TORCH)
-    rows.append(("torch", torch.__version__, "ok" if tested else f"{first} to {last} are tested"))
-    rows.append(
-        ("cpu cores", str(os.cpu_count()), f"up to {os.cpu_count()} ranks without sharing a core")
-    )
-    rows += _check_gpus(torch)
-    available = dist.is_available()
-    rows.append(
-        (
-            "gloo",
-            _yes(available and dist.is_gloo_available()),
-            "ranks on CPU, and control traffic",
-        )
-    )
-    nccl = available and dist.is_nccl_available()
-    rows.append(
-        ("nccl", _yes(nccl), "ranks on GPUs" if nccl else "GPU ranks need a CUDA build of torch")
-    )
-    rows.append(_check_rdma())
-    rows.append(_check_ucx())
-    rows.append(_check_shared_memory(torch))
-    rows.append(_check_engine())
-    rows += _check_transports(torch)
-    rows.append(_check_descriptors(torch))
-    rows.append(_check_kernels(torch.cuda.is_available(), _find_triton()))
-    for name, purpose in (
-        ("pyarrow", "data files"),
-        ("rich", "terminal output"),
-        ("safetensors", "freescale export"),
-        ("tensorboard", "--tensorboard"),
-    ):
-        found = _find_version(name)
-        rows.append(
-            (
-                name,
-                found or "no",
-                purpose if found else f"needed for {purpose}: pip install {name}",
-            )
-        )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    plan = (
-        f"--device auto takes {gpus} GPU(s), NCCL" if gpus else "--device auto takes the CPU, gloo"
-    )
-    rows.append(
-        ("would run", f"freescale train --nproc {gpus or min(os.cpu_count() or 1, 2)}", plan)
-    )
-    return rows
 
 
 def _yes(value: bool) -> str:
@@ -105,30 +93,19 @@ def _yes(value: bool) -> str:
 
 def _check_gpus(torch: Any) -> list[Row]:
     if not torch.cuda.is_available():
-        reason = (
-            "this build of torch has no CUDA"
-            if torch.version.cuda is None
-            else "no GPU or no driver is visible"
-        )
+        built = torch.version.cuda is not None
+        reason = "no GPU or no driver is visible" if built else "this build of torch has no CUDA"
         return [("gpu", "none", reason)]
     rows = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        rows.append(
-            (
-                f"gpu {index}",
-                properties.name,
-                (
-                    f"{properties.total_memory / 2**30:.0f} GiB, "
-                    f"sm_{properties.major}{properties.minor}"
-                ),
-            )
-        )
+        found = torch.cuda.get_device_properties(index)
+        size = f"{found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+        rows.append((f"gpu {index}", found.name, size))
     return rows
 
 
 def _find_triton() -> str | None:
-    """Its version; None where the kernels would not find it."""
+    """Its version; None if the kernels would not find it."""
     from freescale.kernels.dispatch.versions import has_triton
 
     return (_find_version("triton") or "yes") if has_triton() else None
@@ -141,11 +118,8 @@ def _check_kernels(gpu: bool, triton: str | None) -> Row:
     if not gpu:
         return ("triton", triton or "no", "not used: on CPUs plain torch kernels run")
     if triton is None:
-        return (
-            "triton",
-            "no",
-            "plain torch kernels run, slowly on GPUs: pip install triton (Linux)",
-        )
+        slow = "plain torch kernels run, slowly on GPUs: pip install triton (Linux)"
+        return ("triton", "no", slow)
     return (
         "triton",
         triton,
@@ -156,11 +130,8 @@ def _check_kernels(gpu: bool, triton: str | None) -> Row:
 
 def _check_rdma() -> Row:
     if devices := find_rdma_devices():
-        return (
-            "rdma",
-            ", ".join(devices),
-            "NCCL uses it; gloo and UCX do where they were built with ibverbs",
-        )
+        use = "NCCL uses it; gloo and UCX do where they were built with ibverbs"
+        return ("rdma", ", ".join(devices), use)
     return ("rdma", "no", "no device under /sys/class/infiniband: traffic goes over TCP")
 
 
@@ -176,76 +147,55 @@ def _check_shared_memory(torch: Any) -> Row:
     """Tries what hostwire needs between ranks of one machine."""
     from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         file = create_shared_file(1 << 20)
         try:
-            Pinned(
-                1 << 20, torch.device("cuda" if torch.cuda.is_available() else "cpu"), file
-            ).close()
+            Pinned(1 << 20, device, file).close()
         finally:
             os.close(file)
     except (AttributeError, OSError, RuntimeError) as error:
         return ("shared memory", "no", f"ranks of one machine talk over sockets: {error}")
-    return (
-        "shared memory",
-        "yes",
-        "ranks of one machine exchange through it (hostwire-gloo and -tcp)",
-    )
+    use = "ranks of one machine exchange through it (hostwire-gloo and -tcp)"
+    return ("shared memory", "yes", use)
 
 
 def _check_engine() -> Row:
     """Tries to compile it."""
     from freescale.transport.hostwire.bindings import explain_missing_engine
 
-    if not (why := explain_missing_engine()):
-        return (
-            "engine",
-            "yes",
-            "transfers inside a machine and over TCP run in C, without Python's lock",
-        )
-    return (
-        "engine",
-        "no",
-        (
-            "transfers run in Python, which slows GPU ranks down, and there is "
-            f"no hostwire-tcp: {why}"
-        ),
-    )
+    if why := explain_missing_engine():
+        slow = "transfers run in Python, which slows GPU ranks down, and there is no hostwire-tcp"
+        return ("engine", "no", f"{slow}: {why}")
+    use = "transfers inside a machine and over TCP run in C, without Python's lock"
+    return ("engine", "yes", use)
 
 
-def _check_transports(torch: Any) -> list[Row]:
+def _choose_transport(device: str, machines: int, engine: bool) -> tuple[str, str]:
+    rdma = bool(find_rdma_devices())
+    return choose_transport("auto", device, machines, is_ucx_installed(), rdma, engine)
+
+
+def _check_transports(device: str) -> list[Row]:
     from freescale.transport.hostwire.bindings import explain_missing_engine
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
-    for machines in (1, 2):
-        name, why = choose_transport(
-            "auto",
-            device,
-            machines,
-            is_ucx_installed(),
-            bool(find_rdma_devices()),
-            not explain_missing_engine(),
-        )
-        rows.append((f"transport, {'one machine' if machines == 1 else 'several'}", name, why))
-    return rows
+    engine = not explain_missing_engine()
+    return [
+        ("transport, one machine", *_choose_transport(device, 1, engine)),
+        ("transport, several", *_choose_transport(device, 2, engine)),
+    ]
 
 
-def _check_descriptors(torch: Any) -> Row:
+def _check_descriptors(device: str) -> Row:
     from freescale.transport.descriptors import count_fitting_ranks, count_per_rank, read_hard_limit
 
-    limit, device = read_hard_limit(), "cuda" if torch.cuda.is_available() else "cpu"
+    limit = read_hard_limit()
     if limit is None:
         return ("open files", "unlimited", "any number of ranks")
-    name, _ = choose_transport(
-        "auto", device, 2, is_ucx_installed(), bool(find_rdma_devices()), engine=True
-    )
+    name, _ = _choose_transport(device, 2, engine=True)
     fits = (
         f"about {count_fitting_ranks(name, device, limit):,} ranks fit over {name}: "
         f"{count_per_rank(name, device)} for each other rank"
     )
-    return (
-        "open files",
-        f"{limit:,}",
-        f"{fits}, {count_per_rank('hostwire-tcp', device, neighbour=True)} over shared memory",
-    )
+    shared = f"{count_per_rank('hostwire-tcp', device, neighbour=True)} over shared memory"
+    return ("open files", f"{limit:,}", f"{fits}, {shared}")

@@ -1,4 +1,4 @@
-"""How a command ends: what it says of an error, and its exit status."""
+"""How a command ends: its error message and exit status."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ P = ParamSpec("P")
 
 
 def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
-    """Decorates a command so that it ends the process with the status it returns (None: 0).
+    """Decorates a command: it ends the process with the status it returns (None: 0).
 
-    Errors that a user can mend (ValueError, OSError), and what happened to another rank, are one
-    line and status 1, or the one that an error has (`exit_status`); other errors keep their
-    traceback. Ctrl-C is status 130, and 141 says that nobody reads the output.
+    Errors that a user can fix (ValueError, OSError) and failures of other ranks print one line and
+    have status 1, or the error's `exit_status`; other errors keep their traceback. Ctrl-C is status
+    130; 141 means that nobody reads the output.
     """
 
     @functools.wraps(command)
@@ -35,7 +35,7 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
             own = isinstance(error, (ValueError, OSError))
             if not own and not _is_remote(error):
                 raise
-            # The same words on every rank, so that the launcher can say them once.
+            # The same message on every rank: the launcher prints it once.
             print(f"{'freescale: error: ' if own else prefix}{error}", file=sys.stderr)
             status = getattr(error, "exit_status", 1)
         sys.stdout.flush()
@@ -49,8 +49,8 @@ def exit_cleanly(command: Callable[P, int | None]) -> Callable[P, NoReturn]:
 
 
 def _has_lost_reader() -> bool:
-    """Whether nobody reads the output any more, as behind `| head`. What is left of it is dropped,
-    so that the interpreter does not try again."""
+    """Whether nobody reads the output any more, as with `| head`. Drops the rest of the output,
+    which the interpreter would try to write again."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)
@@ -61,7 +61,7 @@ def _has_lost_reader() -> bool:
 
 
 def _is_remote(error: Exception) -> bool:
-    """Whether the error is about another rank or the way to it."""
+    """Whether the error concerns another rank or the connection to it."""
     from freescale.transport.api import TransportError
     from freescale.transport.failures import RemoteError
 

@@ -1,4 +1,4 @@
-"""The layout of help: commands in sections, options under headings, the common ones first."""
+"""The layout of help: commands in sections, options under headings, common ones first."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import Any
 
 import click
 
-_WHOLE = 10_000  # characters of a command's sentence in a list: it is not cut
+_WHOLE = 10_000  # characters: sentences of commands are not cut
 _EVERY_OPTION = "freescale: help shows every option"  # key of a context's meta
 
 
 class CommandGroup(click.Group):
-    """Lists its commands section by section, in the order in which they were added, each with its
-    whole sentence."""
+    """Lists its commands by section, in the order in which they were added, with whole
+    sentences."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sections: dict[str, list[str]] = {}
 
     def add_section(self, title: str, *commands: click.Command) -> None:
-        """Adds commands that help lists under `title`; commands added otherwise stand under
-        Commands."""
+        """Adds commands under `title`; all others are listed under Commands."""
         for command in commands:
             self.add_command(command)
         self._sections[title] = [command.name or "" for command in commands]
@@ -43,23 +42,17 @@ class CommandGroup(click.Group):
         widest = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
         for title, rows in sections.items():
             with formatter.section(title):
-                # One width for all sections: their sentences begin in the same column.
+                # One width for all sections aligns their sentences.
                 formatter.write_dl([(name.ljust(widest), sentence) for name, sentence in rows])
 
     def _make_rows(self, names: list[str]) -> list[tuple[str, str]]:
-        commands = [(name, self.commands[name]) for name in names]
-        return [
-            (name, command.get_short_help_str(_WHOLE))
-            for name, command in commands
-            if not command.hidden
-        ]
+        shown = [name for name in names if not self.commands[name].hidden]
+        return [(name, self.commands[name].get_short_help_str(_WHOLE)) for name in shown]
 
 
 class GroupedOption(click.Option):
-    """An option that stands under a heading in the help of a `GroupedCommand`.
-
-    `common`: whether --help shows it; --help-all shows every option.
-    """
+    """An option under a heading in the help of a `GroupedCommand`. `common`: whether --help shows
+    it; --help-all shows every option."""
 
     def __init__(
         self, *args: Any, heading: str = "Other", common: bool = False, **kwargs: Any
@@ -69,7 +62,7 @@ class GroupedOption(click.Option):
 
 
 class DataCommand(click.Command):
-    """Knows a pattern that the shell has made several arguments of."""
+    """Explains the error when the shell has expanded a pattern into several arguments."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         given = args.copy()  # click takes them out
@@ -89,7 +82,7 @@ class DataCommand(click.Command):
 
 
 def _guess_pattern(files: list[str]) -> str:
-    """What files were found by, in quotes, as an instance; nothing if they have nothing in
+    """A pattern that matches the files, in quotes, as an example; empty if they have nothing in
     common."""
     begin = os.path.commonprefix(files)
     end = os.path.commonprefix([file[len(begin) :][::-1] for file in files])[::-1]
@@ -97,12 +90,11 @@ def _guess_pattern(files: list[str]) -> str:
 
 
 class GroupedCommand(DataCommand):
-    """Lists its options under their headings, in the order in which these first appear: the common
-    ones with --help, every one with --help-all.
+    """Lists its options under their headings, in order of appearance: the common ones with --help,
+    all with --help-all.
 
-    `other_names`: what other programs call an option, without the dashes, by which this command
-    calls it. Such a name is refused with a hint to the right one: similar spelling would suggest
-    others.
+    `other_names`: names of options in other programs (without dashes), and ours. Such a name is
+    refused with a hint to ours; similar spelling would suggest a wrong one.
     """
 
     def __init__(

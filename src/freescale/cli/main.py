@@ -8,11 +8,13 @@ from freescale import __version__
 from freescale.cli.bench import bench
 from freescale.cli.checkpoints import checkpoints
 from freescale.cli.data import generate, inspect
+from freescale.cli.demo import demo
 from freescale.cli.doctor import doctor
+from freescale.cli.evaluate import evaluate, export
 from freescale.cli.layout import CommandGroup
 from freescale.cli.report import report
 from freescale.cli.simulate import simulate
-from freescale.cli.train import demo, evaluate, export, train
+from freescale.cli.train import train
 
 
 @click.group(

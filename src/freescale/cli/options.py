@@ -1,4 +1,4 @@
-"""Settings of config.py as options of a command, and back."""
+"""Converts settings (freescale.config) into options of a command, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]
-    """Which words stand for a number, the settings know."""
+    """The settings check the words that stand for a number."""
 
     name = "integer or word"
 
@@ -27,11 +27,8 @@ _TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "int | str": _
 
 
 def add_settings(*kinds: Any, only: Collection[str] | None = None) -> Callable[[F], F]:
-    """A decorator: one option for each field of the settings classes `kinds`, with its help.
-    `only`: for these fields.
-
-    An option that is not given is None, so that the default comes from the class alone.
-    """
+    """Decorates a command with an option for each field of the settings classes `kinds`, or for the
+    fields `only`. An option that is not given is None: the default is that of the class."""
 
     def add(function: F) -> F:
         for kind in reversed(kinds):
@@ -68,12 +65,12 @@ def _describe(entry: Field[Any]) -> str:
 
 
 def select_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that were given on the command line."""
+    """Selects the options that were given on the command line."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def format_arguments(options: Mapping[str, Any]) -> list[str]:
-    """The options as they stand on a command line."""
+    """Formats options as arguments of a command."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""A progress bar for long work on files."""
+"""Progress bars for long work on files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from freescale.config import RunConfig
 
 
 @contextmanager
@@ -26,3 +29,12 @@ def show_progress() -> Iterator[Callable[[str, float], None] | None]:
             bar.update(tasks[stage], completed=share)
 
         yield show
+
+
+def prepare_data(config: RunConfig) -> Path:
+    """Returns the histories file of the data. One process of a machine makes it; the others wait
+    for it."""
+    from freescale.train.build import prepare_data
+
+    with show_progress() as progress:
+        return prepare_data(config, progress)

@@ -1,5 +1,4 @@
-"""What `--columns` and `--labels` say: which column of the data plays which role, and what makes a
-label."""
+"""Parses `--columns` and `--labels`: the roles of the data's columns, and how labels are made."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Label:
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """`user=reviewer,item=sku` as a mapping of roles to columns. An empty column leaves the role
-    out.
+    """Parses `user=reviewer,item=sku` into columns by role. An empty column leaves the role out.
 
     Raises:
         ValueError: an unknown role, or no `=`.
@@ -59,14 +57,14 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def parse_labels(text: str) -> tuple[Label, ...]:
-    """`is_click,like=rating>=4` as labels.
+    """Parses `is_click,like=rating>=4` into labels.
 
-    A comparison is `column operator value`, where the value is a number, or a string (in quotes
-    where it would read as a number) that `==` and `!=` compare.
+    A comparison is `column operator value`. The value is a number, or a string for `==` and `!=`
+    (in quotes if it looks like a number).
 
     Raises:
-        ValueError: what is neither a column nor a comparison with a name, a name twice, or one that
-            is taken.
+        ValueError: neither a column nor a comparison with a name; a name that occurs twice or is
+            reserved.
     """
     found: dict[str, Label] = {}
     for part in split_names(text):

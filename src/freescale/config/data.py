@@ -23,7 +23,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class DataConfig(Checked):
-    """What is read, how it is split and what a sample holds. Every field is an option of
+    """The source of the data, its split and the content of a sample. Every field is an option of
     `freescale train`."""
 
     heading: ClassVar[str] = "Data"
@@ -41,15 +41,13 @@ class DataConfig(Checked):
     )
     columns: str = option(
         "",
-        "columns by role, where their names are not recognised: user=NAME,item=NAME,time=NAME "
-        "(time=order: rows are in order of time), also rating= and action=; numbers from 1 where "
+        "columns by role, if their names are not recognised: user=NAME,item=NAME,time=NAME "
+        "(time=order: rows are in order of time), also rating= and action=; numbers from 1 if "
         "there is no header",
         common=True,
     )
     missing: str = option(
-        "refuse",
-        "rows without a user, an item or a time",
-        choices=("refuse", "drop"),
+        "refuse", "rows without a user, an item or a time", choices=("refuse", "drop")
     )
     vocabulary: bool = option(
         True,
@@ -79,16 +77,16 @@ class DataConfig(Checked):
     )
     negatives_per: str = option(
         "auto",
-        "what has negatives of its own: each sample, each position, or the batch as a whole (auto: "
-        "the batch where histories are short and --negatives is not given, else each sample)",
+        "what has its own negatives: each sample, each position, or the batch as a whole (auto: "
+        "the batch if histories are short and --negatives is not given, else each sample)",
         choices=("auto", "sample", "position", "batch"),
         formerly="sample",
     )
     negatives_from: str = option(
         "auto",
-        "what negatives are drawn from: items alike (uniform), items by their popularity in the "
-        "training data, or all: the full softmax over the catalogue, nothing is drawn (auto: by "
-        "popularity where the batch shares them, else uniform)",
+        "how negatives are drawn: uniform, by popularity in the training data, or all: the full "
+        "softmax over the catalogue, nothing is drawn (auto: by popularity if the batch shares "
+        "them, else uniform)",
         choices=("auto", "uniform", "popularity", "all"),
         formerly="uniform",
     )
@@ -106,8 +104,8 @@ class DataConfig(Checked):
     )
     log_q: bool | None = option(
         None,
-        "subtract the log-probability of its draw from each logit (default: yes, where items are "
-        "not drawn alike)",
+        "subtract the log-probability of its draw from each logit (default: yes, if items are "
+        "not drawn uniformly)",
         formerly=False,
     )
     candidates: int = option(8, "candidates of each sample (ranking)", minimum=1)

@@ -27,8 +27,8 @@ class GenerateConfig(Checked):
         minimum=0.0,
         maximum=1.0,
     )
-    global_batch: int = option(64, "batch that --collision speaks of", minimum=1)
-    ranks: int = option(1, "ranks that --collision speaks of", minimum=1)
+    global_batch: int = option(64, "global batch that --collision refers to", minimum=1)
+    ranks: int = option(1, "number of ranks that --collision refers to", minimum=1)
     labels: str = option("", "label columns to make, comma-separated (for ranking)")
     seed: int = option(0, "seed of everything random")
 

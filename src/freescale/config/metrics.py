@@ -1,11 +1,11 @@
-"""The metrics of an evaluation by their names: which there are, which say most, what is better."""
+"""Names of metrics: all of them, the headlines, and which direction is better."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 CUTOFFS = (1, 5, 10, 20, 50, 100, 200)  # k of HR@k and NDCG@k
-UNSEEN = "/unseen"  # behind the name: ranked among the items that the history does not hold
+UNSEEN = "/unseen"  # suffix: ranked among the items that the history does not hold
 REPEATS = "repeats"  # share of targets that the history holds
 _PER_TASK = ("ne", "auc", "gauc")  # of ranking, each as metric/task
 _HEADLINES = ("hr@10", "ndcg@10")
@@ -20,12 +20,12 @@ def list_metrics(task: str, labels: Sequence[str] = ()) -> list[str]:
 
 
 def choose_metric(task: str, labels: Sequence[str] = ()) -> str:
-    """By which checkpoints are compared unless another metric is named."""
+    """The metric that compares checkpoints by default."""
     return f"ne/{labels[0]}" if task == "ranking" else f"ndcg@10{UNSEEN}"
 
 
 def describe_metrics(task: str, labels: Sequence[str] = ()) -> str:
-    """The metrics that can be compared, for a person."""
+    """Lists the metrics that can be compared, for messages."""
     if task == "ranking":
         return ", ".join(list_metrics(task, labels))
     sizes = ", ".join(map(str, CUTOFFS))
@@ -33,16 +33,15 @@ def describe_metrics(task: str, labels: Sequence[str] = ()) -> str:
 
 
 def is_better(metric: str, value: float, than: float | None) -> bool:
-    """Whether a value of the metric is better than another, or than none. What is not a number
-    never is."""
+    """Whether a value of the metric is better than another, or than none. NaN never is."""
     if value != value:
         return False
     return than is None or (value < than if metric.startswith("ne/") else value > than)
 
 
 def select_headlines(names: Iterable[str]) -> list[str]:
-    """Those of many metrics that a line has room for: HR@10 and NDCG@10, over all items and over
-    the unseen ones. Where these are missing, all of them."""
+    """Selects the metrics for one line: HR@10 and NDCG@10, over all items and over the unseen
+    ones. If these are missing, all of them."""
     listed = list(names)
     wanted = [name + kind for kind in ("", UNSEEN) for name in _HEADLINES]
     return [name for name in wanted if name in listed] or listed

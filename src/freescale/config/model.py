@@ -16,8 +16,8 @@ class ModelConfig(Checked):
 
     recipe: str | None = option(
         None,
-        "settings by name (`list` shows them), or a .toml file of your own; options that are given "
-        "beside it win",
+        "settings by name (`list` shows them), or a .toml file of your own; options given with "
+        "it take precedence",
         common=True,
     )
     task: str = option("retrieval", "what to train", choices=("retrieval", "ranking"), common=True)
@@ -70,7 +70,7 @@ class ModelConfig(Checked):
     segment_tokens: int = option(4, "learned summaries of a segment, with --segment", minimum=1)
     segment_weight: float = option(
         1.0,
-        "events that a summary counts for where later segments see it, with --segment",
+        "events that a summary counts for when later segments read it, with --segment",
         above=0.0,
     )
     segment_pooling: bool = option(
@@ -83,15 +83,15 @@ class ModelConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("position_bias", "time_bias"):
-            if getattr(self, name) is None:  # what the encoder has
+            if getattr(self, name) is None:  # follows the encoder
                 object.__setattr__(self, name, self.encoder == "hstu")
-        asked = {
+        owners = {
             "--position-bias": ("hstu", self.position_bias),
             "--time-bias": ("hstu", self.time_bias),
             "--segment": ("hstu", self.segment is not None),
             "--hidden": ("sasrec", self.hidden is not None),
         }
-        for flag, (owner, given) in asked.items():
+        for flag, (owner, given) in owners.items():
             if given and owner != self.encoder:
                 raise ValueError(
                     f"--encoder {self.encoder} has no {flag}: leave it out, or choose "

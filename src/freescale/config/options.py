@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+import operator
+from collections.abc import Callable
 from dataclasses import asdict, field, fields
 from typing import Any, ClassVar
+
+_LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "minimum": (operator.ge, "at least"),
+    "maximum": (operator.le, "at most"),
+    "above": (operator.gt, "above"),
+    "below": (operator.lt, "below"),
+}
 
 
 def option(
     default: Any, help: str, heading: str | None = None, common: bool = False, **checks: Any
 ) -> Any:
     """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`;
-    `words`: that stand for a number).
-    `heading`: where it stands in the help, if not under that of its class; `common`: whether it
-    is one of the few that --help shows (--help-all shows every one). `formerly`, among the checks:
-    what runs did whose config.json does not have the setting, where that is not the default."""
+    `words`: words that stand for a number).
+    `heading`: its section of the help, if not that of its class; `common`: whether --help shows it
+    (--help-all shows all). `formerly`, among the checks: the value for a config.json without the
+    setting, if not the default."""
     shown = {"help": help, "common": common} | ({"heading": heading} if heading else {})
     return field(default=default, metadata={**shown, **checks})
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Of a comma-separated list."""
+    """Splits a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -30,7 +39,9 @@ def read_number(text: str) -> int | str:
 
 
 class Checked:
-    heading: ClassVar[str] = "Options"  # under which the help lists the settings
+    """Settings whose values are checked."""
+
+    heading: ClassVar[str] = "Options"  # section of the help
 
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
@@ -45,14 +56,9 @@ class Checked:
                 raise ValueError(
                     f"{flag} must be one of {', '.join(rules['choices'])}, not {value!r}"
                 )
-            if "minimum" in rules and not value >= rules["minimum"]:
-                raise ValueError(f"{flag} must be at least {rules['minimum']}, got {value}")
-            if "maximum" in rules and not value <= rules["maximum"]:
-                raise ValueError(f"{flag} must be at most {rules['maximum']}, got {value}")
-            if "above" in rules and not value > rules["above"]:
-                raise ValueError(f"{flag} must be above {rules['above']}, got {value}")
-            if "below" in rules and not value < rules["below"]:
-                raise ValueError(f"{flag} must be below {rules['below']}, got {value}")
+            for rule, (fits, words) in _LIMITS.items():
+                if rule in rules and not fits(value, rules[rule]):
+                    raise ValueError(f"{flag} must be {words} {rules[rule]}, got {value}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)  # type: ignore[call-overload]

@@ -1,5 +1,4 @@
-"""Recipes: settings of `freescale train` by name, in TOML files. Those of the package are in
-`recipes/`."""
+"""Recipes: settings of `freescale train` by name, in TOML files. The package ships `recipes/`."""
 
 from __future__ import annotations
 
@@ -31,17 +30,15 @@ class Recipe:
 
 
 def list_recipes() -> list[Recipe]:
-    """Those of the package, by name."""
+    """Lists the recipes of the package, by name."""
     return [read_recipe(path.stem) for path in sorted(RECIPES.glob("*.toml"))]
 
 
 def read_recipe(name: str) -> Recipe:
-    """Reads a recipe of the package by its name, or a file of one's own, whose name ends in .toml.
+    """Reads a recipe of the package by its name, or a file that ends in .toml.
 
     Keys of the file are options of `freescale train` without their dashes, and `description`.
-
-    Raises:
-        ValueError: if there is no such recipe, or with the file and what is wrong in it.
+    ValueError if there is no such recipe or the file is wrong.
     """
     own = name.endswith(".toml")
     path = Path(name) if own else RECIPES / f"{name}.toml"
@@ -75,7 +72,7 @@ def read_recipe(name: str) -> Recipe:
 
 
 def expand_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that were given, and those of the recipe that they name; what was given wins."""
+    """Adds the settings of the named recipe to those that were given, which take precedence."""
     name = given.get("recipe")
     if name is None:
         return dict(given)
@@ -84,11 +81,8 @@ def expand_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`epochs=25` as ("epochs", 25): an option of `freescale train` by its name.
-
-    Raises:
-        ValueError: if it is none, or the value is of another type.
-    """
+    """Parses `epochs=25` into ("epochs", 25). ValueError if there is no such option of `freescale
+    train`, or the value has another type."""
     name, equals, value = text.partition("=")
     entry = _find_settings().get(name.strip().replace("-", "_"))
     if not equals or entry is None:
@@ -116,7 +110,7 @@ def _check_value(path: Path, key: str, value: Any) -> Any:
 
 
 def _find_settings() -> dict[str, Field[Any]]:
-    """What a recipe may set: all options but the recipe itself."""
+    """Everything that a recipe may set: all options except the recipe itself."""
     kinds: tuple[Any, ...] = (DataConfig, ModelConfig, TrainConfig)
     known = {entry.name: entry for kind in kinds for entry in fields(kind)}
     del known["recipe"]

@@ -17,7 +17,7 @@ from freescale.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that makes a run; `config.json` of its folder."""
+    """All settings of a run; `config.json` of its folder."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -40,38 +40,39 @@ class RunConfig:
             )
         self._check_best()
         self._check_rows()
-        segment, tokens, longest = (
-            self.model.segment,
-            self.model.segment_tokens,
-            self.data.max_length,
-        )
-        if segment is not None and segment > longest:
+        self._check_segments()
+
+    def _check_segments(self) -> None:
+        segment, tokens = self.model.segment, self.model.segment_tokens
+        longest, weight = self.data.max_length, self.model.segment_weight
+        if segment is None:
+            return
+        if segment > longest:
             raise ValueError(
                 f"--segment {segment} is longer than the longest history, --max-length {longest}"
             )
-        if segment is not None and tokens > segment:
+        if tokens > segment:
             raise ValueError(
                 f"--segment-tokens {tokens} are more than the events of a segment, "
                 f"--segment {segment}"
             )
-        if segment is not None and self.model.segment_weight > segment / tokens:
+        if weight > segment / tokens:
             raise ValueError(
-                f"--segment-weight {self.model.segment_weight:g} is more than the "
-                f"{segment / tokens:g} events that a token stands "
-                f"for, --segment {segment} by --segment-tokens {tokens}"
+                f"--segment-weight {weight:g} is more than the {segment / tokens:g} events that a "
+                f"token stands for, --segment {segment} by --segment-tokens {tokens}"
             )
 
     def _check_best(self) -> None:
-        """Refuses to compare evaluations that are not made, or by a metric that they lack."""
+        """Refuses to compare evaluations that are not made or lack the metric."""
         train = self.train
-        asked = "--keep best" if train.keep == "best" else "--patience"
+        option = "--keep best" if train.keep == "best" else "--patience"
         if train.keep == "best" or train.patience is not None:
             if train.evaluate_every is None:
                 raise ValueError(
-                    f"{asked} needs --evaluate-every, the epochs between two evaluations"
+                    f"{option} needs --evaluate-every, the epochs between two evaluations"
                 )
             if self.data.split == "none":
-                raise ValueError(f"{asked} needs a validation part, which --split none has not")
+                raise ValueError(f"{option} needs a validation part, which --split none has not")
         about, metric = (self.model.task, self.label_names), train.keep_metric
         if metric is not None and metric not in set(list_metrics(*about)) - {REPEATS}:
             raise ValueError(
@@ -80,7 +81,7 @@ class RunConfig:
             )
 
     def _check_rows(self) -> None:
-        """Refuses negatives that need a catalogue where there is none."""
+        """Refuses negatives that need a catalogue if there is none."""
         for part in self.train.rows.split(",") if self.train.rows else ():
             name, _, choice = part.partition("=")
             if not name.strip() or not choice.strip():
@@ -94,7 +95,7 @@ class RunConfig:
             self._check_negatives()
 
     def _check_negatives(self) -> None:
-        """Those of a dynamic table are of the batch, unless others are asked for: refused."""
+        """Takes the negatives of a dynamic table from the batch. Refuses other sources."""
         data = self.data
         if data.negatives_from == "auto" and data.in_batch_share == DataConfig.in_batch_share:
             object.__setattr__(self, "data", replace(data, in_batch_share=1.0))
@@ -122,8 +123,7 @@ class RunConfig:
 
     @property
     def placements(self) -> str | dict[str, str]:
-        """--placement as parallelize takes it: `auto`, or `item=host:8GB,action=replicated` as a
-        mapping."""
+        """--placement for `parallelize`: `auto`, or `item=host:8GB,action=replicated` as a dict."""
         if "=" not in self.train.placement:
             return self.train.placement
         parts = (part.split("=", 1) for part in self.train.placement.split(","))
@@ -131,16 +131,16 @@ class RunConfig:
 
     @staticmethod
     def from_settings(given: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
-        """A configuration from settings by their names, wherever they belong.
+        """Makes a configuration from settings by name.
 
         Args:
-            given: values by name, as of `freescale train`: {"data": "histories.parquet",
-                "steps": 100}. None stands for a setting that was not given. Those of a "recipe"
-                count as given, unless they are given beside it.
-            base: supplies the settings that were not given; without it their defaults do.
+            given: values by name, as for `freescale train`: {"data": "histories.parquet",
+                "steps": 100}. None means not given. A "recipe" supplies settings that are not
+                given.
+            base: supplies all other settings; without it their defaults do.
 
         Raises:
-            ValueError: if a name is no setting, or a value is out of its limits.
+            ValueError: if a setting does not exist, or a value is out of its limits.
         """
         known = {entry.name for kind in _PARTS.values() for entry in fields(kind)}
         if unknown := sorted(set(given) - known):
@@ -153,7 +153,7 @@ class RunConfig:
             values |= {name: given[name] for name in names if given.get(name) is not None}
             parts[part] = kind(**values)
         config = RunConfig(**parts)
-        # Runs from before this was refused go on.
+        # Runs from before this check still resume.
         if base is None and config.label_names and config.model.task != "ranking":
             raise ValueError(
                 f"--labels {config.model.labels} with --task {config.model.task}: labels are of "
@@ -166,8 +166,8 @@ class RunConfig:
 
     @staticmethod
     def from_json(text: str) -> RunConfig:
-        """The configuration of a `config.json`. A setting that it does not have is what it was
-        before there was such a setting. ValueError names settings that do not exist."""
+        """Parses a `config.json`. A missing setting has the value from before it existed.
+        ValueError names settings that do not exist."""
         raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
         for part, kind in _PARTS.items():
             unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
@@ -175,21 +175,17 @@ class RunConfig:
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
                 )
-        return RunConfig(
-            **{
-                part: kind(**_list_former(kind) | dict(raw.get(part, {})))
-                for part, kind in _PARTS.items()
-            }
-        )
+        parts = {
+            part: kind(**_list_former(kind) | dict(raw.get(part, {})))
+            for part, kind in _PARTS.items()
+        }
+        return RunConfig(**parts)
 
 
 def _list_former(kind: Any) -> dict[str, Any]:
-    """What settings stood for before they existed, where that is not their default."""
-    return {
-        entry.name: entry.metadata["formerly"]
-        for entry in fields(kind)
-        if "formerly" in entry.metadata
-    }
+    """The values from before a setting existed, if not its default."""
+    settings = [entry for entry in fields(kind) if "formerly" in entry.metadata]
+    return {entry.name: entry.metadata["formerly"] for entry in settings}
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}

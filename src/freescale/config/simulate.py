@@ -15,10 +15,8 @@ class SimulateConfig(Checked):
 
     run: str | None = option(
         None,
-        (
-            "folder of a run of `freescale train`: its model, data, samples of a rank, placement "
-            "and schedule are taken, unless they are given"
-        ),
+        "folder of a run of `freescale train`: its model, data, samples of a rank, placement "
+        "and schedule are taken, unless they are given",
     )
     preset: str = option(
         "paper",
@@ -31,10 +29,7 @@ class SimulateConfig(Checked):
     )
     data: str | None = option(
         None,
-        (
-            "histories or interactions, read as `freescale train` does (default: generated "
-            "histories)"
-        ),
+        "histories or interactions, read as `freescale train` does (default: generated histories)",
     )
     cache: str | None = option(
         None, "folder for prepared histories (default: a folder of the user's cache)"
@@ -49,16 +44,16 @@ class SimulateConfig(Checked):
     popularity: float = option(1.0, "Zipf exponent of generated items (assumed)", minimum=0.0)
     collisions: float | None = option(
         0.1,
-        "share of a generated batch's requests that the batch before makes too (assumed)",
+        "share of a generated batch's requests that the previous batch makes too (assumed)",
         minimum=0.0,
         maximum=1.0,
     )
     natural: bool = option(
-        False, "leave collisions to what the popularity gives, instead of --collisions"
+        False, "let the popularity determine collisions, instead of --collisions"
     )
     pooled_features: int = option(
         0,
-        "pooled features of a generated sample beside its history, each with a table of its own",
+        "pooled features of a generated sample in addition to its history, each with its own table",
         minimum=0,
     )
     pooled_ids: int = option(
@@ -79,18 +74,14 @@ class SimulateConfig(Checked):
     )
     placement: str = option(
         "auto",
-        (
-            "where tables lie; auto: by the rule of training; host: the items' is sharded, at home "
-            "in host memory behind a cache"
-        ),
+        "placement of tables; auto: by the rule of training; host: the item table is sharded, in "
+        "host memory behind a cache",
         choices=("auto", "sharded", "replicated", "host"),
     )
     cache_miss: float = option(
         100.0,
-        (
-            "of --placement host: percent of a step's rows that are not in the cache "
-            "(cache_miss_percent of a ledger)"
-        ),
+        "with --placement host: percent of a step's rows that are not in the cache "
+        "(cache_miss_percent of a ledger)",
         minimum=0.0,
         maximum=100.0,
     )
@@ -107,21 +98,19 @@ class SimulateConfig(Checked):
     adapt: bool = option(False, "the balancer's cost model learns from the simulated times")
     jitter: float | None = option(
         None,
-        (
-            "standard deviation of a rank's compute from the curve, as a share (default: the "
-            "calibration's)"
-        ),
+        "standard deviation of a rank's compute from the curve, as a share (default: the "
+        "calibration's)",
         minimum=0.0,
         maximum=1.0,
     )
     failure_every: float | None = option(
         None,
-        "seconds between failures, of which the useful time is predicted (default: no failures)",
+        "seconds between failures, to predict the useful time (default: no failures)",
         above=0.0,
     )
     recovery: str = option(
         "this-machine",
-        "what a failure costs: shipped costs or a TOML file of your own (with --failure-every)",
+        "costs of a failure: shipped ones or a TOML file of your own (with --failure-every)",
     )
     snapshot_every: int = option(
         20, "steps between snapshots in memory (with --failure-every)", minimum=1

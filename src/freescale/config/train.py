@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from freescale.config.options import Checked, option
 
-_DISTRIBUTION = "Distribution"
-_OUTPUT = "Output"
+_distribution_option = partial(option, heading="Distribution")
+_output_option = partial(option, heading="Output")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class TrainConfig(Checked):
     weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
     beta2: float = option(
         0.98,
-        "how much of their second moments AdamW and the rows' Adam keep from step to step",
+        "decay of the second moments of AdamW and the rows' Adam",
         minimum=0.0,
         below=1.0,
         formerly=0.999,
@@ -49,181 +50,130 @@ class TrainConfig(Checked):
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
     on_nonfinite: str = option(
         "stop",
-        (
-            "when the loss is not finite: stop the run, or (once) go back to the last checkpoint "
-            "and leave out the batch"
-        ),
+        "when the loss is not finite: stop the run, or (once) go back to the last checkpoint "
+        "and leave out the batch",
         choices=("stop", "rollback"),
     )
     precision: str = option(
         "auto",
-        (
-            "compute precision: fp32 is float32 throughout, tf32 rounds the factors of its matrix "
-            "products (GPUs), bf16 is autocast; auto is bf16 on GPUs that have it, else fp32"
-        ),
+        "compute precision: fp32 is float32 throughout, tf32 rounds the factors of its matrix "
+        "products (GPUs), bf16 is autocast; auto is bf16 on GPUs that have it, else fp32",
         choices=("auto", "fp32", "tf32", "bf16"),
     )
-    schedule: str = option(
-        "staged",
-        "how communication and compute are ordered",
-        choices=("staged", "serial"),
-        heading=_DISTRIBUTION,
+    schedule: str = _distribution_option(
+        "staged", "how communication and compute are ordered", choices=("staged", "serial")
     )
-    balance: str = option(
+    balance: str = _distribution_option(
         "greedy",
-        (
-            "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, "
-            "karmarkar_karp or module:function"
-        ),
-        heading=_DISTRIBUTION,
+        "which rank computes which sample: none, fixed, variable, greedy, greedy_equal, local, "
+        "karmarkar_karp or module:function",
     )
-    balance_cap: int | None = option(
-        None,
-        "tokens that a rank may hold at most (default: mean plus largest sample)",
-        minimum=1,
-        heading=_DISTRIBUTION,
+    balance_cap: int | None = _distribution_option(
+        None, "tokens that a rank may hold at most (default: mean plus largest sample)", minimum=1
     )
-    balance_adapt: bool = option(
-        False,
-        "correct the cost model by measured times (assignments then depend on them, too)",
-        heading=_DISTRIBUTION,
+    balance_adapt: bool = _distribution_option(
+        False, "correct the cost model by measured times (assignments then depend on them, too)"
     )
-    transport: str = option(
+    transport: str = _distribution_option(
         "auto",
-        (
-            "what carries ids, rows, gradients and samples: process groups, or copy engines and "
-            "the CPU"
-        ),
+        "what carries ids, rows, gradients and samples: process groups, or copy engines and "
+        "the CPU",
         choices=("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"),
-        heading=_DISTRIBUTION,
     )
-    dense_sums: str = option(
+    dense_sums: str = _distribution_option(
         "auto",
-        (
-            "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
-            "ranks, a partition each, over --transport; auto times both before step 1"
-        ),
+        "what sums gradients of dense parameters: the process group (NCCL on GPUs), or the "
+        "ranks, a partition each, over --transport; auto times both before step 1",
         choices=("auto", "collective", "partitioned"),
-        heading=_DISTRIBUTION,
     )
-    wire_precision: str = option(
+    wire_precision: str = _distribution_option(
         "full",
         "precision of rows and gradients on the way (bf16 rounds each value)",
         choices=("full", "bf16"),
-        heading=_DISTRIBUTION,
     )
-    compress_dense: float | None = option(
+    compress_dense: float | None = _distribution_option(
         None,
-        (
-            "share of the dense gradients' entries that a step holds back: 0.99 sends the largest "
-            "1 % (default: all, the exact step)"
-        ),
+        "share of the dense gradients' entries that a step holds back: 0.99 sends the largest 1 % "
+        "(default: none, the exact step)",
         minimum=0.0,
         below=1.0,
-        heading=_DISTRIBUTION,
     )
-    compress_every: int = option(
-        10,
-        "steps between two resets of the thresholds of --compress-dense",
-        minimum=1,
-        heading=_DISTRIBUTION,
+    compress_every: int = _distribution_option(
+        10, "steps between two resets of the thresholds of --compress-dense", minimum=1
     )
-    placement: str = option(
+    placement: str = _distribution_option(
         "auto",
         "auto, sharded, replicated, host:8GB (rows in host memory, the size is that of the cache "
         "on the GPU) or disk:FOLDER:8GB; or table=choice, comma-separated",
-        heading=_DISTRIBUTION,
     )
-    rows: str = option(
+    rows: str = _distribution_option(
         "",
-        "tables whose rows come with the ids and go: item=dynamic:50M has room for so many, "
-        "item=dynamic:50M:seen=3:lfu also says that an id gets a row in its third batch, and "
-        "which row makes room (lru, lfu, lfu=BATCHES or after=STEPS); default=learned: ids "
-        "without a row read one that is trained, not zeros; map=device: the GPU decides, not the "
+        "dynamic tables, whose rows come and go with the ids: item=dynamic:50M has room for so "
+        "many; item=dynamic:50M:seen=3:lfu also gives an id its row in its third batch and "
+        "chooses which row is evicted (lru, lfu, lfu=BATCHES or after=STEPS); default=learned: "
+        "ids without a row read a trained one, not zeros; map=device: the GPU decides, not the "
         "host; comma-separated (default: every id has its row)",
-        heading=_DISTRIBUTION,
     )
-    device: str = option(
+    device: str = _distribution_option(
         "auto",
-        "where to compute: auto takes a GPU for each rank where there are GPUs, else the CPU",
+        "where to compute: auto uses a GPU for each rank if there are GPUs, else the CPU",
         choices=("auto", "cpu", "cuda"),
-        heading=_DISTRIBUTION,
         common=True,
     )
     seed: int = option(0, "seed of everything random")
-    timeout: float = option(
-        120.0,
-        "seconds after which a silent collective is an error",
-        above=0.0,
-        heading=_DISTRIBUTION,
+    timeout: float = _distribution_option(
+        120.0, "seconds after which a silent collective is an error", above=0.0
     )
-    evaluate_every: int | None = option(
+    evaluate_every: int | None = _output_option(
         None,
         "epochs between evaluations on the validation part (default: only at the end)",
         minimum=1,
-        heading=_OUTPUT,
     )
-    eval_batch: int = option(
-        256, "samples of an evaluation batch, over all ranks", minimum=1, heading=_OUTPUT
+    eval_batch: int = _output_option(
+        256, "samples of an evaluation batch, over all ranks", minimum=1
     )
-    checkpoint_every: int = option(
-        1000, "steps between checkpoints (the end is always one)", minimum=1, heading=_OUTPUT
+    checkpoint_every: int = _output_option(
+        1000, "steps between checkpoints (the end is always one)", minimum=1
     )
-    full_every: int = option(
+    full_every: int = _output_option(
         1,
-        (
-            "every how many-th checkpoint is a full one; those between hold of the tables the rows "
-            "that changed since the one before"
-        ),
+        "write a full checkpoint every so many; the others store only the table rows that changed "
+        "since the one before",
         minimum=1,
-        heading=_OUTPUT,
     )
-    async_checkpoints: bool = option(
-        False,
-        "write checkpoints beside training, out of a copy in host memory",
-        heading=_OUTPUT,
+    async_checkpoints: bool = _output_option(
+        False, "write checkpoints alongside training, from a copy in host memory"
     )
-    snapshot_every: int | str | None = option(
+    snapshot_every: int | str | None = _output_option(
         None,
-        (
-            "steps between snapshots: copies of the state in memory that outlives the ranks and, "
-            "where there is another machine, on that, for --restarts and --resume auto; auto: as "
-            "few as cost at most 1 % of training (default: none)"
-        ),
+        "steps between snapshots: copies of the state in memory that outlives the ranks, also on "
+        "another machine if there is one, for --restarts and --resume auto; auto: the shortest "
+        "interval that costs at most 1 % of training (default: none)",
         words=("auto",),
         minimum=1,
-        heading=_OUTPUT,
     )
-    keep_checkpoints: int = option(2, "checkpoints to keep", minimum=1, heading=_OUTPUT)
-    keep: str = option(
+    keep_checkpoints: int = _output_option(2, "checkpoints to keep", minimum=1)
+    keep: str = _output_option(
         "latest",
-        (
-            "which checkpoints stay: the latest, or beside them the best on the validation part, "
-            "which is then the one that is tested and exported (needs --evaluate-every)"
-        ),
+        "which checkpoints stay: the latest, or also the best on the validation part, which is "
+        "then tested and exported (needs --evaluate-every)",
         choices=("latest", "best"),
-        heading=_OUTPUT,
     )
-    keep_metric: str | None = option(
+    keep_metric: str | None = _output_option(
         None,
-        (
-            "metric that --keep best and --patience compare (default: ndcg@10/unseen; for ranking "
-            "ne of the first label)"
-        ),
-        heading=_OUTPUT,
+        "metric that --keep best and --patience compare (default: ndcg@10/unseen; for ranking "
+        "ne of the first label)",
     )
-    patience: int | None = option(
+    patience: int | None = _output_option(
         None,
         "stop after this many evaluations without a better one (default: train to the end)",
         minimum=1,
-        heading=_OUTPUT,
     )
-    log_every: int = option(10, "steps between log lines", minimum=1, heading=_OUTPUT)
-    trace_steps: int = option(100, "steps in the trace", minimum=0, heading=_OUTPUT)
-    profile_steps: int = option(
+    log_every: int = _output_option(10, "steps between log lines", minimum=1)
+    trace_steps: int = _output_option(100, "steps in the trace", minimum=0)
+    profile_steps: int = _output_option(
         5,
         "steps that torch's profiler sees on GPUs, for the report: device busy, launches; 0: none",
         minimum=0,
-        heading=_OUTPUT,
     )
-    tensorboard: bool = option(False, "write TensorBoard events too", heading=_OUTPUT)
+    tensorboard: bool = _output_option(False, "write TensorBoard events too")

@@ -1,2 +1,2 @@
-"""Processes of a run: starts the ranks of this machine, passes signals on, and starts ranks again
-after a failure. Knows nothing of models."""
+"""Processes of a run: starts the ranks of this machine, passes signals on, and restarts ranks after
+a failure. Knows nothing of models."""

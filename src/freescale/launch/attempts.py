@@ -1,10 +1,9 @@
-"""What an attempt at a run leaves in the run's folder for the next one: that it began, and how it
-ended on each rank.
+"""The record of an attempt at a run, for the next one: that it began, and how it ended on each
+rank.
 
-`RUN/.attempt` is there while a run trains and after an attempt that did not complete it. It has
-`begun.json`, a file of each rank that failed or was told to stop, and one of the launcher, which
-knows of ranks that were killed. Nothing is read from it but by the next attempt, which writes the
-restart to metrics.jsonl.
+`RUN/.attempt` exists while a run trains and after an attempt that did not complete it. It holds
+`begun.json`, a file of each rank that failed or was stopped, and one of the launcher about ranks
+that were killed. Only the next attempt reads it, and writes the restart to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = ".attempt"
-AUTO = "auto"  # --resume: go on with what the folder holds, or begin
+AUTO = "auto"  # --resume: continue the run in the folder if there is one, else begin
 _BEGUN = "begun.json"
 
-# Kinds of ends that are not the name of an exception.
+# Kinds of endings other than the name of an exception.
 STOPPED = "stopped"  # by a signal, and saved
 KILLED = "killed"  # by a signal that leaves no time
-LOST = "lost"  # nobody left a word: all ranks were killed, or the machine is gone
+LOST = "lost"  # no record: all ranks were killed, or the machine is gone
 
-# What happens to a run from outside, or follows from what happened to another rank: the same again
-# says nothing about the program.
+# External causes, and consequences of another rank's failure: a repetition is no sign of a fault in
+# the program.
 _FROM_OUTSIDE = {STOPPED, KILLED, LOST, "TransportError", "RemoteError", "KeyboardInterrupt"}
 
 
@@ -45,17 +44,13 @@ class Ending:
 
     def describe(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
-        words = self.message if self.message.startswith(where) else f"{where}{self.message}"
-        return words if self.kind in (STOPPED, KILLED, LOST) else f"{self.kind}: {words}"
+        text = self.message if self.message.startswith(where) else f"{where}{self.message}"
+        return text if self.kind in (STOPPED, KILLED, LOST) else f"{self.kind}: {text}"
 
 
 def note_begin(folder: Path, pending: Sequence[Ending] = ()) -> None:
-    """Notes that an attempt has begun, and forgets the one before.
-
-    Args:
-        folder: of the run, which the caller has claimed.
-        pending: ends of attempts before that no restart was written for.
-    """
+    """Notes that an attempt has begun, and forgets the previous one. The caller has claimed the
+    run's folder. `pending`: endings of earlier attempts without a restart in the log."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     (folder / FOLDER).mkdir()
     begun = {"time": time.time(), "pending": [asdict(ending) for ending in pending]}
@@ -63,26 +58,26 @@ def note_begin(folder: Path, pending: Sequence[Ending] = ()) -> None:
 
 
 def note_end(folder: Path, who: str, ending: Ending) -> None:
-    """Notes how an attempt ended for `who` (a rank, the launcher). A disk that is full or gone
-    keeps the note away, and nothing else."""
+    """Notes how an attempt ended for `who` (a rank, the launcher). If the disk is full or gone,
+    only the note is lost."""
     with suppress(OSError):
         if (folder / FOLDER / _BEGUN).exists():
             _write(folder / FOLDER / f"{who}.json", asdict(ending))
 
 
 def forget_attempt(folder: Path) -> None:
-    """Of a run that is complete."""
+    """Removes the record of a complete run."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
 def find_begin(folder: Path) -> float | None:
-    """When the last attempt began, in seconds since 1970, unless it completed the run."""
+    """The time when the last attempt began (since 1970), unless it completed the run."""
     begun = _read(folder / FOLDER / _BEGUN)
     return None if begun is None else float(begun["time"])
 
 
 def read_endings(folder: Path) -> list[Ending]:
-    """Ends of attempts that no restart was written for, the last one last. Empty if the run is new
+    """Endings of attempts without a restart in the log, the last one last. Empty if the run is new
     or complete."""
     begun = _read(folder / FOLDER / _BEGUN)
     if begun is None:
@@ -96,9 +91,8 @@ def read_endings(folder: Path) -> list[Ending]:
 
 
 def choose_cause(endings: Sequence[Ending]) -> Ending:
-    """The end that explains the others: of what ranks and launcher noted, the death of a process
-    before a rank's own failure, and that before what the others heard of it. Its step is the
-    furthest that any of them made, its time the first that any of them noted."""
+    """The ending that explains the others: the death of a process before a rank's own failure, and
+    that before the errors of its peers. Its step is the furthest of all, its time the first."""
 
     def explains(ending: Ending) -> tuple[int, float]:
         order = {KILLED: 0, STOPPED: 2, "RemoteError": 3, "TransportError": 4, LOST: 5}
@@ -130,16 +124,16 @@ def find_repeated(folder: Path) -> Ending | None:
 
 
 def explain_repeated(failure: Ending) -> str:
-    """Why the run is not started again by itself."""
+    """Why the run is not restarted automatically."""
     return (
         f"the run has failed twice at step {failure.step:,} with {failure.describe()}: it is not "
-        "started again by itself; once the cause is mended, start it with --resume instead of "
+        "started again by itself; once the cause is fixed, start it with --resume instead of "
         "--resume auto"
     )
 
 
 def describe_restart(ending: Ending, step: int, now: float) -> dict[str, Any]:
-    """The line of metrics.jsonl about a run that goes on after `step`."""
+    """The line of metrics.jsonl about a run that continues after `step`."""
     at = datetime.fromtimestamp(ending.time, UTC).isoformat(timespec="seconds")
     restart = {
         "ended": at,
@@ -152,7 +146,7 @@ def describe_restart(ending: Ending, step: int, now: float) -> dict[str, Any]:
 
 
 def explain_restart(entry: Mapping[str, Any]) -> str:
-    """A line of metrics.jsonl in words."""
+    """Describes such a line of metrics.jsonl."""
     restart = entry["restart"]
     failed, again = restart["ending"]["step"], restart["repeated_steps"]
     return (
@@ -175,7 +169,7 @@ def read_restarts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _find_last_logged(folder: Path, begun: float) -> tuple[int, float]:
-    """The last step that the logs know of, and when: where no rank left a word."""
+    """The last step in the logs and its time, for attempts without a record."""
     step, when = 0, begun
     for name, ahead in (("metrics.jsonl", 0), ("ledger.jsonl", 1)):  # the ledger counts from 0
         with suppress(OSError, ValueError, KeyError, IndexError):

@@ -1,15 +1,15 @@
-"""The process that ranks are forked from after a failure, and what becomes a rank of it.
+"""The process that ranks are forked from after a failure, and the start of a rank in it.
 `freescale.launch.rank_server` starts it.
 
-It imports what a run needs and nothing else: neither CUDA nor threads survive a fork. A new rank is
-made by two forks. The process between ends at once, so that the rank becomes a child of the
-launcher, as one that the launcher has started itself: it gets its signals, tells its status, and
-ends with it. The server may be killed meanwhile.
+It only imports the modules of a run: neither CUDA nor threads survive a fork. A new rank takes two
+forks. The process between ends at once, so the rank becomes a child of the launcher, like one that
+the launcher has started: it receives its signals, reports its status, and ends with it. The server
+may be killed meanwhile.
 
     launcher -> server    a byte, with the rank's standard error and a connection to the rank
-    server -> launcher    a byte: what a run needs is there
-    rank -> launcher      its process, once that is a child of the launcher
-    launcher -> rank      what to run, as JSON
+    server -> launcher    a byte: imports are complete
+    rank -> launcher      its process, once it is a child of the launcher
+    launcher -> rank      the command, as JSON
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from freescale.launch.signals import SIGNALS
 
 PROCESS = struct.Struct("<i")
 PATIENCE = 10.0  # seconds until launcher and rank give up on each other
-# Added for imports: ranks that train go before them. They take 5 s of a core, and on a machine
-# whose cores are all busy a minute; the greatest niceness would make that five.
+# Niceness of imports: ranks that train have priority. They take 5 s of an idle core, and a minute
+# if all cores are busy; with the greatest niceness it would be five.
 _NICENESS = 10
 _NEEDED = (
-    *("freescale.train.run", "freescale.launch.restarts", "freescale.report.console"),
+    *("freescale.train.commands", "freescale.launch.restarts", "freescale.report.console"),
     *("torch._dynamo", "torch.onnx", "triton.language", "numpy.random", "rich.progress"),
     *("rich.console", "rich.table"),
 )
 
 
 def preload() -> None:
-    """Imports what a run does; torch's optimizers import much when they are first made. Without
-    Triton there are no kernels."""
+    """Imports the modules of a run, including those that torch's optimizers import on first use.
+    Without Triton there are no kernels."""
     for name in _NEEDED:
         with suppress(ImportError):
             import_module(name)
@@ -62,10 +62,9 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
 
 
 def main(fd: int) -> None:
-    """The server, until the connection `fd` is closed. Returns in ranks only, when they have run:
-    they end as any program does."""
-    # They are for the ranks. Those that come to the server wait there for ever; a new rank has
-    # the ones that come to itself.
+    """Runs the server until the connection `fd` is closed. Returns only in ranks, after their run:
+    they end like any program."""
+    # Signals are for ranks. The server blocks them; a new rank receives its own.
     inherited = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     launcher = os.getppid()
     if sys.path[0] == "":  # as of `python -m`
@@ -94,12 +93,11 @@ def _serve(control: socket.socket) -> tuple[int, int]:
 
 
 def _import_all(control: socket.socket) -> None:
-    """Imports on a thread of its own: on Linux, `nice` is about a thread alone, and no user but
-    root may take it back."""
+    """Imports on its own thread: on Linux, `nice` affects one thread, and only root can undo it."""
     try:
         os.nice(_NICENESS)
         preload()
-        gc.freeze()  # what was imported stays in pages that all ranks share
+        gc.freeze()  # imported objects stay in pages that all ranks share
         atexit.register(gc.unfreeze)  # Triton 3.8 and later report what is not freed at exit
         control.sendall(b"u")
     except ConnectionError:
@@ -110,7 +108,7 @@ def _import_all(control: socket.socket) -> None:
 
 
 def _fork() -> bool:
-    """Forks a process that is no child of this one. Returns whether this is it."""
+    """Forks a process that is not a child of this one. Returns True in it."""
     between = os.fork()
     if between:
         os.waitpid(between, 0)
@@ -125,7 +123,7 @@ def _fork() -> bool:
 
 
 def _meet_launcher(stderr: int, connection: int, launcher: int) -> dict[str, Any]:
-    """What the launcher wants to be run."""
+    """Receives the command from the launcher."""
     os.dup2(stderr, 2)
     os.close(stderr)
     end = time.monotonic() + PATIENCE
@@ -145,17 +143,17 @@ def _meet_launcher(stderr: int, connection: int, launcher: int) -> dict[str, Any
 
 
 def _become_rank(work: Mapping[str, Any]) -> None:
-    """Makes this process one as if it had been started by itself. Of the environment, only
-    `RANK_VARIABLES` differ from the server's."""
+    """Makes this process equal to one that was started anew. Its environment differs from the
+    server's only in `RANK_VARIABLES`."""
     import numpy as np
     import torch
 
     os.environ.clear()
     os.environ.update(work["environment"])
-    if torch.cuda._is_in_bad_fork():  # something that was imported has asked for GPUs
+    if torch.cuda._is_in_bad_fork():  # an imported module has initialized CUDA
         _start_anew(work)
     torch.default_generator.seed()
-    np.random.seed()  # Python's own numbers are seeded anew by a fork
+    np.random.seed()  # a fork reseeds Python's own generator
 
 
 def _start_anew(work: Mapping[str, Any]) -> NoReturn:

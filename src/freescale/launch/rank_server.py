@@ -27,13 +27,13 @@ _Inherited = tuple[dict[str, str], set[int]]  # environment variables, cores
 
 
 def is_supported() -> bool:
-    """Whether a process can adopt what a child of it has forked: Linux."""
+    """Whether a process can adopt its grandchildren: on Linux."""
     return sys.platform.startswith("linux")
 
 
 class ForkedRank:
-    """A rank that is a child of this process, but was not started by `subprocess`: the verbs of a
-    Popen that ranks.py uses."""
+    """A rank that is a child of this process but was not started by `subprocess`, with the part of
+    Popen's interface that ranks.py uses."""
 
     def __init__(self, pid: int, stderr: IO[str]) -> None:
         self.pid, self.stderr = pid, stderr
@@ -76,8 +76,8 @@ class ForkedRank:
 
 
 class RankServer:
-    """Starts ranks: as new processes, until the server is up that starts after them; from then on
-    forked from that. Ends with `close`."""
+    """Starts ranks: first as new processes, then, once its server is up, as forks of that. Ends
+    with `close`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,7 +91,7 @@ class RankServer:
         return None if self._process is None else self._process.pid
 
     def start_rank(self, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
-        """As `launch.start_rank`."""
+        """Starts a rank, like `ranks.start_rank`."""
         inherited = _find_inherited(environment)
         if self.is_up():
             if inherited == self._inherited:
@@ -108,16 +108,16 @@ class RankServer:
         return rank
 
     def explain_absence(self) -> None:
-        """Says why the next ranks will not be forked, if they will not."""
+        """Prints why the next ranks will not be forked, if so."""
         if not self.is_up() and self._process is not None:
             _explain("the process that forks them is still importing torch")
 
     def close(self) -> None:
-        """Ends the server. Ranks go on; the next one starts another server."""
+        """Ends the server. Ranks continue; the next one starts another server."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()  # it has nothing to put away
+            self._process.kill()  # it has nothing to clean up
             self._process.wait()
         self._process, self._control, self._up = None, None, False
 
@@ -136,15 +136,15 @@ class RankServer:
         self._control, self._inherited = ours, inherited
 
     def is_up(self) -> bool:
-        """Whether the server is up. One that has ended is closed, with a word about it."""
+        """Whether the server is up. If it has ended, closes it with a message."""
         if self._control is None:
             return False
         with suppress(BlockingIOError):
             try:
-                said = self._control.recv(1, socket.MSG_DONTWAIT)
+                received = self._control.recv(1, socket.MSG_DONTWAIT)
             except ConnectionError:
-                said = b""
-            if not said:
+                received = b""
+            if not received:
                 self.close()
                 _explain("the process that forks them has ended")
                 return False
@@ -152,10 +152,10 @@ class RankServer:
         return self._up
 
     def _fork(self, command: Sequence[str], environment: Mapping[str, str]) -> ForkedRank:
-        """Raises OSError if the server does not do it."""
+        """Forks a rank from the server. OSError if that fails."""
         assert self._control is not None and list(command[:2]) == [sys.executable, "-m"]
         work = {"module": command[2], "arguments": list(command[3:])}
-        told = json.dumps(work | {"environment": dict(environment)}).encode()
+        message = json.dumps(work | {"environment": dict(environment)}).encode()
         read, write = os.pipe()
         ours, theirs = socket.socketpair()
         try:
@@ -166,11 +166,11 @@ class RankServer:
                     theirs.close()
                     os.close(write)
                 ours.settimeout(PATIENCE)
-                # nothing runs yet: whoever is not told what ends by itself
+                # the rank runs nothing yet: without a command it ends by itself
                 answer = ours.recv(PROCESS.size, socket.MSG_WAITALL)
                 if len(answer) < PROCESS.size:
                     raise ConnectionResetError("it could not fork")
-                ours.sendall(told)
+                ours.sendall(message)
         except OSError:
             os.close(read)
             raise
@@ -179,7 +179,7 @@ class RankServer:
 
 @contextmanager
 def open_rank_server(restarts: int) -> Iterator[RankServer | None]:
-    """For a run that is started again so often; None if there is nothing to gain."""
+    """Opens a server for a run with so many restarts; yields None if it has no use."""
     if not restarts or not is_supported():
         yield None
         return
@@ -192,7 +192,7 @@ def open_rank_server(restarts: int) -> Iterator[RankServer | None]:
 
 @contextmanager
 def _adopt_orphans() -> Iterator[None]:
-    """A rank whose parent has ended becomes a child of this process, within the block."""
+    """Within the block, a rank whose parent has ended becomes a child of this process."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_BECOME_REAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl: processes cannot be adopted")
@@ -203,9 +203,9 @@ def _adopt_orphans() -> Iterator[None]:
 
 
 def _find_inherited(environment: Mapping[str, str]) -> _Inherited:
-    """Returns what torch, OpenMP and MKL choose the number of threads from when they are loaded.
-    The number decides bits, and torch.set_num_threads cannot repeat the choice: it ignores MKL's
-    limit, the cores, and keeps MKL from using fewer threads for little work."""
+    """Returns the inputs from which torch, OpenMP and MKL choose their number of threads when they
+    are loaded. The number affects bits, and torch.set_num_threads cannot repeat the choice: it
+    ignores MKL's limit and the cores, and keeps MKL from using fewer threads for little work."""
     own = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
     return own, os.sched_getaffinity(0)
 

@@ -1,5 +1,5 @@
-"""Starts this machine's ranks and stays with them: if one fails, all stop, and the run's exit
-status says so."""
+"""Starts this machine's ranks and watches them: if one fails, all stop, and the exit status reports
+it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from freescale.transport.shared_gpu import GpuBusy
 from freescale.worker_server import count_cores
 
 _LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
-# what tells a rank which one it is
+# environment variables that identify a rank
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     _LAUNCHER,
 )
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
-# seconds that the other ranks have to notice a failure by themselves; then they get SIGTERM: ranks
-# that were about to meet the one that failed notice nothing
+# seconds until the other ranks get SIGTERM after a failure, unless they notice it themselves: ranks
+# before the rendezvous with the failed one do not
 _NOTICE = 4.0
-# the same where there are GPUs and a signal has killed one, until all are killed: in a GPU's
-# collective they would notice after their --timeout, and the launcher knows all there is to say
-_MOURN = 0.5
+# grace period on GPU machines after a rank was killed by a signal, until all are killed: in a GPU
+# collective they would only notice after --timeout
+_KILL_GRACE = 0.5
 _GPUS = Path("/dev/nvidiactl")
 _GRACE = 20.0  # seconds after a failure until they are stopped
-_BUSY = 20.0  # seconds that a GPU may be busy with the end of processes before
+_BUSY = 20.0  # seconds that a GPU may be busy with ending processes
 
 
 class RankProcess(Protocol):
-    """The verbs of a Popen that a rank has."""
+    """The part of Popen's interface that ranks have."""
 
     @property
     def stderr(self) -> IO[str] | None: ...
@@ -66,14 +66,13 @@ def is_rank() -> bool:
 
 
 def has_launcher() -> bool:
-    """Whether `launch` started this process: it decides what follows a failure."""
+    """Whether `launch` started this process, and handles its failures."""
     return _LAUNCHER in os.environ
 
 
 def follow_launcher() -> None:
-    """Makes a rank that `launch` or torchrun started get SIGTERM when that process dies: it saves
-    and ends, and the run's folder is free. Linux has a call for it; elsewhere ranks outlive their
-    launcher."""
+    """Makes a rank of `launch` or torchrun receive SIGTERM when that process dies: it saves, ends
+    and releases the run's folder. Only on Linux; elsewhere ranks outlive their launcher."""
     launcher, torchrun = os.environ.get(_LAUNCHER), "TORCHELASTIC_RUN_ID" in os.environ
     if not (launcher or torchrun) or not sys.platform.startswith("linux"):
         return
@@ -83,8 +82,8 @@ def follow_launcher() -> None:
 
 
 def find_free_port() -> int:
-    """A free port below those that the system gives to connections (from 32,768 on by default, on
-    Linux): the ranks take some seconds until they listen, and such a port may be gone by then."""
+    """Finds a free port below the ephemeral ones (from 32,768 on Linux by default): ranks take
+    seconds until they listen, and an ephemeral port may be taken by then."""
     for _ in range(100):
         port = 15_000 + secrets.randbelow(15_000)
         with socket.socket() as probe, suppress(OSError):
@@ -113,16 +112,16 @@ class Ended:
 
     failed: tuple[int, int] | None  # (rank, status) of the failure; None: all succeeded
     number: int  # of the first signal that came here, or 0
-    last_words: dict[int, str] = field(default_factory=dict)  # of each rank, on standard error
-    when: float = 0.0  # the first failure was seen, in seconds since 1970
+    last_lines: dict[int, str] = field(default_factory=dict)  # of each rank, on standard error
+    when: float = 0.0  # time of the first failure, since 1970
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the ranks stopped on purpose; rank 0 has said what was saved."""
+        """Whether the ranks stopped on purpose; rank 0 has printed what was saved."""
         return self.failed is not None and _is_stop(self.failed[1])
 
     def describe(self) -> str:
-        """The failure, in words."""
+        """Describes the failure."""
         assert self.failed is not None
         rank, status = self.failed
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
@@ -143,16 +142,16 @@ def launch(
     """Runs `python -m MODULE ARGUMENTS` as local ranks.
 
     Args:
-        arguments: of the command.
-        ranks: how many to start.
-        port: where they meet; None finds a free one.
-        module: what each rank runs.
+        arguments: arguments of the module.
+        ranks: number of ranks.
+        port: port of the rendezvous; None finds a free one.
+        module: the module of each rank.
         extra: (rank) -> more environment variables of that rank.
         seconds: a limit, after which all ranks are stopped.
 
     Returns:
-        0 if all ranks succeeded, 1 after a failure, the status of `choose_status` if they stopped
-        for a signal.
+        0 if all ranks succeeded, 1 after a failure, the status of `choose_status` after a stop by a
+        signal.
 
     Raises:
         TimeoutError: if the ranks run longer than `seconds`.
@@ -172,13 +171,12 @@ def run_ranks(
     seconds: float | None = None,
     start: StartRank | None = None,
 ) -> Ended:
-    """Runs the ranks, as `launch` says, and returns how they ended. `start`: in the place of
-    `start_rank`."""
+    """Runs the ranks like `launch`, and returns how they ended. `start` replaces `start_rank`."""
     if port is not None:
         check_port(port)
     port = port or find_free_port()
-    said: set[str] = set()
-    last_words: dict[int, str] = {}
+    printed: set[str] = set()
+    last_lines: dict[int, str] = {}
     lock = threading.Lock()
     processes: list[RankProcess] = []
     readers: list[threading.Thread] = []
@@ -188,8 +186,8 @@ def run_ranks(
         environment = {**_environment(rank, ranks, port), **extra(rank)}
         process = (start or start_rank)([sys.executable, "-m", module, *arguments], environment)
         assert process.stderr is not None
-        words = (process.stderr, rank, said, last_words, lock)
-        readers.append(threading.Thread(target=_relay, args=words, daemon=True))
+        output = (process.stderr, rank, printed, last_lines, lock)
+        readers.append(threading.Thread(target=_relay, args=output, daemon=True))
         readers[-1].start()
         return process
 
@@ -207,24 +205,24 @@ def run_ranks(
     finally:
         signals.restore()
         _stop(processes)
-    return Ended(failed, signals.first, last_words, when)
+    return Ended(failed, signals.first, last_lines, when)
 
 
 def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
-    """Starts the process of a rank, whose standard error the launcher reads."""
+    """Starts the process of a rank; the launcher reads its standard error."""
     return subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
     )
 
 
 def report_end(ended: Ended) -> int:
-    """Says what went wrong, and returns the exit status."""
+    """Prints what went wrong, and returns the exit status."""
     if ended.failed is None:
         return 0
     _, status = ended.failed
     number = ended.number
     if ended.is_stopped:
-        # the ranks get a terminal's Ctrl-C as SIGTERM, too
+        # ranks also receive SIGTERM for a terminal's Ctrl-C
         return 128 + signal.SIGINT if number == signal.SIGINT else status
     if number == signal.SIGINT and status == -signal.SIGTERM:  # they had nothing to save yet
         raise KeyboardInterrupt
@@ -243,23 +241,21 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         _LAUNCHER: str(os.getpid()),
     }
-    # Ranks that each take all cores would only get in each other's way; a value that the user set
-    # stays.
+    # Ranks that each use all cores slow each other down. A value that the user has set stays.
     return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}
 
 
 def _relay(
-    stream: IO[str], rank: int, said: set[str], last_words: dict[int, str], lock: threading.Lock
+    stream: IO[str], rank: int, printed: set[str], last_lines: dict[int, str], lock: threading.Lock
 ) -> None:
-    """Passes on what a rank writes to standard error; an error that all ranks report is said
-    once."""
+    """Relays a rank's standard error; an error that all ranks report is printed once."""
     for line in stream:
         with lock:
             if line.strip():
-                last_words[rank] = line.strip()
-            if line.startswith("freescale: ") and line in said:
+                last_lines[rank] = line.strip()
+            if line.startswith("freescale: ") and line in printed:
                 continue
-            said.add(line)
+            printed.add(line)
             sys.stderr.write(line if line.startswith("freescale: ") else f"[rank {rank}] {line}")
             sys.stderr.flush()
 
@@ -267,15 +263,13 @@ def _relay(
 def _watch(
     processes: Sequence[RankProcess], seconds: float | None, begin_again: Callable[[int], None]
 ) -> tuple[tuple[int, int] | None, float]:
-    """Waits for all. On the first failure the others get a grace, then are stopped: a short one
-    after a death. Returns (rank, status) of the failure, and when there was one.
+    """Waits for all ranks. After a failure the others get a grace period (short after a death),
+    then are stopped. Returns (rank, status) of the failure and its time.
 
-    A rank whose GPU is busy is started again, while the others wait where all meet.
-
-    A rank that a signal killed is the cause of what the others report, also when they were quicker
-    to end.
+    A rank whose GPU is busy is started again, while the others wait at the rendezvous. A rank that
+    a signal killed is the cause of the other failures, even if those came first.
     """
-    failed_at, when, told = None, 0.0, False
+    failed_at, when, ending = None, 0.0, False
     failures: list[tuple[int, int]] = []
     begun = time.monotonic()
     end = begun + seconds if seconds is not None else None
@@ -285,7 +279,7 @@ def _watch(
             for rank in [rank for rank, status in ended.items() if status == GpuBusy.exit_status]:
                 begin_again(rank)
                 ended[rank] = None
-        if not told:  # afterwards they end because of that
+        if not ending:  # later endings are a consequence
             failures = [(rank, status) for rank, status in ended.items() if status]
         if failures and failed_at is None:
             failed_at, when = time.monotonic(), time.time()
@@ -296,9 +290,9 @@ def _watch(
             return (order[0] if order else None), when
         stops = any(_is_stop(status) for _, status in failures)
         dead = any(_is_killed(status) for _, status in failures)
-        grace = _MOURN if dead and _GPUS.exists() else _NOTICE
-        if since > grace and not told and not stops:
-            told = True
+        grace = _KILL_GRACE if dead and _GPUS.exists() else _NOTICE
+        if since > grace and not ending and not stops:
+            ending = True
             for process in processes:
                 if process.poll() is None:
                     (process.kill if dead else process.terminate)()
@@ -316,7 +310,7 @@ def _is_stop(status: int) -> bool:
 
 
 def _is_killed(status: int) -> bool:
-    """By a signal that nobody can answer, or that no run asks for: a crash, the system short of
+    """Whether a signal that is not a stop killed the rank: a crash, or the system ran out of
     memory."""
     return status < 0 and -status not in SIGNALS
 
@@ -335,11 +329,11 @@ def _stop(processes: Sequence[RankProcess]) -> None:
 
 
 class _Signals:
-    """Ctrl-C, SIGTERM and SIGUSR1, which the ranks get too, until `restore`. The launcher itself
-    waits for them: they may have to save.
+    """Forwards Ctrl-C, SIGTERM and SIGUSR1 to the ranks until `restore`. The launcher itself waits,
+    since ranks may have to save.
 
-    The first is passed on as SIGTERM, whichever it is: a terminal's Ctrl-C reaches the ranks by
-    itself, and twice would mean more. A second one ends all.
+    The first signal is forwarded as SIGTERM: a terminal's Ctrl-C reaches the ranks directly, and a
+    second one would end them. A second signal ends all.
     """
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
@@ -348,7 +342,7 @@ class _Signals:
         self._old: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._received) for number in SIGNALS}
-            # A parent may ignore it; then so does this process, and gets no exit status of a rank.
+            # If the parent ignores it, so does this process, and exit statuses of ranks are lost.
             self._old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _received(self, number: int, _frame: object) -> None:
@@ -360,7 +354,7 @@ class _Signals:
             raise KeyboardInterrupt
 
     def all_started(self) -> None:
-        """A signal may have come before the last of them."""
+        """Forwards a signal that came before all ranks were started."""
         if self.first:
             self._send(signal.SIGTERM)
 

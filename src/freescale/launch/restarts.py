@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine again after a failure: each attempt goes on from the last
+"""Restarts the ranks of this machine after a failure; each attempt continues from the last
 checkpoint. Across machines torchrun does the same, with `--max-restarts` and `--resume auto`."""
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ def launch_with_restarts(
 ) -> int:
     """Runs `freescale ARGUMENTS` as local ranks, and again after a failure.
 
-    A run that a signal stopped is not started again, and neither is one that fails in the same way
-    twice at the same step, or whose first attempt is refused. Snapshots of a run that is not
-    started again go with it.
+    There is no restart after a stop by a signal, after two equal failures at the same step, or if
+    the first attempt is refused. Without a restart, snapshots of the run are dropped.
 
     Args:
-        arguments: of the command, without --resume.
-        ranks: how many to start.
-        port: where they meet; None finds a free one for each attempt.
-        restarts: at most; with 0 nothing is started again.
-        folder: of the run.
-        resume: of the first attempt.
+        arguments: arguments of the command, without --resume.
+        ranks: number of ranks.
+        port: port of the rendezvous; None finds a free one for each attempt.
+        restarts: most restarts; may be 0.
+        folder: the run's folder.
+        resume: --resume of the first attempt.
         end_snapshots: drops the snapshots in this machine's memory.
 
     Returns:
@@ -59,7 +58,7 @@ def launch_with_restarts(
                 return report_end(ended)
             _note_death(folder, ended)
             if not restarts:
-                if resume != AUTO:  # else whoever said so starts it again
+                if resume != AUTO:  # with `auto`, a scheduler restarts it
                     end_snapshots()
                 return report_end(ended)
             begun = find_begin(folder) not in (None, begun_before)
@@ -83,27 +82,21 @@ def launch_with_restarts(
 
 
 def _note_death(folder: Path, ended: Ended) -> None:
-    """Leaves word of a rank that could not do so itself."""
+    """Notes the death of a rank on its behalf."""
     assert ended.failed is not None
     rank, status = ended.failed
     if status < 0:
-        # a crash of the program is one by its own name: the same again is no chance
+        # a crash is named by its signal: a repetition is a fault of the program
         crash = -status not in (signal.SIGKILL, signal.SIGTERM)
         known = -status in set(signal.Signals)  # most real-time signals have no name
         name = signal.Signals(-status).name if known else f"SIG{-status}"
-        words = f"rank {rank} was killed by signal {-status}"
-        note_end(folder, "launcher", Ending(name if crash else KILLED, words, 0, ended.when))
+        message = f"rank {rank} was killed by signal {-status}"
+        note_end(folder, "launcher", Ending(name if crash else KILLED, message, 0, ended.when))
 
 
 def _refuse_restart(folder: Path, before: Ended | None, ended: Ended, begun: bool) -> str:
-    """Why another attempt would be no use; empty if it may be.
-
-    Args:
-        folder: of the run.
-        before: the attempt before this one.
-        ended: this one.
-        begun: whether it got as far as the run's folder.
-    """
+    """Why another attempt is pointless; empty if it is not. `before`: the previous attempt;
+    `begun`: whether this one reached the run's folder."""
     assert ended.failed is not None
     rank, status = ended.failed
     if begun:
@@ -113,7 +106,7 @@ def _refuse_restart(folder: Path, before: Ended | None, ended: Ended, begun: boo
         return ""
     if before is None:
         return "the ranks were refused before the run began"
-    words = ended.last_words.get(rank, "")
-    if before.failed is not None and words == before.last_words.get(before.failed[0], ""):
-        return "the ranks ended twice before the run went on, with the same words"
+    message = ended.last_lines.get(rank, "")
+    if before.failed is not None and message == before.last_lines.get(before.failed[0], ""):
+        return "the ranks ended twice before the run went on, with the same message"
     return ""

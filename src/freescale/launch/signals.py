@@ -1,9 +1,8 @@
-"""SIGTERM and SIGUSR1, which Slurm, Kubernetes and spot machines send before they take the machine,
-and Ctrl-C: while a run trains they ask it to stop. All ranks stop after the same step, save, and
-end. A second signal ends them at once.
+"""SIGTERM and SIGUSR1 (from Slurm, Kubernetes and spot machines) and Ctrl-C stop a run. All ranks
+stop after the same step, save, and end. A second signal ends them at once.
 
-Launchers also send SIGTERM to the survivors of a failure. These save nothing: they cannot agree
-with the rank that is gone, and end when they notice that, or after a limit without a step.
+Launchers also send SIGTERM to the survivors of a failure. These save nothing, since they cannot
+agree with the lost rank. They end when they notice it, or after a limit without a step.
 """
 
 from __future__ import annotations
@@ -20,37 +19,36 @@ from types import TracebackType
 from typing import NoReturn
 
 SILENCE = 10.0  # seconds without a step, after the signal, until this rank ends without saving
-# seconds in which a second Ctrl-C is the first one, passed on by whoever started this process
+# seconds in which a second Ctrl-C is the first one, forwarded by the parent process
 SAME_PRESS = 1.0
-# the same of the other signals: a scheduler sends them to all processes, and launchers pass them on
+# the same for other signals: a scheduler sends them to all processes, and launchers forward them
 SAME_NOTICE = 5.0
-_SLOW_STEPS = 3  # the silence may last as long as this many steps, where those are slower than that
-_LOOK = 0.25  # seconds between two looks at the clock, after the signal
+_SLOW_STEPS = 3  # the limit is at least as long as this many steps
+_LOOK = 0.25  # seconds between two checks of the clock, after the signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A scheduler's signal stopped the run, and it can go on where it was: start the same command again.
-# It is EX_TEMPFAIL of sysexits.h, which schedulers can be told to requeue on.
+# Exit status after a scheduler's signal: the same command continues the run. It is EX_TEMPFAIL of
+# sysexits.h, on which schedulers can requeue.
 REQUEUE = 75
 
 
 def choose_status(stopped: int) -> int:
-    """The exit status of a run that ended as it should, or that signal `stopped` ended: after
-    Ctrl-C, which comes from a person, the shell's own."""
+    """The exit status of a run that completed (0) or that signal `stopped` ended; after Ctrl-C, the
+    shell's own."""
     if not stopped:
         return 0
     return 128 + stopped if stopped == signal.SIGINT else REQUEUE
 
 
 def is_second(number: int, seconds: float) -> bool:
-    """Whether a signal that comes `seconds` after the first means that the run is to end at
-    once."""
+    """Whether a signal `seconds` after the first ends the run at once."""
     return seconds > (SAME_PRESS if number == signal.SIGINT else SAME_NOTICE)
 
 
 class StopSignals:
     """Listens for signals during a `with` block of the main thread.
 
-    A thread of its own does so: the main thread may be waiting for a peer that is gone, in code
-    that Python's signal handlers do not interrupt.
+    It uses its own thread: the main thread may wait for a lost peer, in code that Python's signal
+    handlers do not interrupt.
     """
 
     def __init__(self, stop: Callable[[], None], rank: int) -> None:
@@ -67,13 +65,13 @@ class StopSignals:
     # ---- called by the training loop
 
     def note_step(self) -> None:
-        """Notes that a step is complete, so that the peers are alive."""
+        """Notes that a step is complete: the peers are alive."""
         now = time.monotonic()
         self._step, self._heard = now - self._heard, now
 
     @contextmanager
     def suspend_limit(self) -> Iterator[None]:
-        """Suspends the limit around work that has one of its own: a checkpoint, an evaluation."""
+        """Suspends the limit during work with its own limit: a checkpoint, an evaluation."""
         self._suspended = True
         try:
             yield
@@ -81,7 +79,7 @@ class StopSignals:
             self._heard, self._suspended = time.monotonic(), False
 
     def lift_limit(self) -> None:
-        """Lifts the limit once all ranks have left the loop: what follows has limits of its own."""
+        """Lifts the limit once all ranks have left the loop: later work has its own limits."""
         self._suspended = True
 
     # ---- listening
@@ -90,7 +88,7 @@ class StopSignals:
         self._sender, self._receiver = socket.socketpair()
         self._sender.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        # What they do does not matter: with a handler, Python writes the number to the socket at
+        # The handlers do nothing. With one installed, Python writes the number to the socket at
         # once, whatever a thread is doing.
         self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="freescale-signals", daemon=True)
@@ -98,7 +96,7 @@ class StopSignals:
         return self
 
     def close(self) -> None:
-        """Restores the handlers of before."""
+        """Restores the previous handlers."""
         if self._thread is None:
             return
         for number, handler in self._handlers.items():
@@ -145,7 +143,7 @@ class StopSignals:
                     "without)"
                 )
         elif is_second(number, now - self._first):
-            if self.saved:  # launchers send it to the others when the first of the ranks has ended
+            if self.saved:  # launchers send it to the others when the first rank has ended
                 self._end("interrupted again", choose_status(self.number))
             self._end("ended without saving", 128 + number)
 
@@ -161,7 +159,7 @@ class StopSignals:
             )
 
     def _end(self, words: str, status: int) -> NoReturn:
-        """From the thread: nothing in this process is waited for."""
+        """Ends the process from the thread, without waiting for anything."""
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h")  # a progress bar had hidden the cursor
         self._say(words)

@@ -13,8 +13,8 @@ from freescale.report.glossary import explain
 
 T = TypeVar("T")
 
-# A panel is about as wide as a phone, so that its words stay readable there; wider screens show
-# several beside each other.
+# A panel is about as wide as a phone, to stay readable there; wider screens show several side by
+# side.
 WIDTH, HEIGHT = 320, 195
 RIGHT, TOP, BOTTOM = 12, 10, 40
 LABEL, GLYPH = 20, 7.2  # pixels: a label beside the axis, and a digit of a tick
@@ -37,7 +37,7 @@ def render_panel(title: str, chart: str) -> str:
 
 
 def render_panels(panels: Sequence[str]) -> str:
-    """Charts beside each other, where there is room."""
+    """Charts side by side, if there is room."""
     return f'<div class="panels">{"".join(panels)}</div>'
 
 

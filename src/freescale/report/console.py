@@ -15,12 +15,11 @@ from freescale.config.metrics import REPEATS, select_headlines
 def print_quality(
     console: Console, quality: Mapping[str, Mapping[str, float]], part: str = "test"
 ) -> None:
-    """The metrics of the model that say most, and those of the baselines beside it."""
+    """Prints the headline metrics of the model and of the baselines."""
     model = quality["model"]
     table = Table(title=f"{part} part, full catalogue" if REPEATS in model else f"{part} part")
     if REPEATS in model:
-        share = f"{100 * model[REPEATS]:.1f} %"
-        table.caption = f"{share} of the targets are repeats"
+        table.caption = f"{100 * model[REPEATS]:.1f} % of the targets are repeats"
     table.add_column("metric")
     for name in quality:
         table.add_column(name, justify="right")
@@ -34,11 +33,8 @@ def print_quality(
         table.add_row(*row)
     console.print(table)
     if undefined := [name for name in model if _lacks_classes(name, model)]:
-        console.print(
-            f"{', '.join(undefined)}: not defined, since no user has candidates of both classes",
-            highlight=False,
-            soft_wrap=True,
-        )
+        reason = "not defined, since no user has candidates of both classes"
+        console.print(f"{', '.join(undefined)}: {reason}", highlight=False, soft_wrap=True)
 
 
 def _lacks_classes(name: str, model: Mapping[str, float]) -> bool:
@@ -48,13 +44,10 @@ def _lacks_classes(name: str, model: Mapping[str, float]) -> bool:
 
 
 def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
-    """Where the time went."""
+    """Prints where the time went."""
     if not ledger.get("measured_steps"):
-        console.print(
-            "ledger: too few steps to measure (the first two are warm-up)",
-            highlight=False,
-            soft_wrap=True,
-        )
+        words = "ledger: too few steps to measure (the first two are warm-up)"
+        console.print(words, highlight=False, soft_wrap=True)
         return
     ranks = f"{ledger['ranks']} rank{'s' * (ledger['ranks'] > 1)}"
     table = Table(
@@ -67,7 +60,7 @@ def print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-# Of the spans, those that everybody knows; the report has all of them.
+# The most important spans; the report has all of them.
 _SPANS = ("forward", "backward", "optimizer")
 
 
@@ -93,10 +86,8 @@ def _list_figures(ledger: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "collisions", f"{ledger['collision_percent']:.1f} % of requests"
     if ledger.get("cache_miss_percent") is not None:
         up, down = (ledger[f"cache_bytes_{way}"] / 1e6 for way in ("up", "down"))
-        yield (
-            "cache misses",
-            f"{ledger['cache_miss_percent']:.1f} %, {up:.2f} MB up, {down:.2f} down",
-        )
+        share = ledger["cache_miss_percent"]
+        yield "cache misses", f"{share:.1f} %, {up:.2f} MB up, {down:.2f} down"
     if ledger.get("dynamic_rows") is not None:
         names = ("inserted", "evicted", "turned_away")
         new, gone, away = (ledger[f"dynamic_{name}"] for name in names)

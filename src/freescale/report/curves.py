@@ -105,8 +105,8 @@ def _render_best(runs: Sequence[Run]) -> str:
 
 
 def _render_test_metrics(runs: Sequence[Run]) -> str:
-    """The test part's metrics of the model and of the baselines, as a table: among all items, and
-    beside that among those that the history does not hold."""
+    """A table of the test metrics of the model and of the baselines: among all items, and among
+    those that the history does not hold."""
     columns: list[tuple[str, dict[str, Any]]] = []
     notes: list[str] = []
     for run in runs:

@@ -1,7 +1,6 @@
-"""The words of the project with their meaning: one source for docs/glossary.md and for the tooltips
-of the report.
+"""The terms of the project: one source for docs/glossary.md and for the tooltips of the report.
 
-    python -m freescale.report.glossary docs/glossary.md     # writes the page
+python -m freescale.report.glossary docs/glossary.md     # writes the page
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Term:
-    """A word of the glossary."""
+    """A term of the glossary."""
 
     section: str
     name: str
@@ -39,13 +38,7 @@ def read_glossary() -> tuple[Term, ...]:
     source = files("freescale.report") / "static" / "glossary.toml"
     sections = tomllib.loads(source.read_text(encoding="utf-8"))["section"]
     return tuple(
-        Term(
-            section["title"],
-            entry["name"],
-            entry["text"],
-            tuple(entry.get("also", ())),
-            entry.get("page", ""),
-        )
+        Term(section["title"], **entry | {"also": tuple(entry.get("also", ()))})
         for section in sections
         for entry in section["term"]
     )
@@ -59,11 +52,11 @@ def _index_names() -> dict[str, Term]:
 
 
 def find_term(words: str) -> Term | None:
-    """Finds the term that a figure, span or metric is shown as; None where there is none.
+    """Finds the term of a figure, span or metric by its shown name, or None.
 
-    Metrics carry numbers and names that the glossary leaves open: `hr@10` is HR@k, and the
-    variant or task behind a slash (`ne/click`) does not matter. Of a part of the split
-    (`test hr@10`) the metric counts; of the span of a lane (`ahead/lookup`) the span.
+    Metrics contain numbers and names that the glossary leaves open: `hr@10` is HR@k, and a variant
+    or task after a slash (`ne/click`) is ignored. So is the part of the split (`test hr@10`), and
+    the lane of a span (`ahead/lookup`).
     """
     names, word = _index_names(), words.lower().strip()
     word = re.sub(r"^(test|validation) (?=.)", "", word)
@@ -76,13 +69,8 @@ def find_term(words: str) -> Term | None:
 
 
 def explain(words: str, term: str | None = None) -> str:
-    """HTML of words that explain themselves when pointed at, focused or tapped; plain words where
-    the glossary has no such term.
-
-    Args:
-        words: What is shown, as text.
-        term: The term's name, where `words` do not name it.
-    """
+    """HTML of words with a tooltip; plain words if the glossary has no such term. `term`: the
+    term's name, if it differs from `words`."""
     found = find_term(term or words)
     shown = escape(words)
     if found is None:

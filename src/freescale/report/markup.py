@@ -35,14 +35,8 @@ def format_bytes(value: float) -> str:
 def format_figure(
     run: int, path: str, ledger: Mapping[str, Any], show: Callable[[Any], str]
 ) -> str:
-    """Shows a number of the ledger with its place there, or a dash where the ledger has none.
-
-    Args:
-        run: The number of the run on the page.
-        path: The place, for example `exposed_ms/rows`.
-        ledger: The run's ledger.json.
-        show: Formats the number.
-    """
+    """Shows a number of the ledger with its place there (`path`, for example `exposed_ms/rows`), or
+    a dash if it is missing. `run`: the number of the run on the page."""
     value: Any = ledger
     for part in path.split("/"):
         value = value[int(part)] if isinstance(value, list) else value.get(part)
@@ -52,7 +46,7 @@ def format_figure(
 
 
 def format_place(run: int, path: str, value: Any) -> str:
-    """Attributes that say which number of which ledger an element shows."""
+    """Attributes that name the ledger entry an element shows."""
     words = escape(json.dumps(value), quote=True)
     return f'data-run="{run}" data-figure="{escape(path, quote=True)}" data-value="{words}"'
 
@@ -80,13 +74,8 @@ def render_name(place: int, run: Run) -> str:
 def render_cards(
     runs: Sequence[Run], render: Callable[[int, Run], str], needs_figures: bool = True
 ) -> str:
-    """Renders something per run, beside each other where there is room.
-
-    Args:
-        runs: The runs of the page.
-        render: Makes the HTML of a run, given its number and itself.
-        needs_figures: Whether `render` reads the figures of the ledger, which a run may lack.
-    """
+    """Renders a card per run, side by side if there is room. `render` makes the HTML of a run from
+    its number and itself; `needs_figures`: from figures of the ledger, which a run may lack."""
     parts = []
     for place, run in enumerate(runs):
         title = f"<h3>{render_name(place, run)}</h3>" if len(runs) > 1 else ""

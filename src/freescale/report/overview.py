@@ -8,13 +8,7 @@ from typing import Any
 
 from freescale.config.metrics import select_headlines
 from freescale.report.glossary import explain
-from freescale.report.markup import (
-    NONE,
-    format_bytes,
-    format_figure,
-    render_name,
-    render_table,
-)
+from freescale.report.markup import NONE, format_bytes, format_figure, render_name, render_table
 from freescale.report.runs import Run
 
 # Shown name, place in the ledger, format.
@@ -77,10 +71,8 @@ def render_overview(runs: Sequence[Run]) -> str:
 def _find_quality(run: Run) -> dict[str, float]:
     """Metrics of the test part at the end, or of the last validation."""
     for part in ("test", "validation"):
-        found = next(
-            (entry[part]["model"] for entry in reversed(run.metrics) if part in entry), None
-        )
-        if found:
+        evaluated = (entry[part]["model"] for entry in reversed(run.metrics) if part in entry)
+        if found := next(evaluated, None):
             shown = {name: value for name, value in found.items() if value is not None}
             return {f"{part} {name}": shown[name] for name in select_headlines(shown)}
     return {}
@@ -96,7 +88,7 @@ def _show_quality(name: str, place: int, run: Run) -> str:
 
 
 def _find_device_figure(run: Run, key: str) -> float | None:
-    """Of the last profile: a resumed run makes another."""
+    """A figure of the last profile: a resumed run makes another."""
     return next((entry[key] for entry in reversed(run.metrics) if key in entry), None)
 
 

@@ -17,23 +17,22 @@ from typing import Any
 from freescale.report.curves import render_curves
 from freescale.report.environment import render_machines, render_settings
 from freescale.report.glossary import find_term, render_definitions
-from freescale.report.markup import COLOURED, render_name
+from freescale.report.markup import COLOURED, render_name, render_table
 from freescale.report.overview import render_overview
 from freescale.report.rank_balance import render_balance
-from freescale.report.restarts import render_restarts
 from freescale.report.runs import Run
 from freescale.report.step_time import render_step_time
 from freescale.report.timeline import build_timeline
 from freescale.report.traffic import render_traffic
 
-# Id, title, and what renders it.
+# Id, title and renderer.
 _SECTIONS = (
     ("time", "Where a step's time goes", render_step_time),
     ("timeline", "Two steps", lambda runs: _render_timelines(runs)),
     ("balance", "Balance of the ranks", render_balance),
     ("traffic", "Traffic and collisions", render_traffic),
     ("curves", "Over the steps", render_curves),
-    ("restarts", "Restarts", render_restarts),  # empty of most runs, and left out
+    ("restarts", "Restarts", lambda runs: _render_restarts(runs)),  # empty for most runs: left out
     ("settings", "Settings", render_settings),
     ("machine", "Machine", render_machines),
 )
@@ -44,9 +43,11 @@ _HELP = (
     "still. Dashed: a step begins. The whole trace, trace.json.gz, opens in Perfetto.</p>"
 )
 
+_RESTARTS = ["ended (UTC)", "at step", "why", "until it went on", "from step", "steps made again"]
+
 
 def render_page(runs: Sequence[Run]) -> str:
-    """Renders the report as HTML. The first run is what the others are compared with."""
+    """Renders the report as HTML. The other runs are compared with the first."""
     timelines = []
     for run in runs:
         compute = run.ledger["compute_ms_per_rank"] if run.measured else [0.0]
@@ -70,7 +71,7 @@ def render_page(runs: Sequence[Run]) -> str:
         "MISSING": _render_missing(runs),
         "SUMMARY": summary,
         "SECTIONS": parts,
-        # Anyone (and the tests) can read here what the page was made from.
+        # The page's data, for readers and tests.
         "LEDGERS": _embed_json([{"name": run.name, "ledger": run.ledger} for run in runs]),
         "TIMELINES": _embed_json(timelines),
         "SCRIPT": "".join(
@@ -103,6 +104,32 @@ def _render_timelines(runs: Sequence[Run]) -> str:
     return f"{_HELP}{''.join(parts)}<noscript><p>{without}</p></noscript>"
 
 
+def _render_restarts(runs: Sequence[Run]) -> str:
+    """A table for each run that was started again; empty if none was."""
+    parts = []
+    for place, run in enumerate(runs):
+        found = [entry for entry in run.metrics if isinstance(entry.get("restart"), dict)]
+        if found:
+            title = f"<h3>{render_name(place, run)}</h3>" if len(runs) > 1 else ""
+            parts.append(
+                title + render_table(_RESTARTS, [_list_restart(e) for e in found], "words")
+            )
+    return "".join(parts)
+
+
+def _list_restart(entry: dict[str, Any]) -> list[str]:
+    restart = entry["restart"]
+    ended = str(restart.get("ended", "")).replace("T", " ").removesuffix("+00:00")
+    return [
+        escape(ended),
+        f"{restart['ending']['step']:,}",
+        escape(restart["why"]),
+        f"{restart['seconds']:,.1f} s",
+        f"{entry['step']:,}",
+        f"{restart['repeated_steps']:,}",
+    ]
+
+
 def _render_notes(runs: Sequence[Run]) -> str:
     rows = _list_words(runs, lambda run: run.notes)
     return f'<aside id="notes"><ul>{rows}</ul></aside>' if rows else ""
@@ -116,7 +143,7 @@ def _render_missing(runs: Sequence[Run]) -> str:
 
 
 def _list_words(runs: Sequence[Run], read: Callable[[Run], list[str]]) -> str:
-    """Items of a list, with the run's name where there are several runs."""
+    """Items of a list, with the run's name if there are several runs."""
     found = [f"{run.name}: {w}" if len(runs) > 1 else w for run in runs for w in read(run)]
     return "".join(f"<li>{escape(words)}</li>" for words in found)
 

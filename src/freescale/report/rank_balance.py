@@ -1,5 +1,4 @@
-"""The section about the balance of the ranks: how even the work of a step was, before balancing and
-after it."""
+"""The section about the balance of the ranks: the work of a step before and after balancing."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _RANKS = 16
 _UNITS = {"tokens": "history events", "cost": "predicted cost"}
 
 
-# Of a step: its number, and of each rank its share, where 1 is the mean over ranks.
+# By step: its number, and the share of each rank, where 1 is the mean over ranks.
 Shares = list[tuple[int, list[float]]]
 
 
@@ -43,10 +42,8 @@ def _render_run(place: int, run: Run) -> str:
     measured = _compute_shares(steps, "compute_ms")
     title = "Measured forward and backward"
     panels += _draw_shares(measured, _find_limits(measured), title, "r-2")
-    note = (
-        "<p>A dot is a rank in a step; 1 is the mean over ranks; all wait for the highest dot "
-        "of a step.</p>"
-    )
+    scale = "A dot is a rank in a step; 1 is the mean over ranks"
+    note = f"<p>{scale}; all wait for the highest dot of a step.</p>"
     words = _describe_imbalance(place, run)
     return f"<p>{words}</p>{render_panels(panels)}{note}{_render_ranks(run, steps, balanced)}"
 
@@ -82,7 +79,7 @@ def _compute_shares(steps: Sequence[Mapping[str, Any]], name: str, when: str = "
 
 
 def _choose_shares(shares: list[float]) -> list[float]:
-    """Of many ranks some, the most and the least loaded among them."""
+    """Chooses some of many ranks, including the most and the least loaded."""
     if len(shares) <= _RANKS:
         return shares
     ordered = sorted(shares)
@@ -113,11 +110,9 @@ def _render_ranks(run: Run, steps: Sequence[Mapping[str, Any]], balanced: bool) 
             for when in whens:
                 of_steps = [figures.get(when, {}).get(name, []) for figures in steps]
                 values = [of_ranks[rank] for of_ranks in of_steps if len(of_ranks) > rank]
-                row.append(
-                    f"{sum(values) / len(values):,.0f} <small>(max {max(values):,.0f})</small>"
-                    if values
-                    else "-"
-                )
+                mean = sum(values) / max(1, len(values))
+                most = f" <small>(max {max(values):,.0f})</small>" if values else ""
+                row.append(f"{mean:,.0f}{most}" if values else "-")
         rows.append(row)
     suffixes = [f" {when}" if balanced else "" for when in whens]
     names = ("events a step", "longest history")

@@ -26,8 +26,8 @@ class Run:
     steps: list[dict[str, Any]]  # ledger.jsonl
     metrics: list[dict[str, Any]]  # metrics.jsonl
     events: list[dict[str, Any]]  # of trace.json.gz
-    missing: list[str] = field(default_factory=list)  # what the page cannot show, in words
-    notes: list[str] = field(default_factory=list)  # what a reader should know, in words
+    missing: list[str] = field(default_factory=list)  # descriptions of what the page cannot show
+    notes: list[str] = field(default_factory=list)  # for readers
 
     @property
     def measured(self) -> bool:
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def measured_lines(self) -> list[dict[str, Any]]:
-        """The lines of ledger.jsonl that the figures of the ledger are means of."""
+        """The lines of ledger.jsonl whose means are the figures of the ledger."""
         own = [line for line in self.steps if _count_ranks(line) == self.ledger.get("ranks")]
         return own[WARM_UP:]
 
@@ -54,7 +54,7 @@ def _count_ranks(line: dict[str, Any]) -> int:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Reads runs, and names them by as much of their paths as tells them apart."""
+    """Reads runs, and names them by the shortest ends of their paths that differ."""
     depth = 1
     parts = [folder.resolve().parts for folder in folders]
     while len({part[-depth:] for part in parts}) < len(set(parts)):
@@ -69,9 +69,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     """Reads a run.
 
     Args:
-        folder: The run's folder. A loop of one's own with a `Ledger` leaves no config.json and
-            perhaps no metrics.jsonl: what they would say is unknown then.
-        name: What the page calls the run; the folder's name by default.
+        folder: The run's folder. Your own loop with a `Ledger` leaves no config.json and perhaps no
+            metrics.jsonl.
+        name: The run's name on the page; the folder's name by default.
 
     Raises:
         ValueError: The folder is not that of a run, or a file in it is damaged.
@@ -79,9 +79,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not the folder of a run: there is no such folder")
     if not any((folder / file).exists() for file in _ENOUGH):
-        raise ValueError(
-            f"{folder} is not the folder of a run: it has no {' and no '.join(_ENOUGH)}"
-        )
+        lacking = " and no ".join(_ENOUGH)
+        raise ValueError(f"{folder} is not the folder of a run: it has no {lacking}")
     missing: list[str] = []
     config = _read_config(folder / "config.json", missing)
     steps = [_rename_lanes(line) for line in _read_lines(folder / "ledger.jsonl", missing)]
@@ -106,7 +105,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def _describe_other_ranks(ledger: dict[str, Any]) -> list[str]:
-    """Of a run that was resumed on another number of ranks."""
+    """A note about a run that was resumed on another number of ranks."""
     others = ledger.get("steps_on_other_ranks") or {}
     if not others:
         return []
@@ -132,16 +131,8 @@ _LATER = {
     "machines": "the machine (older version, or the run did not end)",
 }
 _NEEDED = (
-    "ranks",
-    "measured_steps",
-    "step_ms",
-    "samples_per_second",
-    "straggler_percent",
-    "exposed_percent",
-    "exposed_ms",
-    "bytes_per_step",
-    "imbalance",
-    "compute_ms_per_rank",
+    *("ranks", "measured_steps", "step_ms", "samples_per_second", "straggler_percent"),
+    *("exposed_percent", "exposed_ms", "bytes_per_step", "imbalance", "compute_ms_per_rank"),
     "straggler_ms_per_rank",
 )
 
@@ -154,8 +145,8 @@ def _read_config(path: Path, missing: list[str]) -> dict[str, Any]:
 
 
 def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
-    """Reads ledger.json, or makes it anew from the lines of ledger.jsonl where these go further. Of
-    a run without figures, adds the reason to `missing`."""
+    """Reads ledger.json, or recomputes it if ledger.jsonl has more steps. For a run without
+    figures, adds the reason to `missing`."""
     path = folder / "ledger.json"
     ledger = _rename_lanes(_parse_json(path, path.read_bytes())) if path.exists() else {}
     further = len(steps) > (ledger.get("steps", len(steps)) if ledger else 0)
@@ -186,7 +177,7 @@ def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) 
 
 
 def _rename_lanes(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a step or run, with the present names of lanes in its spans."""
+    """Figures of a step or run, with the current names of lanes in its spans."""
     spans = figures.get("spans_ms")
     if not isinstance(spans, dict):
         return figures
@@ -217,8 +208,7 @@ def _read_trace(path: Path, missing: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    """Reads a file with a JSON object per line. A run that was killed may have left half a line at
-    the end."""
+    """Reads a file with a JSON object per line. A killed run may leave half a line at the end."""
     if not path.exists():
         missing.append(f"{path.name}")
         return []

@@ -12,27 +12,19 @@ from freescale.report.markup import BARS, colour_class, format_place, render_car
 from freescale.report.runs import Run
 from freescale.report.timeline import choose_ranks
 
-# The order of a bar: first the model's work, then what the rest costs.
+# The order of a bar: first the model's work, then the rest.
 _ORDER = (
-    "forward",
-    "backward",
-    "optimizer",
-    "lookup",
-    "update rows",
-    "deduplicate",
-    "data",
-    "agree",
-    "balance",
-    "arrive",
+    *("forward", "backward", "optimizer", "lookup", "update rows", "deduplicate"),
+    *("data", "agree", "balance", "arrive"),
 )
-_COMPUTE = "forward and backward"  # all that runs of older versions recorded
+_COMPUTE = "forward and backward"  # older versions recorded only this
 _WORDS = {
     "straggler": "waiting for the slowest rank",
     "exposed": "exposed communication",
     "lanes": "waiting for the rank's own lanes",
 }
 
-# Of each part of a bar: its place in the ledger, and the milliseconds of every rank.
+# By part of a bar: its place in the ledger, and the milliseconds of every rank.
 Parts = dict[str, tuple[str, list[float]]]
 
 
@@ -48,7 +40,7 @@ def render_step_time(runs: Sequence[Run]) -> str:
 
 
 def _list_parts(ledger: Mapping[str, Any]) -> Parts:
-    """The parts of a bar in their order: what a rank does, then what it waits for."""
+    """The parts of a bar in their order: a rank's work, then its waits."""
     parts: Parts = {}
     busy = ledger.get("busy_ms_per_rank") or {}
 

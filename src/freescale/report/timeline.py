@@ -62,7 +62,7 @@ def build_timeline(events: Iterable[Mapping[str, Any]], slowest: int = 0) -> dic
 
     Args:
         events: Of a trace, as in trace.json.gz.
-        slowest: A rank that is shown in any case.
+        slowest: A rank that is always shown.
 
     Returns:
         None without steps. Else, with times in microseconds since the first step shown:
@@ -153,7 +153,7 @@ def _choose_steps(edges: Sequence[tuple[float, float]]) -> tuple[range, int]:
 
 
 def _list_events(ranks: Mapping[int, Mapping[int, _Step]], numbers: Sequence[int]) -> list[_Event]:
-    """All that can be drawn, by rank, lane and time; of events that begin together, the longer one
+    """All events to draw, by rank, lane and time; of events that begin together, the longer
     first."""
     events: list[_Event] = []
     for rank, steps in ranks.items():
@@ -188,7 +188,7 @@ def _find_bubbles(collectives: Mapping[int, Sequence[_Collective]]) -> list[_Eve
     communication. `collectives`: of each rank."""
     bubbles: list[_Event] = []
     if len({len(of_rank) for of_rank in collectives.values()}) > 1:
-        return bubbles  # a file that was cut: nothing can be said about who waited for whom
+        return bubbles  # a truncated file does not show who waited for whom
     for meeting in zip(*collectives.values(), strict=True):
         last_arrival = max(collective.begin for collective in meeting)
         for rank, collective in zip(collectives, meeting, strict=True):
@@ -203,8 +203,8 @@ def _find_bubbles(collectives: Mapping[int, Sequence[_Collective]]) -> list[_Eve
 
 
 def _assign_rows(events: Sequence[_Event]) -> dict[int, int]:
-    """Sets the row of each event in the lanes of communication, so that little overlaps. Returns
-    the number of rows of each lane."""
+    """Sets the row of each event in the lanes of communication, with little overlap. Returns the
+    number of rows of each lane."""
     rows = {COMPUTE_LANE: 1}
     free: dict[tuple[int, int], list[float]] = {}  # when each row of a rank's lane is free again
     for event in events:

@@ -40,16 +40,11 @@ def _render_run(place: int, run: Run) -> str:
                 paths or "not recorded",
             ]
         )
-    if ledger.get("collision_percent") is None:
-        words = (
-            f"<p>{explain('Collisions')}: none recorded (tables replicated, or too few steps).</p>"
-        )
-    else:
+    found = "none recorded (tables replicated, or too few steps)"
+    if ledger.get("collision_percent") is not None:
         share = format_figure(place, "collision_percent", ledger, "{:.1f} %".format)
-        words = (
-            f"<p>{explain('Collisions')}: <b>{share}</b> of a batch's requests are for rows that "
-            "the batch before reads too.</p>"
-        )
+        found = f"<b>{share}</b> of a batch's requests are for rows that the batch before reads too"
+    words = f"<p>{explain('Collisions')}: {found}.</p>"
     if ledger.get("cache_miss_percent") is not None:
         share = format_figure(place, "cache_miss_percent", ledger, "{:.1f} %".format)
         up = format_figure(place, "cache_bytes_up", ledger, format_bytes)

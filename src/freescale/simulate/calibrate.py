@@ -3,9 +3,8 @@
 
     freescale simulate calibrate --device cuda --out h200.json
 
-What compute loses while a transport communicates beside it cannot be measured by one process: the
-factors are those of the overlap benchmark (benchmarks/results, DESIGN section 4), named in the
-file.
+One process cannot measure the slowdown of compute while a transport communicates: the factors are
+those of the overlap benchmark (benchmarks/results, DESIGN section 4), named in the file.
 """
 
 from __future__ import annotations
@@ -22,18 +21,13 @@ from numpy.typing import NDArray
 
 from freescale.simulate.time_compute import time_model, time_optimizer, time_row_work
 
+TERMS = ("quadratic", "linear", "sample", "constant")  # of a curve
 # Histories of equal length (length, samples), and one jagged batch (median, cap, samples).
 CASES: dict[str, dict[str, Any]] = {
     "cuda": {
         "equal": [
-            (256, 128),
-            (1024, 64),
-            (1024, 256),
-            (4096, 16),
-            (4096, 64),
-            (10_500, 8),
-            (21_000, 2),
-            (21_000, 8),
+            *((256, 128), (1024, 64), (1024, 256), (4096, 16), (4096, 64)),
+            *((10_500, 8), (21_000, 2), (21_000, 8)),
         ],
         "jagged": [(1000, 21_000, 128), (3000, 21_000, 32), (3000, 21_000, 128)],
         "keys": 500_000,
@@ -50,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "shapes": [(64, 2)],
     },
 }
-# Of compute beside a transport, and where the factors are from.
+# Slowdown of compute alongside a transport, and the source of the factors.
 SLOWDOWN = {
     "cuda": (
         {"collective": 1.159, "hostwire": 1.008},
@@ -77,17 +71,17 @@ def calibrate(
 
     Args:
         device: `cuda` or `cpu`.
-        name: What the calibration is called.
+        name: Name of the calibration.
         shapes: (width, heads) of the models to measure; by default those of `CASES`.
-        layers: Of the stack that is timed.
+        layers: Layers of the timed stack.
         repetitions: Of each measurement.
         report: Called with a line about each measurement.
 
     Returns:
-        The calibration as plain data, as the files of calibrations/ hold it.
+        The calibration as plain data, in the form of the files in calibrations/.
 
     Raises:
-        ValueError: An unknown device, no GPU, or a width that is no multiple of its heads.
+        ValueError: An unknown device, no GPU, or a width that is not a multiple of its heads.
     """
     if device not in CASES:
         raise ValueError(f"device {device!r} is not one of {', '.join(CASES)}")
@@ -134,8 +128,7 @@ def calibrate(
 def fit_shape(
     rows: Sequence[dict[str, Any]], width: int, heads: int, precision: str
 ) -> dict[str, Any]:
-    """Coefficients of one layer, none negative, that are closest to the measured times in relative
-    terms; and how close."""
+    """The non-negative coefficients of one layer with the least relative error, and that error."""
     features = np.array([[row["squares"], row["tokens"], row["samples"], 1.0] for row in rows])
     shape: dict[str, Any] = {
         "width": width,
@@ -147,26 +140,19 @@ def fit_shape(
         seconds = np.array([row[f"{way}_ms"] / 1e3 / row["layers"] for row in rows])
         coefficients = _solve_non_negative(features / seconds[:, None], np.ones(len(rows)))
         error = np.abs(features @ coefficients / seconds - 1)
-        shape[way] = dict(
-            zip(("quadratic", "linear", "sample", "constant"), coefficients.tolist(), strict=True)
-        )
+        shape[way] = dict(zip(TERMS, coefficients.tolist(), strict=True))
         shape[f"{way}_error_percent"] = {
             "median": float(100 * np.median(error)),
             "largest": float(100 * error.max()),
         }
         head = np.array([row[f"head_{way}_ms"] for row in rows]).sum() / 1e3 / features[:, 1].sum()
-        shape[f"head_{way}"] = {
-            "quadratic": 0.0,
-            "linear": float(head),
-            "sample": 0.0,
-            "constant": 0.0,
-        }
+        shape[f"head_{way}"] = dict.fromkeys(TERMS, 0.0) | {"linear": float(head)}
     return shape
 
 
 def _solve_non_negative(rows: NDArray[Any], wanted: NDArray[Any]) -> NDArray[Any]:
-    """Least squares without negative coefficients: the most negative one is left out until there is
-    none."""
+    """Least squares without negative coefficients: drops the most negative one until none is
+    left."""
     scale = np.abs(rows).max(axis=0)
     kept = list(range(rows.shape[1]))
     while kept:

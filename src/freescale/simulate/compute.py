@@ -1,12 +1,12 @@
-"""Predicts the time of a rank's own work by curves that were measured on a device (calibrate.py)
-and are kept in calibrations/*.json.
+"""Predicts the time of a rank's own work from curves that were measured on a device (calibrate.py)
+and are stored in calibrations/*.json.
 
     forward, backward of a layer    quadratic * sum L^2 + linear * tokens + sample * samples
                                     + constant; and of the head, once
     lookup, update, ... of rows     seconds per byte or per key, and a constant per call
     dense optimizer                 seconds per parameter, and a constant
 
-A file holds the model shapes that were measured; others are interpolated (interpolation.py).
+A file holds the model shapes that were measured; others are interpolated (curves.py).
 Lengths and widths beyond those measured are an extrapolation, and notes say so.
 """
 
@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
-from freescale.simulate.interpolation import interpolate_shape
+from freescale.simulate.curves import Curve, Shape, interpolate_shape
+from freescale.simulate.shipped import list_names
 
 WAYS = ("forward", "backward", "head_forward", "head_backward")
 CALIBRATIONS = Path(__file__).parent / "calibrations"
@@ -36,11 +37,11 @@ class Model:
     layers: int = SimulateConfig.layers
     heads: int = SimulateConfig.heads
     precision: str = "bf16"
-    longest: int = SimulateConfig.cap  # its position table has a row more
-    dense: int | None = None  # dense parameters, where they are not those of HSTU
+    longest: int = SimulateConfig.cap  # its position table has one more row
+    dense: int | None = None  # dense parameters, if not those of HSTU
     row_optimizer: str = SimulateConfig.row_optimizer  # of the table
-    negatives: int = 0  # of a position: what the balancer's cost model counts
-    entry_bytes: int = 4  # of an entry of a row, or of its gradient, on its way
+    negatives: int = 0  # per position, for the balancer's cost model
+    entry_bytes: int = 4  # of an entry of a row or gradient in a message
 
     @property
     def parameters(self) -> int:
@@ -48,12 +49,9 @@ class Model:
         back."""
         if self.dense is not None:
             return self.dense
-        layer = (
-            4 * self.width
-            + (self.width * 4 * self.width + 4 * self.width)
-            + (self.width * self.width + self.width)
-        )
-        return (self.longest + 1) * self.width + self.layers * layer
+        width = self.width
+        layer = 4 * width + (4 * width * width + 4 * width) + (width * width + width)
+        return (self.longest + 1) * width + self.layers * layer
 
     @property
     def row_bytes(self) -> int:
@@ -65,48 +63,8 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Seconds of one layer, one direction."""
-
-    quadratic: float
-    linear: float
-    sample: float = 0.0
-    constant: float = 0.0
-
-    def __call__(self, load: Load) -> NDArray[Any]:
-        """[ranks]; a rank without samples computes nothing."""
-        seconds = (
-            self.quadratic * load.squares
-            + self.linear * load.tokens
-            + self.sample * load.samples
-            + self.constant
-        )
-        return np.where(load.samples > 0, seconds, 0.0)
-
-
-@dataclass(frozen=True)
-class Load:
-    """What each rank computes in a step, each [ranks]."""
-
-    samples: NDArray[Any]
-    tokens: NDArray[Any]
-    squares: NDArray[Any]  # sum of L^2
-
-    @staticmethod
-    def from_assignment(lengths: NDArray[Any], rank_of: NDArray[Any], ranks: int) -> Load:
-        length = lengths.astype(np.float64)
-        return Load(
-            *(
-                np.bincount(rank_of, weights, ranks)
-                for weights in (np.ones_like(length), length, length * length)
-            )
-        )
-
-
-@dataclass(frozen=True)
 class RowWork:
-    """Seconds of what is done with ids and table rows. Bytes are those of the rows read or written,
-    keys those compared."""
+    """Seconds of work on ids and table rows: per byte of rows read or written, per key compared."""
 
     deduplicate_per_key: float
     compare_per_key: float
@@ -115,20 +73,6 @@ class RowWork:
     read_per_byte: float  # rows into the tokens' places, in forward
     read_backward_per_byte: float
     constant: float = 0.0  # of a call
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The curves of a model shape."""
-
-    width: int
-    heads: int
-    precision: str
-    longest: int  # history that was measured
-    forward: Curve  # of a layer
-    backward: Curve
-    head_forward: Curve = Curve(0.0, 0.0)  # once: what stands behind the layers
-    head_backward: Curve = Curve(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -143,39 +87,37 @@ class Calibration:
     rows: RowWork
     optimizer_per_parameter: float
     optimizer_constant: float
-    # of compute while a transport communicates beside it: 1.16 is 16 % slower
+    # of compute while a transport communicates: 1.16 is 16 % slower
     slowdown: Mapping[str, float]
     every_step: float = 0.0  # seconds of the host between steps: data, launching, bookkeeping
     # standard deviation of a rank's forward, and of its backward, from the curve
     jitter: float = 0.0
 
     def find_shape(self, model: Model) -> Shape:
-        """The curves of a model: measured, or interpolated from those that were. Raises ValueError
-        if there is no such model."""
+        """The curves of a model, measured or interpolated. ValueError if there is no such model."""
         return interpolate_shape(self.shapes, model.width, model.heads, model.precision)[0]
 
     def list_notes(self, model: Model, lengths: NDArray[Any]) -> list[str]:
-        """Lists what a reader of the results must know about the curve."""
+        """Lists notes about the curve for readers of the results."""
         shape, notes = interpolate_shape(self.shapes, model.width, model.heads, model.precision)
-        said = [f"compute curve: {self.name} of {self.date[:10]} ({self.source})", *notes]
+        lines = [f"compute curve: {self.name} of {self.date[:10]} ({self.source})", *notes]
         if not shape.head_forward.linear:
-            said.append("the curve is that of the layers: no head stands behind them")
+            lines.append("the curve is that of the layers: no head stands behind them")
         longest = int(lengths.max(initial=0))
         if longest > shape.longest:
-            said.append(
+            lines.append(
                 f"EXTRAPOLATED: histories of up to {longest:,} events; the curve was "
                 f"measured up to {shape.longest:,}"
             )
-        return said
+        return lines
 
 
 def list_calibrations() -> list[str]:
-    return sorted(path.stem for path in CALIBRATIONS.glob("*.json"))
+    return list_names(CALIBRATIONS, ".json")
 
 
 def load_calibration(name: str | Path) -> Calibration:
-    """Loads a calibration: a shipped one by its name, or a file. Raises ValueError if it is
-    none."""
+    """Loads a shipped calibration by name, or a file. ValueError if it is not a calibration."""
     path = CALIBRATIONS / f"{name}.json" if str(name) in list_calibrations() else Path(name)
     if not path.is_file():
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Computes the seconds and bytes of everything that a step does, from the calibration, the network
-and the requests of the ranks."""
+"""Computes the seconds and bytes of each part of a step, from the calibration, the network and the
+requests of the ranks."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from numpy.typing import NDArray
 
 from freescale.embedding.collision import count_pieces
 from freescale.pipeline.dense.buckets import compute_bucket_limit
-from freescale.simulate.compute import Calibration, Load, Model
+from freescale.simulate.compute import Calibration, Model
+from freescale.simulate.curves import Curve, Load
 from freescale.simulate.network import Network
+from freescale.simulate.ranks import Message
 from freescale.simulate.workload import Demand, PooledDemand, Rows
 
-# numbers that a rank tells before a step (pipeline/agreement.py), and three more for each sample
-# with balancing
+# numbers that ranks agree on before a step (pipeline/agreement.py); balancing adds three per sample
 _COUNTS = 22
 _ID_BYTES = 4
-
-# bytes sent, bytes received, seconds: each [ranks]
-Message = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's batch, where it is computed."""
+    """One step's batch, after balancing."""
 
     load: Load
     demand: Demand
-    moved_out: NDArray[Any]  # [ranks] bytes that leave, and come, by balancing
+    moved_out: NDArray[Any]  # [ranks] bytes that balancing moves away, and below those it brings
     moved_in: NDArray[Any]
     longest: int
     predicted_imbalance: float | None
@@ -39,13 +37,13 @@ class Batch:
 
     @property
     def lookups(self) -> NDArray[Any]:
-        """[ranks] ids that a rank reads, before deduplication."""
+        """[ranks] ids that each rank reads, before deduplication."""
         return self.load.tokens if self.demand.lookups is None else self.demand.lookups
 
     @property
     def rows_read(self) -> NDArray[Any]:
-        """[ranks] rows that the model of a rank reads: of tokens, and of pooled features what it
-        pools, or bags that owners have pooled."""
+        """[ranks] rows that the model of a rank reads: those of tokens, and of pooled features the
+        rows that it pools, or the bags that owners have pooled."""
         demand = self.demand
         if demand.pooled_here is not None:
             return np.asarray(self.load.tokens + demand.pooled_here)
@@ -56,12 +54,10 @@ class Costs:
     """Seconds of work ([ranks]) and messages of a step.
 
     Args:
-        model: The model.
-        calibration: The compute curve.
-        network: The network.
+        model, calibration, network: The cluster.
         world: Number of ranks.
         transport: What carries the exchanges, `collective` or `hostwire`.
-        samples: Of a rank, in the mean.
+        samples: Mean number per rank.
         jitter: Standard deviation of a rank's compute; None takes the calibration's.
         replicated_rows: Rows of the tables that every rank holds.
     """
@@ -78,11 +74,8 @@ class Costs:
         replicated_rows: int = 0,
     ) -> None:
         network.check_ranks(world)
-        self.model = model
-        self.calibration = calibration
-        self.network = network
-        self.world = world
-        self.transport = transport
+        self.model, self.calibration, self.network = model, calibration, network
+        self.world, self.transport = world, transport
         self.shape = calibration.find_shape(model)
         self._samples, self._device = samples, torch.device(network.device)
         self._jitter = calibration.jitter if jitter is None else jitter
@@ -90,50 +83,43 @@ class Costs:
         if transport not in calibration.slowdown:
             known = ", ".join(calibration.slowdown)
             raise ValueError(
-                f"calibration {calibration.name!r} has no slowdown of compute beside "
+                f"calibration {calibration.name!r} has no slowdown of compute alongside "
                 f"{transport!r}; it knows {known}"
             )
         self.slowdown = calibration.slowdown[transport]
-        # what is summed goes over the process group
+        # sums go over the process group
         self.dense_slowdown = calibration.slowdown["collective"]
         self.every_step = calibration.every_step
         self.optimizer = (
             calibration.optimizer_per_parameter * model.parameters + calibration.optimizer_constant
         )
         self._replicated_rows = replicated_rows
-        # planning runs on the host beside the device: what is measured of it is below 0.3 ms
+        # planning runs on the host alongside the device: the measured part is below 0.3 ms
         self.plan = 0.0
 
     # ---- a rank's own work, [ranks] seconds
 
     def forward(self, batch: Batch) -> NDArray[Any]:
-        read = self.calibration.rows.read_per_byte * self.model.row_bytes * batch.rows_read
-        return self._vary(
-            self.model.layers * self.shape.forward(batch.load)
-            + self.shape.head_forward(batch.load)
-            + read
-        )
+        shape, per_byte = self.shape, self.calibration.rows.read_per_byte
+        return self._run_model(shape.forward, shape.head_forward, per_byte, batch)
 
     def backward(self, batch: Batch) -> NDArray[Any]:
-        read = self.calibration.rows.read_backward_per_byte * self.model.row_bytes * batch.rows_read
-        return self._vary(
-            self.model.layers * self.shape.backward(batch.load)
-            + self.shape.head_backward(batch.load)
-            + read
-        )
+        shape, per_byte = self.shape, self.calibration.rows.read_backward_per_byte
+        return self._run_model(shape.backward, shape.head_backward, per_byte, batch)
 
-    def _vary(self, seconds: NDArray[Any]) -> NDArray[Any]:
+    def _run_model(
+        self, layer: Curve, head: Curve, read_per_byte: float, batch: Batch
+    ) -> NDArray[Any]:
+        read = read_per_byte * self.model.row_bytes * batch.rows_read
+        seconds: NDArray[Any] = self.model.layers * layer(batch.load) + head(batch.load) + read
         if not self._jitter:
             return seconds
-        return seconds * np.maximum(
-            1 + self._jitter * self._random.standard_normal(self.world), 0.0
-        )
+        drawn = self._random.standard_normal(self.world)
+        return np.asarray(seconds * np.maximum(1 + self._jitter * drawn, 0.0))
 
     def deduplicate(self, batch: Batch) -> NDArray[Any]:
-        return (
-            self.calibration.rows.deduplicate_per_key * batch.lookups
-            + self.calibration.rows.constant
-        )
+        rows = self.calibration.rows
+        return np.asarray(rows.deduplicate_per_key * batch.lookups + rows.constant)
 
     def compare(self, current: Batch, following: Batch) -> NDArray[Any]:
         keys = current.demand.whole.owned + following.demand.whole.owned
@@ -141,20 +127,17 @@ class Costs:
         return np.asarray(rows.compare_per_key * keys + rows.constant)
 
     def lookup(self, rows: Rows) -> NDArray[Any]:
-        return (
-            self.calibration.rows.lookup_per_byte * self.model.row_bytes * rows.owned
-            + self.calibration.rows.constant
-        )
+        return np.asarray(self._access_rows(self.calibration.rows.lookup_per_byte, rows.owned))
 
     def update(self, rows: Rows) -> NDArray[Any]:
-        return (
-            self.calibration.rows.update_per_byte * self.model.row_bytes * rows.owned
-            + self.calibration.rows.constant
-        )
+        return np.asarray(self._access_rows(self.calibration.rows.update_per_byte, rows.owned))
+
+    def _access_rows(self, per_byte: float, count: Any) -> Any:
+        return per_byte * self.model.row_bytes * count + self.calibration.rows.constant
 
     def make_resident(self, missed: NDArray[Any], row_bytes: int) -> NDArray[Any]:
-        """`missed` [ranks]: rows that a rank brings into its cache, with the state of the
-        optimizer; as many make room, and go to the host before."""
+        """`missed` [ranks]: rows that a rank brings into its cache, with their optimizer state; as
+        many are evicted to the host first."""
         size = missed * row_bytes
         link = self.network.pcie
         return np.asarray(2 * (link.time_transfer(size) + np.where(size > 0, link.latency, 0.0)))
@@ -162,30 +145,22 @@ class Costs:
     def update_replicated(self, batch: Batch) -> NDArray[Any]:
         """Every rank updates all rows that any rank read: at most whole tables."""
         rows = min(float(batch.demand.whole.requested.sum()), float(self._replicated_rows))
-        return np.full(
-            self.world,
-            self.calibration.rows.update_per_byte * self.model.row_bytes * rows
-            + self.calibration.rows.constant,
-        )
+        seconds = self._access_rows(self.calibration.rows.update_per_byte, rows)
+        return np.full(self.world, seconds)
 
     def pieces(self, batch: Batch) -> int:
-        ranks = len(batch.demand.whole.requested)
-        return count_pieces(
-            int(batch.demand.whole.requested.mean() * self.model.row_bytes), self._device, ranks
-        )
+        requested = batch.demand.whole.requested
+        size = int(requested.mean() * self.model.row_bytes)
+        return count_pieces(size, self._device, len(requested))
 
     # ---- messages
 
-    def counts(self, balanced: bool) -> tuple[str, NDArray[Any], NDArray[Any], NDArray[Any]]:
+    def counts(self, balanced: bool) -> Message:
         """The AllGather by which ranks agree on a step, on the host."""
         size = 8.0 * (_COUNTS + (3 * self._samples if balanced else 0))
         sent = np.full(self.world, size * (self.world - 1))
-        return (
-            "counts",
-            sent,
-            sent,
-            np.full(self.world, self.network.time_all_gather(size, self.world, self._host)),
-        )
+        seconds = self.network.time_all_gather(size, self.world, self._host)
+        return Message(sent, sent, np.full(self.world, seconds))
 
     def ids(self, batch: Batch) -> list[Message]:
         """Sizes, then ids: from the requesters to the owners."""
@@ -210,8 +185,7 @@ class Costs:
     # ---- pooled features where owners pool: TorchRec's row-wise tables
 
     def pooled_ids(self, pooled: PooledDemand) -> Message:
-        ids = Rows.spread(pooled.ids)
-        return self._time_to_owners(ids, _ID_BYTES)
+        return self._time_to_owners(Rows.spread(pooled.ids), _ID_BYTES)
 
     def pool(self, pooled: PooledDemand) -> NDArray[Any]:
         return self.lookup(Rows.spread(pooled.ids))
@@ -231,25 +205,18 @@ class Costs:
         return self._time_exchange(numbers, numbers, transport=self._host)
 
     def samples(self, batch: Batch) -> Message:
-        return self._time_exchange(
-            batch.moved_out,
-            batch.moved_in,
-            transport=self._host,
-            own=False,
-        )
+        return self._time_exchange(batch.moved_out, batch.moved_in, transport=self._host, own=False)
 
     def dense(self) -> list[Message]:
         """The losses, then the gradients in buckets: an AllReduce each."""
         size = 4.0 * self.model.parameters
         buckets = max(1, int(-(-size // compute_bucket_limit(int(size)))))
-        return [
-            self._time_reduction(0.0),
-            *(self._time_reduction(size / buckets) for _ in range(buckets)),
-        ]
+        return [self._time_reduction(part) for part in (0.0, *[size / buckets] * buckets)]
 
     def _time_reduction(self, size: float) -> Message:
         sent = np.full(self.world, 2 * size * (self.world - 1) / self.world)
-        return sent, sent, np.full(self.world, self.network.time_all_reduce(size, self.world))
+        seconds = self.network.time_all_reduce(size, self.world)
+        return Message(sent, sent, np.full(self.world, seconds))
 
     def replicated(self) -> Message:
         """Gradients of replicated tables, and the marks of the rows that were read: one
@@ -267,16 +234,16 @@ class Costs:
         transport: str | None = None,
         own: bool = True,
     ) -> Message:
-        """`own`: a part of it stays on the rank. Pieces follow each other closely: only what each
-        peer costs comes again."""
+        """`own`: a part of it stays on the rank. Pieces follow each other closely: only the cost
+        per peer recurs."""
         share = 1.0 if own else self.world / max(1, self.world - 1)
         moved = self.network.split_exchange(sent * share, received * share)
         seconds = self.network.time_all_to_all(moved, transport or self.transport)
         again = (pieces - 1) * (self.world - 1) * self.network.per_peer_us * 1e-6
-        return moved.sent, moved.received, seconds + again
+        return Message(moved.sent, moved.received, seconds + again)
 
     @property
     def _host(self) -> str:
-        """The transport of messages that are on the host already. They cross no PCIe, but the
-        slower path of the two is close enough for some kilobytes."""
+        """The transport of messages on the host. They do not cross PCIe, but the slower path is
+        close enough for a few kilobytes."""
         return "hostwire" if self._device.type == "cuda" else "collective"

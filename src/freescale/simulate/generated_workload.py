@@ -23,7 +23,7 @@ from freescale.simulate.workload import Demand, PooledDemand, Rows, SmallTable
 @dataclass(frozen=True)
 class _ExpectedRequests:
     tokens: NDArray[Any]  # [ranks]
-    # [strata, 2]: that an event is one given item of the stratum, even and odd one of its pair
+    # [strata, 2]: probability of one item of the stratum, for the even and the odd one of its pair
     chance: NDArray[Any]
     read: NDArray[Any]  # [strata, 2]: probability that anybody reads it
     samples: NDArray[Any]  # [ranks]
@@ -31,13 +31,13 @@ class _ExpectedRequests:
 
 @dataclass(frozen=True)
 class PooledFeatures:
-    """Features of a sample beside its history, each with a table of its own.
+    """Features of a sample in addition to its history, each with its own table.
 
     Attributes:
-        features: How many.
-        ids: Of a sample in each of them.
-        rows: Of each table.
-        popularity: Zipf exponent of the ids, drawn without regard to the batch before.
+        features: Number of features.
+        ids: Ids of a sample in each of them.
+        rows: Rows of each table.
+        popularity: Zipf exponent of the ids, independent of the previous batch.
     """
 
     features: int
@@ -73,18 +73,15 @@ class GeneratedWorkload:
     """Log-normal lengths and Zipf ids, for a catalogue of any size.
 
     Args:
-        samples: Of a global batch.
-        median: Of the lengths.
-        sigma: Of the logarithm of the lengths.
-        cap: Longest history.
+        samples: Size of a global batch.
+        median, sigma, cap: Of the lengths; sigma is that of their logarithm.
         items: Size of the catalogue.
         popularity: Zipf exponent of the items.
-        collisions: Share of a batch's requests that the batch before makes too, for the mean rank.
-            Items are bound to batches or made hot as in data/synthetic. None leaves what the
-            popularity gives.
+        collisions: Share of a batch's requests that the previous batch makes too, for the mean
+            rank. Items are bound to batches or made hot as in data/synthetic. None: by popularity.
         seed: Of the lengths.
         strata: Parts of the catalogue over which expectations are summed.
-        pooled: Features beside the history.
+        pooled: Features in addition to the history.
 
     Raises:
         ValueError: An option is out of range; or later, the collisions are out of reach.
@@ -120,7 +117,7 @@ class GeneratedWorkload:
         self._count, self._mass = _make_strata(items // 2, strata, popularity)
         # pairs: each often enough in a batch
         self._hot = min(items // 2, max(1, int(self._lengths.mean * samples / 32)))
-        self._mixing: dict[int, float] = {}
+        self._mixing: dict[int, float] = {}  # by ranks
         self.notes = [
             f"generated: median {median:g}, longest {cap:,}, {items:,} items of popularity "
             f"{popularity:g}; "
@@ -142,11 +139,7 @@ class GeneratedWorkload:
 
     def find_requests(self, step: int, rank_of: NDArray[Any], ranks: int) -> _ExpectedRequests:
         tokens = np.bincount(rank_of, self.get_lengths(step), ranks)
-        if ranks not in self._mixing:
-            self._mixing[ranks] = (
-                1.0 if self._collisions is None else self._find_mixing(self._collisions, ranks)
-            )
-        chance = self._compute_chance(self._mixing[ranks], step % 2)
+        chance = self._compute_chance(self._find_mixing(ranks), step % 2)
         read = -np.expm1(float(tokens.sum()) * np.log1p(-chance))
         return _ExpectedRequests(tokens, chance, read, np.bincount(rank_of, minlength=ranks))
 
@@ -162,19 +155,16 @@ class GeneratedWorkload:
         # [strata * 2, 3]
         weights = np.stack([(self._count[:, None] * part).ravel() for part in parts], axis=1)
         rate = np.log1p(-now.chance).ravel()
-        asked = np.empty((len(now.tokens), 3))
+        requested = np.empty((len(now.tokens), 3))
         # ranks in blocks: the probabilities of all would take gigabytes
         for first in range(0, len(now.tokens), 256):
             block = slice(first, first + 256)
-            asked[block] = -np.expm1(now.tokens[block, None] * rate) @ weights
-        whole, late, urgent = (Rows.spread(asked[:, column]) for column in range(3))
+            requested[block] = -np.expm1(now.tokens[block, None] * rate) @ weights
+        whole, late, urgent = (Rows.spread(requested[:, column]) for column in range(3))
         pooled = None
         if self._pooled is not None:
-            pooled = self._pooled.compute_demand(
-                now.samples,
-                None if before is None else before.samples,
-                None if after is None else after.samples,
-            )
+            around = (None if other is None else other.samples for other in (before, after))
+            pooled = self._pooled.compute_demand(now.samples, *around)
         return Demand(whole, late, urgent, pooled=pooled)
 
     def list_growth_steps(self, steps: int) -> list[int]:
@@ -182,7 +172,7 @@ class GeneratedWorkload:
 
     def count_admitted(self, steps: Sequence[int], seen: int, ranks: int) -> list[float]:
         """By expectation, over batches of the mean number of events."""
-        mixing = 1.0 if self._collisions is None else self._find_mixing(self._collisions, ranks)
+        mixing = self._find_mixing(ranks)
         events = self._lengths.mean * self.samples
         # [2 kinds of batches][strata, 2]: that a batch holds the item
         held = [
@@ -199,8 +189,8 @@ class GeneratedWorkload:
         return found
 
     def _compute_chance(self, mixing: float, parity: int) -> NDArray[Any]:
-        """[strata, 2]: the probability that an event is a given item. mixing: 0 binds every event
-        to its batch's item of the pair, 1 none, 2 makes every event hot."""
+        """[strata, 2]: the probability that an event is a given item. `mixing`: 0 binds every event
+        to its batch's item of the pair, 1 binds none, 2 makes every event hot."""
         free, hot = min(mixing, 1.0), max(mixing - 1.0, 0.0)
         mass = self._mass[:, None] / 2 * np.ones(2)
         bound = self._mass[:, None] * (np.arange(2) == parity)
@@ -210,7 +200,15 @@ class GeneratedWorkload:
         chance = (1 - hot) * (free * mass + (1 - free) * bound) + hot * heated
         return np.asarray(np.minimum(chance, 1 - 1e-12))
 
-    def _find_mixing(self, target: float, ranks: int) -> float:
+    def _find_mixing(self, ranks: int) -> float:
+        """The mixing that gives the wanted collisions."""
+        if self._collisions is None:
+            return 1.0
+        if ranks not in self._mixing:
+            self._mixing[ranks] = self._search_mixing(self._collisions, ranks)
+        return self._mixing[ranks]
+
+    def _search_mixing(self, target: float, ranks: int) -> float:
         tokens = np.full(ranks, self._lengths.mean * self.samples / ranks)
 
         def rate(mixing: float) -> float:
@@ -231,7 +229,7 @@ class GeneratedWorkload:
 
 
 def _bind(draws: int, hits: int, chance: NDArray[Any]) -> NDArray[Any]:
-    """The probability of so many hits in some draws, of which each hits by chance."""
+    """The probability of so many hits in some draws, each with the probability `chance`."""
     if hits > draws:
         return np.zeros_like(chance)
     ways = math.comb(draws, hits)
@@ -242,19 +240,12 @@ def _bind(draws: int, hits: int, chance: NDArray[Any]) -> NDArray[Any]:
 def _make_strata(pairs: int, strata: int, popularity: float) -> tuple[NDArray[Any], NDArray[Any]]:
     """Pairs of items by popularity, the first ones alone, then in ranges that grow: (pairs in each,
     mass of one pair)."""
-    edges = np.unique(
-        np.concatenate(
-            [
-                np.arange(min(pairs, strata // 2) + 1),
-                np.geomspace(1, pairs, strata).astype(np.int64),
-                [pairs],
-            ]
-        )
-    )
+    alone = np.arange(min(pairs, strata // 2) + 1)
+    ranges = np.geomspace(1, pairs, strata).astype(np.int64)
+    edges = np.unique(np.concatenate([alone, ranges, [pairs]]))
     low, high = edges[:-1].astype(np.float64), edges[1:].astype(np.float64)
     count = high - low
-    # Mean of place^-popularity over a range: by the integral between the half-way points, which is
-    # what the sum comes to.
+    # The mean of place^-popularity over a range: close to the integral between half-way points.
     a, b = low + 0.5, high + 0.5
     integral = (
         np.log(b / a)

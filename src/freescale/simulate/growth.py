@@ -1,5 +1,4 @@
-"""How a dynamic table grows: ids that have been admitted, and the rows that its shards have room
-for."""
+"""How a dynamic table grows: admitted ids, and the rows that fit into its shards."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from freescale.embedding.dynamic_rules import Dynamic
 
 @dataclass(frozen=True)
 class Growth:
-    """Of a dynamic table after a number of steps."""
+    """The state of a dynamic table after a number of steps."""
 
     steps: int
-    admitted: float  # ids, the evicted ones among them
-    rows: float  # that hold an id
-    fill: float  # of those that there is room for
-    row_bytes: float  # of the rows that hold an id, with the state of their optimizer
+    admitted: float  # ids, including evicted ones
+    rows: float  # rows with an id
+    fill: float  # their share of the capacity
+    row_bytes: float  # their bytes with optimizer state
 
     @property
     def evicts(self) -> bool:
@@ -30,14 +29,8 @@ class Growth:
 def predict_growth(
     rules: Dynamic, steps: Sequence[int], admitted: Sequence[float], row_bytes: int
 ) -> list[Growth]:
-    """Rows of a table after some steps, until old ones are removed.
-
-    Args:
-        rules: Of the table.
-        steps: How many.
-        admitted: Ids that have occurred in enough batches by then.
-        row_bytes: Of a row with the state of its optimizer.
-    """
+    """Predicts the rows of a table after each of `steps`, when `admitted` ids have occurred in
+    enough batches; a row and its optimizer state take `row_bytes`."""
     found = []
     for count, ids in zip(steps, admitted, strict=True):
         rows = rules.shards * _fill_shard(ids / rules.shards, rules.shard_rows)
@@ -46,8 +39,8 @@ def predict_growth(
 
 
 def _fill_shard(mean: float, room: int) -> float:
-    """Expected rows of a shard that has room for some, where hashing gives it `mean` ids: these are
-    Poisson distributed, here by the normal distribution."""
+    """Expected rows of a shard that has room for `room`, if hashing gives it `mean` ids: Poisson
+    distributed, approximated by a normal distribution."""
     if mean <= 0:
         return 0.0
     deviation = math.sqrt(mean)

@@ -1,8 +1,9 @@
-"""Makes what is simulated from the options of `freescale simulate`: cluster, model and batches."""
+"""Builds cluster, model and batches from the options of `freescale simulate`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from freescale.config import RunConfig, SimulateConfig
 from freescale.data.batches.loader import Histories
@@ -14,27 +15,14 @@ from freescale.simulate.network import Network, load_network, load_preset
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.simulator import Cluster
 from freescale.simulate.workload import Workload
-from freescale.train.build import (
-    adopt_choices,
-    build_encoder,
-    build_specs,
-    prepare_data,
-)
+from freescale.train.build import adopt_choices, build_encoder, build_specs, prepare_data
 
 _LONGEST = 21_000  # history that training takes (DataConfig.max_length)
 
 
 def build_cluster(config: SimulateConfig, gpus: int, trained: RunConfig | None = None) -> Cluster:
-    """Makes the cluster that options describe.
-
-    Args:
-        config: The options.
-        gpus: How many.
-        trained: The settings of training, where the batches are of a file.
-
-    Raises:
-        ValueError: It cannot be simulated.
-    """
+    """Builds the cluster of the options. `trained`: the settings of training, if the batches come
+    from a file. ValueError if it cannot be simulated."""
     network = load_network(config.network) if config.network else load_preset(config.preset)
     network.check_ranks(gpus)
     return place_on_network(config, gpus, network, config.calibration, trained)
@@ -54,38 +42,30 @@ def place_on_network(
 
 
 def build_model(config: SimulateConfig, network: Network, trained: RunConfig | None) -> Model:
-    """The model of the options. That of a run has the dense parameters of its module."""
+    """Builds the model of the options; that of a run has the dense parameters of its module."""
     usual = "bf16" if network.device == "cuda" else "fp32"
     shape = (config.width, config.layers, config.heads)
     if trained is None:
         return Model(*shape, usual, config.cap, row_optimizer=config.row_optimizer)
-    asked = trained.train.precision
-    judged = len(trained.label_names) * (config.width + 1)
-    dense = judged + sum(parameter.numel() for parameter in build_encoder(trained).parameters())
-    retrieval = trained.model.task == "retrieval"
+    precision, data = trained.train.precision, trained.data
+    heads = len(trained.label_names) * (config.width + 1)
+    dense = heads + sum(parameter.numel() for parameter in build_encoder(trained).parameters())
+    negatives = choose_negatives(data.negatives, data.negatives_per)
     return Model(
         *shape,
-        usual if asked == "auto" or network.device == "cpu" else asked,
+        usual if precision == "auto" or network.device == "cpu" else precision,
         config.cap,
         dense=dense,
         row_optimizer=config.row_optimizer,
-        negatives=choose_negatives(trained.data.negatives, trained.data.negatives_per)
-        if retrieval
-        else 0,
+        negatives=negatives if trained.model.task == "retrieval" else 0,
         entry_bytes=2 if trained.train.wire_precision == "bf16" else 4,
     )
 
 
 def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> RunConfig | None:
-    """The settings of training that the options stand for; None where batches are generated.
-
-    Args:
-        config: The options.
-        base: The settings of a run, which the options change.
-
-    Raises:
-        ValueError: The data is not there, or an option is out of range.
-    """
+    """The settings of training that correspond to the options; None if batches are generated.
+    `base`: the settings of a run, which the options change. ValueError if the data does not exist,
+    or an option is out of range."""
     if not config.data:
         return None
     if config.cap > _LONGEST:
@@ -100,7 +80,7 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
         )
     given = {name: getattr(config, name) for name in ("data", "cache", "width", "layers", "heads")}
     if config.rows:
-        given |= {"rows": config.rows, "in_batch_share": 1.0}  # negatives that such a table has
+        given |= {"rows": config.rows, "in_batch_share": 1.0}  # a dynamic table has no others
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}
     trained = RunConfig.from_settings(given, base)
     samples = Histories(prepare_data(trained), 1, **build_specs(trained))
@@ -108,7 +88,7 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
 
 
 def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None = None) -> Workload:
-    """Makes the batches that options describe: of a file as training reads it, or generated."""
+    """Builds the batches of the options: from a file as training reads it, or generated."""
     samples = config.batch * gpus
     if trained is not None:
         if config.pooled_features:
@@ -116,31 +96,25 @@ def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None 
                 "--pooled-features belong to generated batches: leave out --data and --run"
             )
         return read_workload(trained, samples)
-    shape = {"median": config.median, "sigma": config.sigma, "cap": config.cap}
-    ids = {
-        "items": config.items,
-        "popularity": config.popularity,
-        "collisions": None if config.natural else config.collisions,
-    }
-    pooled = (
-        PooledFeatures(
-            config.pooled_features, config.pooled_ids, config.pooled_rows, config.popularity
-        )
-        if config.pooled_features
-        else None
-    )
-    return GeneratedWorkload(samples, **shape, **ids, seed=config.seed, pooled=pooled)  # type: ignore[arg-type]
+    pooled = None
+    if config.pooled_features:
+        shape = (config.pooled_features, config.pooled_ids, config.pooled_rows)
+        pooled = PooledFeatures(*shape, config.popularity)
+    names = ("median", "sigma", "cap", "items", "popularity", "seed")
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    collisions = None if config.natural else config.collisions
+    return GeneratedWorkload(samples, **options, collisions=collisions, pooled=pooled)
 
 
 def read_workload(trained: RunConfig, samples: int) -> RecordedWorkload:
-    """The batches that training with these settings reads, `samples` in each."""
+    """Reads the batches of training with these settings, `samples` in each."""
     return RecordedWorkload(
         prepare_data(trained), samples, name=trained.data.data, **build_specs(trained)
     )
 
 
 def find_dynamic(config: SimulateConfig) -> Dynamic | None:
-    """The rules of the item table, if its rows come and go. ValueError for what cannot be read."""
+    """The rules of the item table if it is dynamic. ValueError if --rows is not valid."""
     if not config.rows:
         return None
     parts = dict(part.strip().partition("=")[::2] for part in config.rows.split(","))
@@ -151,16 +125,16 @@ def find_dynamic(config: SimulateConfig) -> Dynamic | None:
 
 
 def list_omissions(trained: RunConfig | None) -> list[str]:
-    """Settings of a run that the simulator does not know."""
+    """Lists settings of a run that the simulator ignores."""
     if trained is None:
         return []
     left = {
-        "SASRec (the compute of HSTU stands for it)": trained.model.encoder == "sasrec",
+        "SASRec (simulated with the compute of HSTU)": trained.model.encoder == "sasrec",
         "segments (histories are simulated whole)": trained.model.segment is not None,
         "micro-batches": trained.train.accumulate > 1,
         "compressed dense gradients": trained.train.compress_dense is not None,
         "recomputed activations": trained.model.recompute,
-        "tables on a disk (host memory stands for it)": "disk:" in trained.train.placement,
+        "tables on a disk (simulated as host memory)": "disk:" in trained.train.placement,
     }
     found = [name for name, used in left.items() if used]
     return [f"NOT SIMULATED: {', '.join(found)}"] if found else []

@@ -1,24 +1,25 @@
 """Predicts the time of collectives on a cluster: pure functions of the bytes that each rank sends
 and receives.
 
-A rank has two ways out: to ranks of its node (`near`) and to other nodes by a network card (`far`).
-Both run at once; an exchange is over when the slower one is. Over hostwire everything crosses PCIe
-and the host's memory: near traffic is bound by PCIe, not by the GPUs' own links, far traffic by the
+A rank has two links: to ranks of its node (`near`), and to other nodes by a network card (`far`).
+Both run at once; an exchange ends with the slower one. Over hostwire everything crosses PCIe and
+the host's memory: near traffic is bound by PCIe instead of the GPUs' own links, far traffic by the
 slower of PCIe and the card.
 
-A network is a TOML file (networks/*.toml are the presets), which gives the source of every number.
+A network is a TOML file with the source of every number (networks/*.toml are the presets).
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+
+from freescale.simulate.shipped import list_names, read_toml
 
 PRESETS = Path(__file__).parent / "networks"
 TRANSPORTS = ("collective", "hostwire")
@@ -27,7 +28,7 @@ _CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire/tra
 
 @dataclass(frozen=True)
 class Link:
-    """One way of one link."""
+    """One direction of a link."""
 
     gb_per_s: float
     latency_us: float
@@ -42,7 +43,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Bytes of an AllToAll, each [ranks]. What stays on a rank is in none of them."""
+    """Bytes of an AllToAll, each [ranks], without those that stay on a rank."""
 
     sent_near: NDArray[Any]
     sent_far: NDArray[Any]
@@ -71,43 +72,34 @@ class Network:
     per_peer_us: float = 0.0  # of an AllToAll, for every other rank
     # share of a card's bandwidth that is lost when all other nodes send to it at once
     incast: float = 0.0
-    # what stands before the card in one queue: later messages wait for it whatever their class
+    # traffic in the card's queue: later messages wait for it whatever their class
     queue_ms: float = 0.0
     about: str = ""
-    gpu: str = "GPU"  # what one of its ranks is called
-    calibration: str = "h200"  # compute curve of its ranks, unless another is named
+    gpu: str = "GPU"  # name of one of its ranks
+    calibration: str = "h200"  # default compute curve of its ranks
     device: str = "cuda"  # of its ranks
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "cards_per_node"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"network {self.name!r}: {name} is {value!r}; it must be a whole "
-                    "number, 1 or more"
-                )
+                self._refuse(name, repr(value), "it must be a whole number, 1 or more")
         for way in ("near", "far", "pcie"):
             link: Link = getattr(self, way)
             if not (math.isfinite(link.gb_per_s) and link.gb_per_s > 0):
-                raise ValueError(
-                    f"network {self.name!r}: {way}.gb_per_s is {link.gb_per_s}; a "
-                    "link needs a bandwidth above 0"
-                )
+                self._refuse(f"{way}.gb_per_s", link.gb_per_s, "a link needs a bandwidth above 0")
             if not (math.isfinite(link.latency_us) and link.latency_us >= 0):
-                raise ValueError(
-                    f"network {self.name!r}: {way}.latency_us is {link.latency_us}; "
-                    "it must be 0 or more"
-                )
+                self._refuse(f"{way}.latency_us", link.latency_us, "it must be 0 or more")
         if not 0 <= self.incast < 1:
-            raise ValueError(
-                f"network {self.name!r}: incast is {self.incast}; it is a share of "
-                "bandwidth, from 0 to below 1"
-            )
+            share = "it is a share of bandwidth, from 0 to below 1"
+            self._refuse("incast", self.incast, share)
         for name in ("per_peer_us", "queue_ms"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(
-                    f"network {self.name!r}: {name} is {getattr(self, name)}; it must be 0 or more"
-                )
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                self._refuse(name, value, "it must be 0 or more")
+
+    def _refuse(self, name: str, value: object, rule: str) -> NoReturn:
+        raise ValueError(f"network {self.name!r}: {name} is {value}; {rule}")
 
     # ---- shape
 
@@ -128,12 +120,12 @@ class Network:
         return -(-ranks // self.gpus_per_node)
 
     def assign_nodes(self, ranks: int) -> NDArray[Any]:
-        """[ranks]: the node of each, as the partitioners take it."""
+        """[ranks]: the node of each, for the partitioners."""
         return np.arange(ranks) // self.gpus_per_node
 
     def split_exchange(self, sent: NDArray[Any], received: NDArray[Any]) -> Exchange:
         """sent and received [ranks]: bytes of each rank, its own part included, spread evenly over
-        all ranks (as rows are: a table's layout scatters them)."""
+        all ranks (a table's layout scatters its rows)."""
         ranks, node = len(sent), self.node_size(len(sent))
         near, far = (node - 1) / ranks, (ranks - node) / ranks
         return Exchange(sent * near, sent * far, received * near, received * far)
@@ -158,8 +150,8 @@ class Network:
         return np.asarray(seconds + latency + filling + self.per_peer_us * 1e-6 * (ranks - 1))
 
     def time_all_gather(self, size: float, ranks: int, transport: str = "collective") -> float:
-        """Seconds; `size` bytes from each rank. A ring in which the cards of a node share what
-        comes from outside."""
+        """Seconds; `size` bytes from each rank. A ring in which the cards of a node share traffic
+        from outside."""
         near, far = self._find_links(transport)
         node, nodes = self.node_size(ranks), self.count_nodes(ranks)
         if ranks == 1:
@@ -167,12 +159,8 @@ class Network:
         seconds = float(near.time_transfer(size * (ranks - 1))) if node > 1 else 0.0
         if nodes > 1:
             seconds = max(seconds, float(far.time_transfer(size * (ranks - node) / node)))
-        return (
-            seconds
-            + (node - 1) * near.latency
-            + (nodes - 1) * far.latency
-            + float(self._time_filling(size, transport))
-        )
+        inside, outside = (node - 1) * near.latency, (nodes - 1) * far.latency
+        return seconds + inside + outside + float(self._time_filling(size, transport))
 
     def time_all_reduce(self, size: float, ranks: int) -> float:
         """Seconds; `size` bytes on each rank. Reduced and gathered inside the node, and between
@@ -190,13 +178,10 @@ class Network:
         )
 
     def _time_filling(self, size: NDArray[Any] | float, transport: str) -> Any:
-        """Seconds until hostwire's line is full: the first chunk on its way to the host, the last
-        one on its way back."""
-        return (
-            2 * self.pcie.time_transfer(np.minimum(size, _CHUNK))
-            if transport == "hostwire"
-            else np.zeros_like(size, dtype=float)
-        )
+        """Seconds to fill hostwire's pipeline: the first chunk to the host, the last one back."""
+        if transport == "hostwire":
+            return 2 * self.pcie.time_transfer(np.minimum(size, _CHUNK))
+        return np.zeros_like(size, dtype=float)
 
     def _find_links(self, transport: str) -> tuple[Link, Link]:
         """(near, far) of a transport, for one GPU. All GPUs of a node send at once: each has its
@@ -207,15 +192,13 @@ class Network:
             return self.near, far
         if transport != "hostwire":
             raise ValueError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS)}")
-        through = Link(
-            min(far.gb_per_s, self.pcie.gb_per_s), far.latency_us + 2 * self.pcie.latency_us
-        )
-        inside = Link(self.pcie.gb_per_s, 2 * self.pcie.latency_us)
-        return inside, through
+        pcie, latency_us = self.pcie, 2 * self.pcie.latency_us
+        through = Link(min(far.gb_per_s, pcie.gb_per_s), far.latency_us + latency_us)
+        return Link(pcie.gb_per_s, latency_us), through
 
 
 def list_presets() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+    return list_names(PRESETS)
 
 
 def load_preset(name: str) -> Network:
@@ -230,28 +213,17 @@ def load_preset(name: str) -> Network:
 
 def load_network(path: str | Path) -> Network:
     """Loads a TOML file. Raises ValueError if it is not a network."""
-    path = Path(path)
+    path, ways = Path(path), ("near", "far", "pcie")
     if not path.is_file():
         raise ValueError(
             f"{path}: no such file; give a TOML file like those of freescale/simulate/networks"
         )
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not readable as TOML ({error})") from error
-    raw.pop("sources", None)  # where the numbers are from: for people
     known = {entry.name for entry in fields(Network)}
-    unknown = set(raw) - known
-    missing = {"gpus_per_node", "cards_per_node", "near", "far", "pcie"} - set(raw)
-    if unknown or missing:
-        wrong = [f"unknown {name!r}" for name in sorted(unknown)] + [
-            f"{name!r} is missing" for name in sorted(missing)
-        ]
-        raise ValueError(f"{path}: {', '.join(wrong)}; a network has {', '.join(sorted(known))}")
+    raw = read_toml(path, known, {"gpus_per_node", "cards_per_node", *ways}, "a network has")
     try:
         links = {
             way: Link(**{name: float(value) for name, value in raw.pop(way).items()})
-            for way in ("near", "far", "pcie")
+            for way in ways
         }
         return Network(**{"name": path.stem, **raw, **links})
     except (AttributeError, TypeError) as error:

@@ -1,5 +1,5 @@
-"""Writes simulated steps in the ledger's own form: `merge_step` and `Summary` make the figures, and
-`write_trace` the trace, as for a real run."""
+"""Writes simulated steps in the form of the ledger: `merge_step`, `Summary` and `write_trace` make
+figures and trace, as for a real run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from freescale.ledger.summary import Summary
 from freescale.ledger.trace import make_header, make_step_events, write_trace
 from freescale.simulate.ranks import Step
 
-# steps that fetch everything, or compare with none: counted, not averaged (as in a measured run)
+# steps that fetch everything or have no previous batch: counted, not averaged (as in a real run)
 WARMUP = 2
 TRACED = 16  # ranks in the trace, at most
 
 
 def make_records(step: Step) -> list[dict[str, Any]]:
-    """Makes what `Ledger.drain` would have returned on each rank, in nanoseconds."""
+    """Makes the records that `Ledger.drain` would return on each rank, in nanoseconds."""
     begin, end = _to_ns(step.begin), _to_ns(step.end)
     spans = [(name, _to_ns(a), _to_ns(b)) for name, a, b in step.spans]
     # kind, path, and of each rank: bytes sent, bytes received, issued, waited, done

@@ -27,12 +27,12 @@ class PlacedTables:
     placements: dict[str, Placement]
     rows: dict[str, int]
     row_bytes: dict[str, int]  # of a row and its optimizer's state
-    # of a step's rows, the share that host memory has and the cache has not; None: rows are at
-    # home on the device
+    # share of a step's rows that are in host memory and not in the cache; None: rows are on the
+    # device
     missed: float | None = None
     ranks: int = 1
-    dynamic: Dynamic | None = None  # the rules of the item table, if its rows come and go
-    growth: tuple[Growth, ...] = ()  # of such a table
+    dynamic: Dynamic | None = None  # the rules of the item table, if it is dynamic
+    growth: tuple[Growth, ...] = ()  # of a dynamic item table
 
     @property
     def sharded(self) -> bool:
@@ -40,17 +40,17 @@ class PlacedTables:
 
     @property
     def replicated_rows(self) -> int:
-        """Rows of the tables that every rank holds. A small table counts among them even if the
-        rule shards it: its rows are too few to matter."""
+        """Rows of the tables that every rank holds. Small tables count even if the rule shards
+        them: their rows are too few to matter."""
         return sum(rows for name, rows in self.rows.items() if name != ITEM or not self.sharded)
 
     def count_missed(self, owned: NDArray[Any]) -> NDArray[Any]:
-        """Of requests [ranks] that owners get: rows that they bring into their caches. Rows that
-        several ranks ask for count as often, an upper bound."""
+        """Rows that owners bring into their caches for the requests `owned` [ranks]. An upper
+        bound: rows that several ranks request count several times."""
         return owned * (self.missed or 0.0)
 
     def count_bytes(self, ranks: int) -> float:
-        """Of a rank's share of all tables."""
+        """Bytes of a rank's share of all tables."""
         return sum(
             rows * self.row_bytes[name] / (ranks if self.placements[name].kind == "sharded" else 1)
             for name, rows in self.rows.items()
@@ -80,17 +80,17 @@ def place_tables(
     dynamic: Dynamic | None = None,
     steps: int = 1,
 ) -> PlacedTables:
-    """Places the tables by what the ranks read of the first batch, before it is balanced.
+    """Places the tables by the rows that ranks read of the first batch, before it is balanced.
 
     Args:
-        wanted: `auto`, or a choice for all tables; `host`: the items' are sharded in host memory,
-            the others by the rule.
-        model: The model, whose row optimizer keeps state beside each row.
+        wanted: `auto`, or a choice for all tables; `host`: items are sharded in host memory, the
+            others placed by the rule.
+        model: The model; its row optimizer determines the state of each row.
         source: The batches.
-        ranks: How many there are.
-        cache_miss: Of `host`, percent of a step's rows that are not in the cache.
-        dynamic: The rules of the item table, if its rows come and go.
-        steps: Of the simulation, over which its growth can be told.
+        ranks: Number of ranks.
+        cache_miss: With `host`, percent of a step's rows that are not in the cache.
+        dynamic: The rules of the item table, if it is dynamic.
+        steps: Steps of the simulation, over which a dynamic table grows.
     """
     hosted = wanted == "host"
     samples = len(source.get_lengths(0))
@@ -113,9 +113,9 @@ def place_tables(
     if dynamic is not None:
         assert isinstance(source, GrowingWorkload)
         placements[ITEM] = Placement("sharded", "dynamic")
-        looked_at = source.list_growth_steps(steps)
-        admitted = source.count_admitted(looked_at, dynamic.admit.batches, ranks)
-        growth = predict_growth(dynamic, looked_at, admitted, row_bytes[ITEM])
+        counted = source.list_growth_steps(steps)
+        admitted = source.count_admitted(counted, dynamic.admit.batches, ranks)
+        growth = predict_growth(dynamic, counted, admitted, row_bytes[ITEM])
     missed = cache_miss / 100 if hosted else None
     return PlacedTables(placements, rows, row_bytes, missed, ranks, dynamic, tuple(growth))
 

@@ -1,15 +1,16 @@
 """The ranks of a run in simulated time: every value is a vector over the ranks, every collective a
 meeting of all of them.
 
-Each rank has a main thread that computes, lanes that communicate beside it (`ahead`, `urgent`,
-`input`; see pipeline/staged.py) and one way to the network. A collective begins when its last rank
-has arrived. What is recorded is what the ledger records.
+Each rank has a main thread that computes, lanes that communicate alongside (`ahead`, `urgent`,
+`input`; see pipeline/staged.py) and one network link. A collective begins when its last rank has
+arrived. The records are those of the ledger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,17 @@ PerRank = NDArray[np.float64]  # [ranks]
 Times = PerRank  # seconds
 
 
+class Message(NamedTuple):
+    """What a collective moves and takes, each [ranks]."""
+
+    sent: PerRank  # bytes
+    received: PerRank
+    seconds: Times
+
+
 @dataclass
 class Meeting:
-    """A collective under way; the stamps of ledger/ledger.py."""
+    """A collective in progress, with the timestamps of ledger/ledger.py."""
 
     kind: str
     path: str
@@ -34,7 +43,7 @@ class Meeting:
 
 @dataclass
 class Step:
-    """What the ledgers of all ranks hold of a step."""
+    """The ledger entries of all ranks for a step."""
 
     number: int
     begin: Times
@@ -46,8 +55,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Beside:
-    """Something of a lane that slows the compute beside it down to `speed`: 0 stops it, 1 does not
-    touch it."""
+    """Work of a lane that slows concurrent compute down to `speed`: 0 stops it, 1 has no effect."""
 
     begin: Times
     end: Times
@@ -55,18 +63,19 @@ class Beside:
 
 
 class Ranks:
+    """All ranks, with the current time of each lane."""
+
     def __init__(self, ranks: int, queue: float = 0.0) -> None:
-        """`queue`: seconds of traffic that stand before a card in one queue
-        (network.Network.queue_ms)."""
+        """`queue`: seconds of traffic in a network card's queue (network.Network.queue_ms)."""
         self.ranks, self.queue = ranks, queue
         self.now: dict[str, Times] = {
             lane: np.zeros(ranks) for lane in (MAIN, AHEAD, URGENT, INPUT)
         }
         self.step = Step(0, np.zeros(ranks), np.zeros(ranks))
-        self._wire = np.zeros(ranks)  # busy until then with what is urgent or blocks
-        self._beside: list[Beside] = []  # what the lanes do in this step
+        self._wire = np.zeros(ranks)  # busy until then with urgent or blocking traffic
+        self._beside: list[Beside] = []  # work of the lanes in this step
         self._bulk: list[tuple[Times, Times]] = []  # transfers of the lane `ahead` in this step
-        # until the main thread waits for it
+        # meetings until the main thread waits for them
         self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, INPUT)}
 
     # ---- steps
@@ -79,7 +88,7 @@ class Ranks:
         return self.step
 
     def submit(self, lane: str) -> None:
-        """The main thread gives a lane its next job: it begins when both are there."""
+        """The main thread gives a lane its next job; it begins when both are ready."""
         self.now[lane] = np.maximum(self.now[lane], self.now[MAIN])
         if lane == AHEAD:
             self._beside, self._bulk = [], []
@@ -87,26 +96,23 @@ class Ranks:
     # ---- verbs
 
     def work(self, name: str, seconds: Times | float, lane: str = MAIN, part: float = 1.0) -> None:
-        """Work of a lane. On a side lane it takes the device from the compute; `part` of it is not
+        """Work of a lane. On a side lane it takes the device from compute; `part` of it is not
         hidden behind the lane's own transfers (pieces are sent while others are worked on)."""
         begin = self.now[lane]
+        end = begin + np.asarray(seconds)
         self.now[lane] = begin + part * np.asarray(seconds)
         if lane != MAIN:
-            self._add(Beside(begin, begin + np.asarray(seconds), 0.0))
-        self.step.spans.append(
-            (name if lane == MAIN else f"{lane}/{name}", begin, begin + np.asarray(seconds))
-        )
+            self._add(Beside(begin, end, 0.0))
+        self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, end))
 
     def copy(self, name: str, seconds: Times, lane: str) -> None:
-        """Copies of a lane between host and device: copy engines leave the compute alone."""
+        """Copies of a lane between host and device: copy engines do not slow compute."""
         begin = self.now[lane]
-        self.now[lane] = begin + seconds
-        self.step.spans.append(
-            (name if lane == MAIN else f"{lane}/{name}", begin, self.now[lane].copy())
-        )
+        self.now[lane] = end = begin + seconds
+        self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, end.copy()))
 
     def compute(self, name: str, seconds: Times) -> None:
-        """Forward or backward on the main thread, slowed down by what the lanes do meanwhile."""
+        """Forward or backward on the main thread, slowed down by concurrent work of the lanes."""
         begin = self.now[MAIN]
         self.now[MAIN] = slow_down(begin, seconds, self._beside)
         self.step.spans.append((name, begin, self.now[MAIN]))
@@ -115,87 +121,57 @@ class Ranks:
         self,
         kind: str,
         path: str,
-        sent: PerRank,
-        received: PerRank,
-        seconds: Times | float,
+        message: Message,
         lane: str = MAIN,
         *,
         slowdown: float = 1.0,
         overtakes: bool = False,
-    ) -> Meeting:
-        """A collective that its lane waits for. `slowdown`: of compute beside it; `overtakes`: goes
-        before bulk traffic."""
-        issued = self.now[lane]
-        begin = np.full(self.ranks, issued.max())
-        cost = np.broadcast_to(np.asarray(seconds, np.float64), begin.shape)
-        done = self._transmit(begin, cost, lane, overtakes)
-        meeting = Meeting(kind, path, sent, received, issued, issued, done)
-        self.now[lane] = done
-        if lane == MAIN:
-            self.step.meetings.append(meeting)
-        else:
-            self._taken[lane].append(meeting)
-            if slowdown > 1:
-                self._add(Beside(begin, done, 1 / slowdown))
-        return meeting
-
-    def tell(
-        self,
-        kind: str,
-        path: str,
-        sent: PerRank,
-        received: PerRank,
-        seconds: Times | float,
-        lane: str,
     ) -> None:
-        """A collective of the host that its lane waits for: so small that the network does not feel
-        it."""
+        """A collective that its lane waits for. `slowdown`: of concurrent compute; `overtakes`: it
+        precedes bulk traffic."""
+        begin = np.full(self.ranks, self.now[lane].max())
+        cost = np.broadcast_to(np.asarray(message.seconds, np.float64), begin.shape)
+        done = self._transmit(begin, cost, lane, overtakes)
+        self._record(kind, path, message, lane, done)
+        if lane != MAIN and slowdown > 1:
+            self._add(Beside(begin, done, 1 / slowdown))
+
+    def tell(self, kind: str, path: str, message: Message, lane: str) -> None:
+        """A collective of the host that its lane waits for, too small to load the network."""
+        done = np.full(self.ranks, self.now[lane].max()) + np.asarray(message.seconds)
+        self._record(kind, path, message, lane, done)
+
+    def _record(self, kind: str, path: str, message: Message, lane: str, done: Times) -> None:
         issued = self.now[lane]
-        done = np.full(self.ranks, issued.max()) + np.asarray(seconds)
-        self._taken[lane].append(Meeting(kind, path, sent, received, issued, issued, done))
+        meetings = self.step.meetings if lane == MAIN else self._taken[lane]
+        meetings.append(Meeting(kind, path, *message[:2], issued, issued, done))
         self.now[lane] = done
 
     def _add(self, beside: Beside) -> None:
         self._beside.append(beside)
         self._beside.sort(key=lambda one: float(one.begin.mean()))
 
-    def issue(
-        self,
-        kind: str,
-        path: str,
-        sent: PerRank,
-        received: PerRank,
-        seconds: Times | float,
-    ) -> Meeting:
+    def issue(self, kind: str, path: str, message: Message) -> Meeting:
         """A collective of the main thread that nobody waits for yet."""
         issued = self.now[MAIN]
-        done = np.full(self.ranks, issued.max()) + np.asarray(seconds)
-        return Meeting(kind, path, sent, received, issued.copy(), issued.copy(), done)
+        done = np.full(self.ranks, issued.max()) + np.asarray(message.seconds)
+        return Meeting(kind, path, *message[:2], issued.copy(), issued.copy(), done)
 
     def send(
-        self,
-        kind: str,
-        path: str,
-        sent: PerRank,
-        received: PerRank,
-        seconds: Times,
-        *,
-        after: Meeting | None,
-        slowdown: float,
+        self, kind: str, path: str, message: Message, *, after: Meeting | None, slowdown: float
     ) -> Meeting:
-        """The same over the network, once `after` is over; the compute that it overlaps is slowed
-        down."""
+        """Like `issue`, over the network and after `after`; slows down the compute it overlaps."""
         issued = self.now[MAIN]
         begin = np.full(self.ranks, issued.max())
         if after is not None:
             begin = np.maximum(begin, after.done)
-        done = self._transmit(begin, seconds, MAIN, False)
+        done = self._transmit(begin, message.seconds, MAIN, False)
         if slowdown > 1:
             self._add(Beside(begin, done, 1 / slowdown))
-        return Meeting(kind, path, sent, received, issued.copy(), issued.copy(), done)
+        return Meeting(kind, path, *message[:2], issued.copy(), issued.copy(), done)
 
     def wait(self, meeting: Meeting | None) -> None:
-        """The main thread needs its result."""
+        """The main thread waits for a result."""
         if meeting is None:
             return
         meeting.waited = self.now[MAIN].copy()
@@ -204,8 +180,8 @@ class Ranks:
         self.step.meetings.append(meeting)
 
     def arrive(self, span: str = "arrive", lanes: Sequence[str] = (AHEAD, URGENT)) -> None:
-        """The main thread waits for what the lanes did; of each of their collectives, the part in
-        this wait stopped it."""
+        """The main thread waits for the lanes. Each of their collectives has stopped it for the
+        part that lies in this wait."""
         begin = self.now[MAIN]
         end = np.maximum.reduce([begin, *(self.now[lane] for lane in lanes)])
         for lane in lanes:
@@ -220,8 +196,8 @@ class Ranks:
     # ---- the network
 
     def _transmit(self, begin: Times, cost: Times, lane: str, overtakes: bool) -> Times:
-        """When it has arrived. Two that use the network at once have half of it each, unless one
-        overtakes; what already stands in the card's queue is not overtaken by anything."""
+        """When a transfer has arrived. Two concurrent transfers share the network equally, unless
+        one overtakes; nothing overtakes what is already in the card's queue."""
         if lane == AHEAD:
             self._bulk.append((begin, begin + cost))
             return begin + cost
@@ -235,7 +211,7 @@ class Ranks:
         queued = np.minimum(left, self.queue)
         done: Times = begin + cost + queued + np.minimum(cost, left - queued)
         self._wire = np.maximum(self._wire, begin) + cost
-        # What is bulk is over so much later.
+        # Bulk transfers end that much later.
         late = np.where(bulk > 0, cost, 0.0)
         self.now[AHEAD] = self.now[AHEAD] + late
         self._bulk = [(start, end + late) for start, end in self._bulk]
@@ -243,10 +219,9 @@ class Ranks:
 
 
 def slow_down(begin: Times, seconds: Times, beside: list[Beside]) -> Times:
-    """When `seconds` of compute are done that begin at `begin`, at the speed that what is beside it
-    leaves."""
+    """When `seconds` of compute that begin at `begin` are done, alongside the work of the lanes."""
     now, left = begin.astype(np.float64), np.asarray(seconds, np.float64).copy()
-    for one in beside:  # in the order in which they begin; where two overlap, the first one counts
+    for one in beside:  # in order of their begin; of two that overlap, the first one counts
         before = np.minimum(left, np.maximum(one.begin - now, 0.0))
         now, left = now + before, left - before
         busy = left > 0

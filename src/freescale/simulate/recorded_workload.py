@@ -1,6 +1,5 @@
 """The lengths and ids of a histories file; the rows of its ids are found by the collision masks of
-training. Of many ids it looks at those whose hash falls into a sample, and says how far that may be
-off."""
+training. If there are many ids, a sample by hash is used, and its standard error is reported."""
 
 from __future__ import annotations
 
@@ -29,32 +28,32 @@ _HASHED = 1 << 40  # of ids without a bound
 @dataclass(frozen=True)
 class _Requests:
     keys: torch.Tensor  # [requests]: owner * size + row
-    rank: NDArray[Any]  # [requests]: who asks
+    rank: NDArray[Any]  # [requests]: the requesting rank
     lookups: NDArray[Any]  # [ranks]: ids before deduplication
-    scale: float  # requests that each stands for
+    scale: float  # requests that each represents
     size: int  # rows of an owner
 
 
 @dataclass(frozen=True)
 class _Read:
-    """The ids that the item table is asked for in a step, before deduplication."""
+    """The ids that a step requests of the item table, before deduplication."""
 
     lengths: NDArray[Any]  # [samples]: tokens of each in the encoder
     ids: NDArray[Any]  # [lookups]
-    sample: NDArray[Any]  # [lookups]: who reads it; -1: every rank
+    sample: NDArray[Any]  # [lookups]: the sample that reads it; -1: every rank
 
 
 class RecordedWorkload:
     """The batches of a histories file as training reads them: the same samples in the same order,
-    with their targets and negatives or candidates. Users are repeated where a global batch has more
-    samples than the file; a note says so.
+    with their targets and negatives or candidates. If a global batch has more samples than the
+    file, users are repeated, with a note.
 
     Args:
         path: A histories file.
-        samples: Of a global batch.
+        samples: Size of a global batch.
         read: Order and seed. There is no last epoch.
-        events: Ids of a step, at most; of more, a sample by the hash of the id is looked at.
-        name: What a reader knows the file by; its path by default.
+        events: Most ids of a step; if there are more, a sample by their hash is used.
+        name: Name of the file in notes; its path by default.
         specs: Further specs of `Histories`.
     """
 
@@ -73,7 +72,7 @@ class RecordedWorkload:
         whole = Histories(path, 1, **specs)
         self._size = min(samples, whole.num_samples)
         self._data = Histories(path, self._size, **specs)
-        # ids of a dynamic table are any numbers: hashed to as many as there is arithmetic for
+        # ids of a dynamic table are any numbers: hashed into a range that the arithmetic supports
         self._space = _HASHED if self._data.any_ids else self._data.num_items
         self.items = max(2, self._data.num_items)
         self.notes = [
@@ -116,8 +115,7 @@ class RecordedWorkload:
         return _Read(lengths, ids[kept], sample[kept])
 
     def _find_full_batch(self, turn: int) -> int:
-        """The number of the batch of this turn, when the smaller one at the end of each epoch is
-        left out."""
+        """The number of this turn's batch, without the smaller one at the end of each epoch."""
         epoch, index = divmod(turn, self._data.num_samples // self._size)
         return epoch * self._data.batches_per_epoch + index
 
@@ -134,9 +132,8 @@ class RecordedWorkload:
             ids = [_list_counted(self._data.batch(number)) for number in numbers]
             both = np.concatenate([known, np.unique(np.concatenate(ids))])
             known, place = np.unique(both, return_inverse=True)
-            batches = np.bincount(
-                place, np.concatenate([batches, np.ones(len(both) - len(batches), np.int64)])
-            ).astype(np.int64)
+            counts = np.concatenate([batches, np.ones(len(both) - len(batches), np.int64)])
+            batches = np.bincount(place, counts).astype(np.int64)
             if step + 1 in steps:
                 found.append(float((batches >= seen).sum()))
         return found
@@ -156,9 +153,8 @@ class RecordedWorkload:
         if not step:
             self._sampled = max(1, -(-len(ids) // self._events))
         if self._sampled > 1:
-            kept = (
-                integers(derive(hash_name("simulated"), torch.from_numpy(ids)), self._sampled) == 0
-            ).numpy()
+            drawn = integers(derive(hash_name("simulated"), torch.from_numpy(ids)), self._sampled)
+            kept = (drawn == 0).numpy()
             ids, consumer = ids[kept], consumer[kept]
         both = _find_unique(consumer * self._space + ids, ranks * self._space)
         spec = TableSpec("item", self._space, 1, torch.float32, ())
@@ -178,15 +174,11 @@ class RecordedWorkload:
 
     def _count_rows(self, read: _Requests, mask: NDArray[Any]) -> Rows:
         ranks = len(read.lookups)
-        asked = np.bincount(read.rank[mask], minlength=ranks) * float(read.scale)
+        requested = np.bincount(read.rank[mask], minlength=ranks) * float(read.scale)
         if read.scale == 1:
-            return Rows(
-                asked,
-                np.bincount(read.keys.numpy()[mask] // read.size, minlength=ranks).astype(
-                    np.float64
-                ),
-            )
-        return Rows.spread(_smooth(asked, read.lookups))
+            owned = np.bincount(read.keys.numpy()[mask] // read.size, minlength=ranks)
+            return Rows(requested, owned.astype(np.float64))
+        return Rows.spread(_smooth(requested, read.lookups))
 
     def describe_error(self, ranks: int) -> str:
         if self._sampled == 1:
@@ -195,12 +187,11 @@ class RecordedWorkload:
         error = self.estimate_error(self.find_requests(0, home, ranks))
         return (
             f"SAMPLED: rows of one id in {self._sampled}, by its hash; standard error of the "
-            f"rows asked for {100 * error:.2f} %"
+            f"requested rows {100 * error:.2f} %"
         )
 
     def estimate_error(self, read: _Requests) -> float:
-        """Standard error of the rows that a step asks for, as a share of them: 0 when all ids are
-        looked at."""
+        """Relative standard error of the rows that a step requests: 0 without sampling."""
         if read.scale == 1:
             return 0.0
         groups = integers(derive(hash_name("groups"), read.keys), 16).numpy()
@@ -209,8 +200,8 @@ class RecordedWorkload:
 
 
 def _list_lookups(batch: SequenceBatch, part: int) -> _Read:
-    """What a batch reads of the item table. `part`: of a step that is made of several batches;
-    negatives that the step shares are those of its first."""
+    """The ids that a batch reads from the item table. `part`: its number in a step of several
+    batches; shared negatives are those of the first."""
     history = batch.sequences["history"]
     number, lengths = np.arange(len(history.lengths)), history.lengths.numpy()
     token = np.repeat(number, lengths)
@@ -243,8 +234,8 @@ def _list_counted(batch: SequenceBatch) -> NDArray[np.int64]:
 
 
 def _find_unique(keys: NDArray[Any], space: int) -> NDArray[Any]:
-    """keys [n] below `space`, each once and in order. Marks are faster than sorting where there are
-    not many more possible keys than keys."""
+    """keys [n] below `space`, each once and in order. Marks are faster than sorting unless there
+    are many more possible keys than keys."""
     if space <= 16 * len(keys):
         marks = np.zeros(space, bool)
         marks[keys] = True
@@ -254,7 +245,7 @@ def _find_unique(keys: NDArray[Any], space: int) -> NDArray[Any]:
 
 
 def _measure_columns(batch: SequenceBatch) -> tuple[int, int]:
-    """Bytes of a token, and of a sample beside its tokens."""
+    """Bytes of a token, and of a sample without its tokens."""
 
     def measure(columns: Iterable[torch.Tensor]) -> int:
         return sum(one.element_size() * one[:1].numel() for one in columns)
@@ -264,12 +255,12 @@ def _measure_columns(batch: SequenceBatch) -> tuple[int, int]:
     return tokens, measure([*batch.dense.values(), *batch.weights.values(), *keys])
 
 
-def _smooth(asked: NDArray[Any], lookups: NDArray[Any]) -> NDArray[Any]:
-    """Fits the rows that a rank asks for as a power of its lookups. A sample of the ids makes each
-    rank's own count noisy, and of many ranks the slowest would be the noisiest."""
-    seen = (asked > 0) & (lookups > 0)
+def _smooth(requested: NDArray[Any], lookups: NDArray[Any]) -> NDArray[Any]:
+    """Fits the rows that a rank requests as a power of its lookups. Sampling makes each rank's own
+    count noisy, and the slowest of many ranks would be the noisiest."""
+    seen = (requested > 0) & (lookups > 0)
     if seen.sum() < 3 or np.ptp(lookups[seen]) == 0:
-        return np.where(lookups > 0, asked[seen].mean() if seen.any() else 0.0, 0.0)
-    slope, height = np.polyfit(np.log(lookups[seen]), np.log(asked[seen]), 1)
+        return np.where(lookups > 0, requested[seen].mean() if seen.any() else 0.0, 0.0)
+    slope, height = np.polyfit(np.log(lookups[seen]), np.log(requested[seen]), 1)
     fitted = np.where(lookups > 0, np.exp(height + slope * np.log(np.maximum(lookups, 1))), 0.0)
-    return np.asarray(fitted * (asked.sum() / fitted.sum()))
+    return np.asarray(fitted * (requested.sum() / fitted.sum()))

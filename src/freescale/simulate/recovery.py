@@ -1,20 +1,20 @@
-"""Predicts the share of a cluster's time that is useful, where failures interrupt training: pure
+"""Predicts the share of a cluster's time that is useful if failures interrupt training: pure
 functions of measured costs.
 
     | notice | process start | rendezvous | restore | first step | repeated steps | useful ... |
     ^ a failure                                                                   the next failure ^
 
-Costs are a TOML file (recoveries/*.toml are shipped), which gives the source of every number.
+Costs are a TOML file with the source of every number (recoveries/*.toml are shipped).
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from freescale.simulate.shipped import list_names, read_toml
 
 RECOVERIES = Path(__file__).parent / "recoveries"
 MEMORY, BUDDY, DISK = "memory", "buddy", "disk"
@@ -27,15 +27,15 @@ class RecoveryCosts:
 
     Attributes:
         notice_s: from the death of a rank until all ranks have ended.
-        start_s: until a rank that is started again is ready to meet the others: the fork, what is
-            not imported by then, the device. Of ranks that torchrun starts, Python and all imports.
-        meet_s, meet_per_rank_s, meet_per_pair_s: rendezvous and connections: a constant, more for
-            every rank, and more for every two of them.
-        restore_s: of a restore, whatever its size.
-        memory_gb_per_s, disk_gb_per_s: of a rank that restores its state, verification included.
-        first_step_s: that the first step takes longer than others.
-        snapshot_percent: of a step, for snapshots and the marking of rows.
-        snapshot_s, checkpoint_s: from the step that is saved until it can be restored.
+        start_s: until a restarted rank is ready for the rendezvous: the fork, remaining imports,
+            the device. With torchrun, Python and all imports.
+        meet_s, meet_per_rank_s, meet_per_pair_s: rendezvous and connections: a constant, and the
+            cost per rank and per pair of ranks.
+        restore_s: constant cost of a restore.
+        memory_gb_per_s, disk_gb_per_s: rate at which a rank restores and verifies its state.
+        first_step_s: extra time of the first step.
+        snapshot_percent: share of a step for snapshots and the marking of rows.
+        snapshot_s, checkpoint_s: from the saved step until it can be restored.
     """
 
     name: str
@@ -70,14 +70,14 @@ class RecoveryCosts:
 
 @dataclass(frozen=True)
 class Training:
-    """What is interrupted.
+    """The run that failures interrupt.
 
     Attributes:
-        gpus: how many, a rank each.
-        step_s: of a step without snapshots.
-        state_gb: of a rank: rows, dense weights, and the state of their optimizers.
+        gpus: number of GPUs, a rank each.
+        step_s: duration of a step without snapshots.
+        state_gb: state of a rank: rows, dense weights and optimizer state.
         snapshot_every, checkpoint_every: steps.
-        far_gb_per_s: of a rank's link to other machines.
+        far_gb_per_s: rate of a rank's link to other machines.
     """
 
     gpus: int
@@ -90,7 +90,7 @@ class Training:
 
 def list_costs(costs: RecoveryCosts, training: Training, source: str) -> dict[str, float]:
     """Seconds of each of `PARTS` for one failure, after which ranks restore from `source`. Failures
-    come at any time: on average half an interval is lost, and what was not complete yet."""
+    come at any time: on average half an interval is lost, and the save in progress."""
     if source == DISK:
         rate, every, saving = costs.disk_gb_per_s, training.checkpoint_every, costs.checkpoint_s
     else:
@@ -114,8 +114,8 @@ def list_costs(costs: RecoveryCosts, training: Training, source: str) -> dict[st
 def compute_useful_time(
     costs: RecoveryCosts, training: Training, failure_every: float, source: str
 ) -> dict[str, Any]:
-    """The share of time in which the model gets further than a run without failures and snapshots
-    would have to make, at a failure every `failure_every` seconds."""
+    """The share of time that advances the model, compared with a run without failures and
+    snapshots, at a failure every `failure_every` seconds."""
     parts = list_costs(costs, training, source)
     kept = max(0.0, 1 - sum(parts.values()) / failure_every)
     return {
@@ -127,35 +127,18 @@ def compute_useful_time(
 
 
 def list_recoveries() -> list[str]:
-    return sorted(path.stem for path in RECOVERIES.glob("*.toml"))
+    return list_names(RECOVERIES)
 
 
 def load_recovery(name: str) -> RecoveryCosts:
-    """Loads shipped costs by their name, or a file of one's own.
-
-    Raises:
-        ValueError: there is no such file, or it does not hold the costs.
-    """
+    """Loads shipped costs by name, or a TOML file. ValueError if there is no such file, or it does
+    not hold the costs."""
     path = RECOVERIES / f"{name}.toml" if name in list_recoveries() else Path(name)
     if not path.is_file():
         raise ValueError(
             f"--recovery {name}: there is {', '.join(list_recoveries())}, or a TOML file like "
             "those of freescale/simulate/recoveries"
         )
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not readable as TOML ({error})") from error
-    raw.pop("sources", None)  # where the numbers are from: for people
     known = {entry.name for entry in fields(RecoveryCosts)} - {"name"}
-    _refuse(path, sorted(set(raw) - known), sorted(known - set(raw) - {"about"}), sorted(known))
+    raw = read_toml(path, known, known - {"about"}, "costs of a recovery are")
     return RecoveryCosts(path.stem, **raw)
-
-
-def _refuse(
-    path: Path, unknown: Sequence[str], missing: Sequence[str], known: Sequence[str]
-) -> None:
-    wrong = [f"unknown {name!r}" for name in unknown]
-    wrong += [f"{name!r} is missing" for name in missing]
-    if wrong:
-        raise ValueError(f"{path}: {', '.join(wrong)}; costs of a recovery are {', '.join(known)}")

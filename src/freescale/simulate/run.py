@@ -1,5 +1,5 @@
-"""Runs `freescale simulate`: compares configurations, and predicts what each technique and each
-better part of the machine would give."""
+"""Runs `freescale simulate`: compares configurations, and predicts the gain of each technique and
+of each better part of the machine."""
 
 from __future__ import annotations
 
@@ -56,17 +56,16 @@ class Outcome:
 
     @property
     def row(self) -> dict[str, Any]:
+        names = (
+            *("straggler_percent", "exposed_percent", "exposed_ms", "samples_per_second"),
+            *("collision_percent", "imbalance"),
+        )
         return {
             "gpus": self.gpus,
             "arm": self.label,
             **asdict(self.setting),
             "step_ms": self.figures["step_ms"]["mean"],
-            "straggler_percent": self.figures["straggler_percent"],
-            "exposed_percent": self.figures["exposed_percent"],
-            "exposed_ms": self.figures["exposed_ms"],
-            "samples_per_second": self.figures["samples_per_second"],
-            "collision_percent": self.figures["collision_percent"],
-            "imbalance": self.figures["imbalance"],
+            **{name: self.figures[name] for name in names},
             "seconds": self.seconds,
         }
 
@@ -75,15 +74,15 @@ SERIAL, AS_TRAINED = "serial", "as in the run"
 
 
 def list_arms(config: SimulateConfig, trained: Setting | None = None) -> list[tuple[str, Setting]]:
-    """Lists TorchRec, each technique alone and all together; or the one configuration that was
-    asked for, and TorchRec. `trained`: the configuration of a run, which is listed too."""
+    """Lists TorchRec, each technique alone and all together; or the one configuration of
+    --schedule, and TorchRec. `trained`: the configuration of a run, which is listed too."""
+    plain = Setting(placement=config.placement, cache_miss=config.cache_miss)
+    adapt = config.adapt and config.balance != "none"
 
     def balanced(schedule: str, transport: str) -> Setting:
-        adapt = config.adapt and config.balance != "none"
-        return replace(plain, schedule=schedule, balance=config.balance, transport=transport,
-                       adapt=adapt)  # fmt: skip
+        setting = replace(plain, schedule=schedule, transport=transport)
+        return replace(setting, balance=config.balance, adapt=adapt)
 
-    plain = Setting(placement=config.placement, cache_miss=config.cache_miss)
     base = (BASE, Setting("sparse_dist", placement="sharded", deduplicate=False))
     if config.schedule is not None:
         return [(ASKED, balanced(config.schedule, config.transport)), base]
@@ -115,19 +114,12 @@ class Plans:
         self._placed: dict[tuple[str, float], PlacedTables] = {}
 
     def place(self, placement: str, cache_miss: float) -> PlacedTables:
-        asked = placement, cache_miss
-        if asked not in self._placed:
-            cluster = self.cluster
-            self._placed[asked] = place_tables(
-                placement,
-                cluster.model,
-                self.source,
-                cluster.gpus,
-                cache_miss,
-                self.dynamic,
-                self.steps,
-            )
-        return self._placed[asked]
+        key, cluster = (placement, cache_miss), self.cluster
+        if key not in self._placed:
+            growth = (self.dynamic, self.steps)
+            machine = (cluster.model, self.source, cluster.gpus)
+            self._placed[key] = place_tables(placement, *machine, cache_miss, *growth)
+        return self._placed[key]
 
     def _plan(self, balance: str) -> list[Batch]:
         if balance not in self._planned:
@@ -156,25 +148,19 @@ class Plans:
 
 def improve_network(network: Network) -> dict[str, Network]:
     """Makes variants of a network, each with one part twice as good."""
-    faster = {
-        way: replace(getattr(network, way), gb_per_s=2 * getattr(network, way).gb_per_s)
-        for way in ("near", "far", "pcie")
-    }
-    half = {
-        way: replace(getattr(network, way), latency_us=getattr(network, way).latency_us / 2)
-        for way in faster
-    }
     names = {
         "near": "links inside a node twice as fast",
         "far": "network cards twice as fast",
         "pcie": "PCIe twice as fast",
     }
-    changed = {names[way]: replace(network, **{way: link}) for way, link in faster.items()}
-    return changed | {
-        "half the latency and cost per peer": replace(
-            network, **half, per_peer_us=network.per_peer_us / 2
-        )
+    links: dict[str, Any] = {way: getattr(network, way) for way in names}
+    changed = {
+        names[way]: replace(network, **{way: replace(link, gb_per_s=2 * link.gb_per_s)})
+        for way, link in links.items()
     }
+    half = {way: replace(link, latency_us=link.latency_us / 2) for way, link in links.items()}
+    quicker = replace(network, **half, per_peer_us=network.per_peer_us / 2)
+    return changed | {"half the latency and cost per peer": quicker}
 
 
 def run_simulation(
@@ -211,9 +197,8 @@ def run_simulation(
         source = build_workload(config, count, trained)
         plans = Plans(cluster, source, config.steps, dynamic)
         found: dict[str, Outcome] = {}
-        for label, setting in list_arms(
-            config, run.make_setting(config.transport) if run else None
-        ):
+        own_setting = run.make_setting(config.transport) if run else None
+        for label, setting in list_arms(config, own_setting):
             folder = out / f"{count}-{re.sub('[^a-z]+', '-', label.lower())}" if out else None
             found[label] = plans.simulate(label, setting, folder=folder)
             report(found[label])
@@ -223,10 +208,9 @@ def run_simulation(
             *source.notes,
         ]
         tables = plans.place(config.placement, config.cache_miss)
-        placed = tables.describe()
         growth += list_growth(tables.growth, count)
         size = f"{count:,} x {cluster.network.gpu}, {config.batch:,} samples each"
-        notes += [f"{size}: {line}" for line in placed]
+        notes += [f"{size}: {line}" for line in tables.describe()]
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
         if config.failure_every is not None:
             costs = load_recovery(config.recovery)
@@ -259,23 +243,20 @@ def run_simulation(
 def _compare_changes(
     config: SimulateConfig, plans: Plans, found: dict[str, Outcome]
 ) -> list[dict[str, Any]]:
-    """Predicts how many more samples a second a better part of the machine, or a larger batch,
-    would give."""
+    """Predicts the gain in samples per second of a better part of the machine, or of a larger
+    batch."""
     steps = min(config.steps, 5)
-    asked = {label: found[label].setting for label in (SERIAL, ALL, ASKED) if label in found}
+    arms = {label: found[label].setting for label in (SERIAL, ALL, ASKED) if label in found}
     made = []
     twice = None
     if not config.data:
         source = build_workload(replace(config, batch=2 * config.batch), plans.cluster.gpus)
         twice = Plans(plans.cluster, source, steps, plans.dynamic)
-    for label, setting in asked.items():
+    for label, setting in arms.items():
         base = plans.simulate(label, setting, steps=steps)
         for what, network in improve_network(plans.cluster.network).items():
-            made.append(
-                _compare(
-                    label, what, base, plans.simulate(label, setting, network=network, steps=steps)
-                )
-            )
+            changed = plans.simulate(label, setting, network=network, steps=steps)
+            made.append(_compare(label, what, base, changed))
         if twice is not None:
             made.append(_compare(label, "twice the batch", base, twice.simulate(label, setting)))
     return made
@@ -284,14 +265,13 @@ def _compare_changes(
 def _predict_useful_time(
     config: SimulateConfig, plans: Plans, found: dict[str, Outcome]
 ) -> list[dict[str, Any]]:
-    """The share of time that is useful at a failure every so often, by where ranks restore from."""
+    """The share of useful time with regular failures, by the source of the restored state."""
     if config.failure_every is None:
         return []
     cluster, outcome = plans.cluster, found.get(ALL) or found[ASKED]
     costs = load_recovery(config.recovery)
     dense = 12 * cluster.model.parameters  # a weight and both of Adam's moments
-    setting = outcome.setting
-    tables = plans.place(setting.placement, setting.cache_miss)
+    tables = plans.place(outcome.setting.placement, outcome.setting.cache_miss)
     state = tables.count_bytes(cluster.gpus) + dense
     training = Training(
         cluster.gpus,

@@ -1,13 +1,12 @@
-"""The schedules, each as its figure reads: top to bottom in the order in which things happen. The
-originals are pipeline/serial.py and pipeline/staged.py; the names of spans and the kinds of
-collectives are theirs.
+"""The schedules, each from top to bottom in the order in which things happen. The originals are
+pipeline/serial.py and pipeline/staged.py, with the same names of spans and kinds of collectives.
 
     serial       counts -> ids -> rows -> forward, backward -> gradients, update -> dense ->
                  optimizer; nothing overlaps
     sparse_dist  TorchRec's TrainPipelineSparseDist: the ids of batch i+1 are exchanged while batch
                  i computes, and the dense gradients are summed in buckets during the backward;
-                 rows and their gradients are waited for. Owners pool the rows of pooled
-                 features, and send sums; in the other schedules requesters do
+                 rows and their gradients block. Owners pool the rows of pooled features and send
+                 sums; in the other schedules requesters do
     stale        everything of batch i+1 is fetched while batch i computes: rows that both read are
                  a step old (a control)
     staged       the same, except for the rows that both read, which are fetched after i's update:
@@ -19,7 +18,7 @@ the schedule: one AllReduce of them after backward.
 Rows at home in host memory are made resident by their owners: between stages 2 and 3 in `staged`
 and `stale`, blocking in the others.
 
-With balancing, the samples of the batch after change ranks in three stages (balance/shuffle.py): at
+With balancing, the samples of the next batch change ranks in three stages (balance/shuffle.py): at
 three junctures of a step, in `stale` and `staged` in the lane `input`, where the ranks agree on a
 batch too.
 """
@@ -30,16 +29,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from freescale.simulate.costs import Batch, Costs, Message
+from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.placed_tables import ITEM, PlacedTables
-from freescale.simulate.ranks import AHEAD, INPUT, MAIN, URGENT, Meeting, Ranks, Step
+from freescale.simulate.ranks import AHEAD, INPUT, MAIN, URGENT, Meeting, Message, Ranks, Step
 
 SCHEDULES = ("serial", "sparse_dist", "stale", "staged")
 
 
 class SimulatedSchedule:
-    """One step at a time: `run(previous, current, following)` are the batches before, of and after
-    the step; None where there is none."""
+    """Runs one step at a time, given the batches before, of and after it; None if missing."""
 
     def __init__(
         self, ranks: Ranks, costs: Costs, schedule: str, balanced: bool, tables: PlacedTables
@@ -116,7 +114,7 @@ class SimulatedSchedule:
             self._push_gradients(previous, AHEAD)  # 3
         if following is not None:
             self._pull_rows(following, AHEAD)  # 4
-        # lane `input`: the batch after, of which the simulation knows as much as of `following`
+        # lane `input`: the batch after next, for which `following` stands in
         ranks.submit(INPUT)
         if following is not None:
             self._prepare(following)
@@ -135,28 +133,22 @@ class SimulatedSchedule:
     # ---- verbs
 
     def _complete(self, batch: Batch, agrees: bool = True) -> None:
-        """The batch is there: ranks have agreed on it and, with balancing, its samples have
-        come."""
+        """The batch is complete: ranks have agreed on it, and balanced samples have arrived."""
         self.ranks.work("data", self.costs.every_step)
         if self.balanced and self._samples is not None:
             self.ranks.wait(self._samples)
             self._samples = None
         elif agrees:
-            self._agree()
-
-    def _agree(self) -> None:
-        kind, sent, received, seconds = self.costs.counts(self.balanced)
-        self.ranks.meet(kind, "host", sent, received, seconds)
+            self.ranks.meet("counts", "host", self.costs.counts(self.balanced))
 
     def _prepare(self, batch: Batch) -> None:
-        """The same, in the lane `input`."""
+        """Like `_complete`, in the lane `input`."""
         ranks, costs = self.ranks, self.costs
-        kind, sent, received, seconds = costs.counts(self.balanced)
-        ranks.tell(kind, "host", sent, received, seconds, INPUT)
+        ranks.tell("counts", "host", costs.counts(self.balanced), INPUT)
         if self.balanced:
             ranks.work("balance", costs.plan, INPUT)
-            ranks.tell("samples", "host", *costs.sample_sizes(), lane=INPUT)
-            ranks.tell("samples", "host", *costs.samples(batch), lane=INPUT)
+            ranks.tell("samples", "host", costs.sample_sizes(), INPUT)
+            ranks.tell("samples", "host", costs.samples(batch), INPUT)
 
     def _request_ids(self, batch: Batch, lane: str) -> None:
         """Deduplicate, AllToAll of sizes and of ids."""
@@ -175,7 +167,7 @@ class SimulatedSchedule:
         self._exchange("ids", self.costs.marks(current, following), AHEAD)
 
     def _make_resident(self, batch: Batch, lane: str) -> None:
-        """Owners whose rows are at home in host memory write back and bring."""
+        """Owners of rows in host memory write back evicted rows and bring missing ones."""
         if self._tables.missed is not None:
             missed = self._tables.count_missed(batch.demand.whole.owned)
             seconds = self.costs.make_resident(missed, self._tables.row_bytes[ITEM])
@@ -201,8 +193,7 @@ class SimulatedSchedule:
             self.ranks.work("update rows", self.costs.update_pooled(batch.demand.pooled))
 
     def _pull_rows(self, batch: Batch, lane: str) -> None:
-        """Stage 4 or 6: rows of the batch to their requesters, in pieces where they are not
-        urgent."""
+        """Stage 4 or 6: rows of the batch to their requesters, in pieces unless urgent."""
         if not self._tables.sharded:
             return
         part = batch.demand.early if lane == AHEAD else batch.demand.late
@@ -222,7 +213,7 @@ class SimulatedSchedule:
     def _sum_replicated(self, batch: Batch) -> None:
         """Gradients of the tables that every rank holds."""
         if self._tables.replicated_rows:
-            self.ranks.meet("gradients", "collective", *self.costs.replicated())
+            self.ranks.meet("gradients", "collective", self.costs.replicated())
             self.ranks.work("update rows", self.costs.update_replicated(batch))
 
     def _compute(self, batch: Batch, following: Batch | None) -> None:
@@ -230,20 +221,17 @@ class SimulatedSchedule:
         ranks, costs = self.ranks, self.costs
         agreed = sizes = None
         if self.balanced:
-            kind, *message = costs.counts(True)
-            agreed = ranks.issue(kind, "host", *message)
+            agreed = ranks.issue("counts", "host", costs.counts(True))
         ranks.compute("forward", costs.forward(batch))
         if self.balanced:
             ranks.wait(agreed)
             ranks.work("balance", costs.plan)
-            sizes = ranks.issue("samples", "host", *costs.sample_sizes())
+            sizes = ranks.issue("samples", "host", costs.sample_sizes())
         self._backward(batch)
         if self.balanced:
             ranks.wait(sizes)
-            # These are the samples of the batch after: as many, on the mean.
-            self._samples = ranks.issue(
-                "samples", "host", *costs.samples(following if following is not None else batch)
-            )
+            # The samples of the next batch, of about the same size.
+            self._samples = ranks.issue("samples", "host", costs.samples(following or batch))
 
     def _backward(self, batch: Batch) -> None:
         """In as many equal parts as there are buckets; each leaves when its part is done."""
@@ -251,41 +239,26 @@ class SimulatedSchedule:
         if not self._overlaps:
             ranks.compute("backward", costs.backward(batch))
             return
-        messages = costs.dense()
-        for number, (sent, received, seconds) in enumerate(messages):
+        messages, slowdown = costs.dense(), costs.dense_slowdown
+        for number, message in enumerate(messages):
             if number:
                 ranks.compute("backward", costs.backward(batch) / (len(messages) - 1))
             after = self._dense[-1] if self._dense else None
-            slowdown = costs.dense_slowdown
-            self._dense.append(
-                ranks.send(
-                    "dense", "collective", sent, received, seconds, after=after, slowdown=slowdown
-                )
-            )
+            sent = ranks.send("dense", "collective", message, after=after, slowdown=slowdown)
+            self._dense.append(sent)
 
     def _update_dense(self) -> None:
         for meeting in self._dense:
             self.ranks.wait(meeting)
         if not self._overlaps:
             for message in self.costs.dense():
-                self.ranks.meet("dense", "collective", *message)
+                self.ranks.meet("dense", "collective", message)
         self._dense = []
         self.ranks.work("optimizer", self.costs.optimizer)
 
     def _exchange(self, kind: str, message: Message, lane: str) -> None:
-        """An AllToAll over the transport; beside compute it slows that down."""
-        costs, (sent, received, seconds) = self.costs, message
-        slowdown, overtakes = (
-            costs.slowdown if lane != MAIN else 1.0,
-            lane == URGENT and costs.transport == "hostwire",
-        )
-        self.ranks.meet(
-            kind,
-            costs.transport,
-            sent,
-            received,
-            seconds,
-            lane,
-            slowdown=slowdown,
-            overtakes=overtakes,
-        )
+        """An AllToAll over the transport. In a lane it slows concurrent compute down."""
+        transport = self.costs.transport
+        slowdown = self.costs.slowdown if lane != MAIN else 1.0
+        overtakes = lane == URGENT and transport == "hostwire"
+        self.ranks.meet(kind, transport, message, lane, slowdown=slowdown, overtakes=overtakes)

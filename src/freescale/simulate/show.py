@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from freescale.simulate.recovery import PARTS
 from freescale.simulate.run import Outcome, run_simulation
 from freescale.simulate.verdict import ASKED, BASE
 
-_WIDE = 120  # of a table that goes to no terminal
+_WIDE = 120  # columns of a table, if the output is not a terminal
 
 
 def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
@@ -62,12 +63,19 @@ def _print_note(console: Console, note: str) -> None:
     console.print(note, highlight=False, soft_wrap=True, style="yellow" if warns else None)
 
 
-def _print_own(console: Console, own: Mapping[str, Any]) -> None:
-    """The run on its own ranks, simulated beside measured."""
-    table = Table(title=f"the run itself on its {own['ranks']:,} ranks, a step")
-    table.add_column("figure")
-    for column in ("simulated", "measured"):
+def _make_table(title: str, first: str, columns: Iterable[str]) -> Table:
+    """A table with words in the first column and figures in the others."""
+    table = Table(title=title)
+    table.add_column(first)
+    for column in columns:
         table.add_column(column, justify="right")
+    return table
+
+
+def _print_own(console: Console, own: Mapping[str, Any]) -> None:
+    """The run on its own ranks, simulated and measured."""
+    title = f"the run itself on its {own['ranks']:,} ranks, a step"
+    table = _make_table(title, "figure", ("simulated", "measured"))
     for row in own["rows"]:
         if row["simulated"] or row["measured"]:
             shown = [row["simulated"], row["measured"]]
@@ -79,53 +87,33 @@ def _print_own(console: Console, own: Mapping[str, Any]) -> None:
 
 
 def _make_technique_table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(title=f"what each technique would give on {outcomes[0].gpus:,} GPUs")
-    for column in (
-        "technique",
-        "step ms",
-        "straggler %",
-        "exposed %",
-        "exposed ms",
-        "samples/s",
-        "x TorchRec",
-    ):
-        table.add_column(column, justify="left" if column == "technique" else "right")
-    base = next(one for one in outcomes if one.label == BASE)
+    title = f"what each technique would give on {outcomes[0].gpus:,} GPUs"
+    columns = ("step ms", "straggler %", "exposed %", "exposed ms", "samples/s", "x TorchRec")
+    table = _make_table(title, "technique", columns)
+    base = next(one for one in outcomes if one.label == BASE).figures["samples_per_second"]
     for one in outcomes:
-        faster = one.figures["samples_per_second"] / base.figures["samples_per_second"]
-        values = (
-            one.figures["step_ms"]["mean"],
-            one.figures["straggler_percent"],
-            one.figures["exposed_percent"],
-            one.exposed_ms,
-        )
-        shown = [f"{value:,.2f}" for value in values] + [
-            f"{one.figures['samples_per_second']:,.0f}",
-            f"{faster:.2f}",
-        ]
-        table.add_row(one.label, *shown)
+        figures, rate = one.figures, one.figures["samples_per_second"]
+        shares = (figures["straggler_percent"], figures["exposed_percent"])
+        values = (figures["step_ms"]["mean"], *shares, one.exposed_ms)
+        shown = [f"{value:,.2f}" for value in values]
+        table.add_row(one.label, *shown, f"{rate:,.0f}", f"{rate / base:.2f}")
     return table
 
 
 def _make_change_table(changes: Sequence[dict[str, Any]]) -> Table:
-    """What helps most is the bottleneck."""
+    """The largest gain shows the bottleneck."""
     arms = list(dict.fromkeys(row["arm"] for row in changes))
-    table = Table(title="what a better machine or a larger batch would give, more samples/s")
-    table.add_column("change")
-    for arm in arms:
-        table.add_column(f"with {arm}", justify="right")
+    title = "what a better machine or a larger batch would give, more samples/s"
+    table = _make_table(title, "change", [f"with {arm}" for arm in arms])
     for what in dict.fromkeys(row["change"] for row in changes):
-        gains = {
-            row["arm"]: row["more_samples_per_second_percent"]
-            for row in changes
-            if row["change"] == what
-        }
+        rows = [row for row in changes if row["change"] == what]
+        gains = {row["arm"]: row["more_samples_per_second_percent"] for row in rows}
         table.add_row(what, *(f"{gains[arm]:+.2f} %" if arm in gains else "" for arm in arms))
     return table
 
 
 def _make_useful_table(rows: Sequence[Mapping[str, Any]], failure_every: float) -> Table:
-    """What each failure costs, and what is left."""
+    """The cost of each failure, and the time that remains."""
     table = Table(
         title=f"useful time with {rows[0]['arm']} at a failure every {failure_every:,.0f} s, and "
         "the seconds that each costs"
@@ -143,31 +131,25 @@ def _make_useful_table(rows: Sequence[Mapping[str, Any]], failure_every: float) 
 
 def _make_gpu_table(outcomes: Sequence[Outcome]) -> Table:
     counts = list(dict.fromkeys(one.gpus for one in outcomes))
-    table = Table(title="straggler % / exposed % by GPUs")
-    table.add_column("technique")
-    for count in counts:
-        table.add_column(f"{count:,}", justify="right")
+    title = "straggler % / exposed % by GPUs"
+    table = _make_table(title, "technique", [f"{count:,}" for count in counts])
     for label in dict.fromkeys(one.label for one in outcomes):
-        found = {one.gpus: one.figures for one in outcomes if one.label == label}
-        cells = [
-            f"{found[c]['straggler_percent']:.1f} / {found[c]['exposed_percent']:.1f}"
-            if c in found
-            else ""
-            for c in counts
-        ]
-        table.add_row(label, *cells)
+        shown = {}
+        for one in (one for one in outcomes if one.label == label):
+            shares = (one.figures[f"{kind}_percent"] for kind in ("straggler", "exposed"))
+            shown[one.gpus] = " / ".join(f"{share:.1f}" for share in shares)
+        table.add_row(label, *(shown.get(count, "") for count in counts))
     return table
 
 
 def write_calibration(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
     """Measures this machine and writes the calibration to `out`."""
-    pairs = [_parse_shape(text) for text in shapes]
     data = calibrate(
         device,
         out.stem,
-        shapes=pairs,
+        shapes=[_parse_shape(text) for text in shapes],
         repetitions=repetitions,
-        report=lambda line: print(line, flush=True),
+        report=partial(print, flush=True),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,5 @@
 """Simulates a run: assigns the batches of a workload by the partitioners of training, and runs a
-schedule over them, step by step.
-
-Memory is bounded: the ids of three batches are held, and no steps.
+schedule over them, step by step. Holds the ids of three batches and no steps.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment
 from freescale.embedding.placement import CHOICES
-from freescale.simulate.compute import Calibration, Load, Model
+from freescale.simulate.compute import Calibration, Model
 from freescale.simulate.costs import Batch, Costs
+from freescale.simulate.curves import Load
 from freescale.simulate.network import TRANSPORTS, Network
 from freescale.simulate.placed_tables import ITEM, PlacedTables, assign_home, place_tables
 from freescale.simulate.ranks import Ranks, Step
@@ -37,8 +36,7 @@ class Setting:
     transport: str = "collective"
     adapt: bool = False  # the balancer's cost model learns from the simulated times
     placement: str = "auto"  # of the table: by the rule of training, or one of its CHOICES
-    # without it, every event of a history is a request, as in plain TorchRec
-    deduplicate: bool = True
+    deduplicate: bool = True  # False: every event of a history is a request, as in plain TorchRec
     cache_miss: float = 100.0  # of placement `host`: percent of a step's rows
 
     def __post_init__(self) -> None:
@@ -60,14 +58,10 @@ class Setting:
 
     @property
     def name(self) -> str:
-        balance = (
-            ""
-            if self.balance == "none"
-            else f", {self.balance}" + (" adapted" if self.adapt else "")
-        )
-        return f"{self.schedule}{balance}, {self.transport}" + (
-            "" if self.deduplicate else ", not deduplicated"
-        )
+        adapted = " adapted" if self.adapt else ""
+        balance = "" if self.balance == "none" else f", {self.balance}{adapted}"
+        plain = "" if self.deduplicate else ", not deduplicated"
+        return f"{self.schedule}{balance}, {self.transport}{plain}"
 
 
 @dataclass(frozen=True)
@@ -96,9 +90,9 @@ def simulate(
         setting: The configuration.
         cluster: The model and the machine.
         source: The batches.
-        steps: How many.
-        planned: What `plan_batches` returned, to use it again.
-        tables: What `place_tables` returned, likewise.
+        steps: Number of steps.
+        planned: The result of `plan_batches`, to reuse it.
+        tables: The result of `place_tables`, likewise.
 
     Yields:
         The steps.
@@ -111,11 +105,9 @@ def simulate(
     rows = tables.replicated_rows
     costs = Costs(*machine, setting.transport, samples, cluster.jitter, rows)
     ranks = Ranks(cluster.gpus, cluster.network.queue_ms * 1e-3)
-    assigned = (
-        None
-        if planned
-        else _AssignedBatches(setting.balance, setting.adapt, cluster, source, steps)
-    )
+    assigned = None
+    if not planned:
+        assigned = _AssignedBatches(setting.balance, setting.adapt, cluster, source, steps)
     batches = map(partial(_apply_setting, setting), planned or assigned or ())
     previous: Batch | None = None
     current = next(batches, None)
@@ -133,13 +125,13 @@ def simulate(
 
 
 def plan_batches(balance: str, cluster: Cluster, source: Workload, steps: int) -> list[Batch]:
-    """Plans the batches of a run, for several settings: they depend on nothing of a setting but the
-    partitioner, as long as its cost model does not learn."""
+    """Plans the batches of a run, for several settings: unless the cost model learns, they depend
+    only on the partitioner."""
     return list(_AssignedBatches(balance, False, cluster, source, steps))
 
 
 def _apply_setting(setting: Setting, batch: Batch) -> Batch:
-    """Changes the requests of a batch as the setting demands."""
+    """Adapts the requests of a batch to the setting."""
     demand = batch.demand
     if demand.pooled is not None and setting.schedule != "sparse_dist":
         demand = _pool_on_requesters(demand, batch.lookups)
@@ -165,7 +157,7 @@ def _pool_on_requesters(demand: Demand, lookups: NDArray[Any]) -> Demand:
 
 
 class _AssignedBatches:
-    """The batches as a partitioner of training assigns them, each compared with its neighbours."""
+    """The batches assigned by a partitioner of training, each compared with its neighbours."""
 
     def __init__(
         self, balance: str, adapt: bool, cluster: Cluster, source: Workload, steps: int
@@ -195,7 +187,7 @@ class _AssignedBatches:
                 before, now = now, after
 
     def _assign(self, step: int) -> tuple[NDArray[Any], NDArray[Any], Assignment, Any]:
-        """(lengths [n], ranks that read them [n], their assignment, what the ranks ask for)."""
+        """(lengths [n], ranks that read them [n], their assignment, the requests of the ranks)."""
         lengths, gpus = self._source.get_lengths(step), self._gpus
         home = assign_home(len(lengths), gpus)
         table = np.stack([lengths, np.zeros_like(lengths), lengths], axis=1)
@@ -218,14 +210,13 @@ class _AssignedBatches:
 
     def learn(self, step: Step) -> None:
         if self._adapt:
-            spans = [
-                end - begin for name, begin, end in step.spans if name in ("forward", "backward")
-            ]
-            self._balancer.learn(step.number, np.sum(spans, axis=0))
+            computed = [span for span in step.spans if span[0] in ("forward", "backward")]
+            seconds = np.sum([end - begin for _, begin, end in computed], axis=0)
+            self._balancer.learn(step.number, seconds)
 
 
 def _list_counters(batch: Batch, tables: PlacedTables) -> dict[str, NDArray[Any]]:
-    """The counters that the ledgers would hold. Replicated rows are never requested."""
+    """The counters of the ledgers. Replicated rows are never requested."""
     counted = {"samples": batch.load.samples, "tokens": batch.load.tokens}
     if tables.sharded:
         counted |= {"requests": batch.demand.whole.owned, "collisions": batch.demand.late.owned}

@@ -1,5 +1,4 @@
-"""Times what a rank computes in a step, for calibrate.py: an HSTU stack, the row kernels, the dense
-optimizer."""
+"""Times the compute of a step for calibrate.py: an HSTU stack, row kernels, dense optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ ITEMS, NEGATIVES = 1000, 64  # of the head that is timed: sampled softmax
 def time_model(
     device: str, width: int, heads: int, layers: int, lengths: NDArray[Any], repetitions: int
 ) -> dict[str, Any]:
-    """The encoder alone, then a whole retrieval model: what is more of it is the head's."""
+    """Times the encoder alone, then a whole retrieval model; the difference is the head's."""
     torch.manual_seed(0)
     tokens, longest = int(lengths.sum()), int(lengths.max())
     plain: dict[str, Any] = {"dropout": 0.0, "position_bias": False, "time_bias": False}
@@ -58,14 +57,8 @@ def time_model(
         for way, a, b in zip(("forward", "backward"), alone, total, strict=True)
     }
     squares = float((lengths.astype(np.float64) ** 2).sum())
-    sizes = {
-        "samples": len(lengths),
-        "tokens": tokens,
-        "squares": squares,
-        "longest": longest,
-        "layers": layers,
-    }
-    return {"width": width, "heads": heads, **sizes, **found}
+    sizes = {"samples": len(lengths), "tokens": tokens, "squares": squares, "longest": longest}
+    return {"width": width, "heads": heads, **sizes, "layers": layers, **found}
 
 
 def _time_both_ways(
@@ -88,7 +81,7 @@ def _time_both_ways(
 
 
 def _choose_usual(device: str, times: list[float]) -> float:
-    """The median. On a CPU the shortest: whatever else runs there only adds."""
+    """The median; on a CPU the shortest, since other processes only add time."""
     return statistics.median(times) if device == "cuda" else min(times)
 
 
@@ -100,20 +93,17 @@ def _read_clock(device: str) -> float:
 
 def _time_call(device: str, call: Callable[[], Any], repetitions: int) -> float:
     times = []
-    for repetition in range(repetitions + 2):
+    for _ in range(repetitions + 2):
         begin = _read_clock(device)
         call()
-        if repetition >= 2:
-            times.append(_read_clock(device) - begin)
-        else:
-            _read_clock(device)
-    return _choose_usual(device, times)
+        times.append(_read_clock(device) - begin)
+    return _choose_usual(device, times[2:])  # the first two warm up
 
 
 def time_row_work(
     device: str, width: int, keys: int, table: int, repetitions: int
 ) -> dict[str, float]:
-    """Seconds per key or per byte of row, and the constant of a call: that of ten rows."""
+    """Seconds per key or per byte of row, and the constant of a call, measured with ten rows."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(table, width, device=device)
     numbers = torch.randint(table, (keys,), generator=generator).to(device)
@@ -133,14 +123,17 @@ def time_row_work(
         read_rows(read, index).backward(ones)  # type: ignore[no-untyped-call]
         read.grad = None
 
+    def measure(call: Callable[[], Any]) -> float:
+        return _time_call(device, call, repetitions)
+
     with torch.no_grad():
-        constant = _time_call(device, lambda: update(few, few_gradients), repetitions)
-        looked = _time_call(device, lambda: gather_rows(weight, unique), repetitions)
-        updated = _time_call(device, lambda: update(unique, gradients), repetitions)
-        found = _time_call(device, lambda: deduplicate(numbers, edges), repetitions)
-        compared = _time_call(device, lambda: collision_masks(unique, unique.flip(0)), repetitions)
-        forward = _time_call(device, lambda: read_rows(read, index), repetitions)
-    both = _time_call(device, backward, repetitions)
+        constant = measure(lambda: update(few, few_gradients))
+        looked = measure(lambda: gather_rows(weight, unique))
+        updated = measure(lambda: update(unique, gradients))
+        found = measure(lambda: deduplicate(numbers, edges))
+        compared = measure(lambda: collision_masks(unique, unique.flip(0)))
+        forward = measure(lambda: read_rows(read, index))
+    both = measure(backward)
     size, row = 4.0 * width, unique.numel()
     return {
         "deduplicate_per_key": found / keys,
@@ -154,7 +147,7 @@ def time_row_work(
 
 
 def time_optimizer(device: str, many: int, repetitions: int) -> dict[str, float]:
-    """AdamW on one large parameter, and on one small."""
+    """Times AdamW on one large and one small parameter."""
 
     def time_step(count: int) -> float:
         parameter = torch.zeros(count, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A run's folder as the simulator's input: what it trained, and what its ledger measured."""
+"""A run's folder as input of the simulator: its settings and the measurements of its ledger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from freescale.simulate.simulator import Setting, simulate
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a folder says about its run."""
+    """The settings and measurements of a run."""
 
     folder: Path
     config: RunConfig
@@ -27,7 +27,7 @@ class TrainedRun:
 
     @property
     def ranks(self) -> int | None:
-        """None where no ledger says it."""
+        """None without a ledger."""
         return self.ledger.get("ranks")
 
     @property
@@ -38,7 +38,7 @@ class TrainedRun:
 
     @property
     def cache_miss(self) -> float:
-        """Percent of a step's rows that its caches missed; unmeasured, all."""
+        """Percent of a step's rows that the caches missed; 100 if not measured."""
         measured = self.ledger.get("cache_miss_percent")
         return 100.0 if measured is None else float(measured)
 
@@ -50,32 +50,23 @@ class TrainedRun:
 
     @property
     def carries_by_hostwire(self) -> bool:
-        """What carried rows and gradients; unmeasured, what the settings ask for."""
+        """Whether hostwire carried rows and gradients; if not measured, by the settings."""
         paths = self.ledger.get("paths", {})
         carriers = [path for kind in ("ids", "rows", "samples") for path in paths.get(kind, {})]
-        asked = self.config.train.transport
-        return any(path.startswith("hostwire") for path in [*carriers, asked])
+        paths = [*carriers, self.config.train.transport]
+        return any(path.startswith("hostwire") for path in paths)
 
     def make_setting(self, transport: str) -> Setting:
         """The configuration of the run, over a transport of the simulator."""
         train = self.config.train
         adapt = train.balance_adapt and train.balance != "none"
-        return Setting(
-            train.schedule,
-            train.balance,
-            transport,
-            adapt,
-            self.item_placement,
-            cache_miss=self.cache_miss,
-        )
+        chosen = (train.schedule, train.balance, transport, adapt, self.item_placement)
+        return Setting(*chosen, cache_miss=self.cache_miss)
 
 
 def read_trained_run(folder: str | Path) -> TrainedRun:
-    """Reads config.json and ledger.json.
-
-    Raises:
-        ValueError: It is not the folder of a run, or a file in it is damaged.
-    """
+    """Reads config.json and ledger.json. ValueError if the folder is not that of a run, or a file
+    in it is damaged."""
     path = Path(folder)
     run = read_run(path)
     if not run.config:
@@ -88,8 +79,8 @@ def read_trained_run(folder: str | Path) -> TrainedRun:
 
 
 def list_settings(run: TrainedRun) -> dict[str, Any]:
-    """The options of `freescale simulate` that the run decides. Each GPU has as many samples as a
-    rank of the run."""
+    """The options of `freescale simulate` that follow from the run. Each GPU has as many samples as
+    a rank of the run."""
     data, model, train = run.config.data, run.config.model, run.config.train
     decided = {
         "data": data.data,
@@ -106,36 +97,30 @@ def list_settings(run: TrainedRun) -> dict[str, Any]:
         "row_optimizer": train.row_optimizer,
         "seed": train.seed,
     }
-    # Without balancing in the run, the techniques are shown with the usual partitioner.
+    # Without balancing in the run, the techniques are shown with the default partitioner.
     return decided | ({} if train.balance == "none" else {"balance": train.balance})
 
 
 def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] | None:
-    """Simulates the run on its own ranks, beside what its ledger measured.
+    """Simulates the run on its own ranks, to compare with the measurements of its ledger.
 
     Args:
         run: The run.
-        config: The options, of which the network of GPUs, the calibration and the steps count.
+        config: The options; only the GPUs' network, the calibration and the steps are used.
 
     Returns:
-        Plain data: `ranks`, `notes`, and `rows` of figure, simulated and measured. None
-        where nothing was measured, or by ranks that are spread unevenly over machines.
+        Plain data: `ranks`, `notes`, and `rows` of figure, simulated and measured. None if nothing
+        was measured, or the ranks are spread unevenly over machines.
     """
     if run.ranks is None:
         return None
     network = _choose_own_network(run, config)
     if network is None:
         return None
-    on_cpu = network.device == "cpu"
-    shape = replace(
-        config,
-        cap=run.config.data.max_length,
-        width=run.config.model.width,
-        layers=run.config.model.layers,
-        heads=run.config.model.heads,
-        row_optimizer=run.config.train.row_optimizer,
-    )
-    calibration = None if on_cpu else config.calibration
+    names = ("cap", "width", "layers", "heads", "row_optimizer")
+    decided = list_settings(run)
+    shape = replace(config, **{name: decided[name] for name in names})
+    calibration = None if network.device == "cpu" else config.calibration
     trained = replace(run.config, data=replace(run.config.data, data=config.data or ""))
     cluster = place_on_network(shape, run.ranks, network, calibration, trained)
     source = read_workload(trained, run.config.train.global_batch)
@@ -159,7 +144,7 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
 
 
 def _choose_own_network(run: TrainedRun, config: SimulateConfig) -> Network | None:
-    """The machines of the run: its ranks on the preset's links, or on a CPU's."""
+    """The run's ranks on the links of the preset, or of a CPU machine."""
     machines = run.ledger.get("machines") or [{}]
     counts = {len(machine.get("ranks", range(run.ranks or 1))) for machine in machines}
     if len(counts) > 1:
@@ -169,7 +154,7 @@ def _choose_own_network(run: TrainedRun, config: SimulateConfig) -> Network | No
 
 
 def _compare_machines(own: Mapping[str, Any], calibrated: Mapping[str, Any]) -> list[str]:
-    """Warns where the curve is of another device than the run's."""
+    """Warns if the curve was measured on another device than the run's."""
     kind = "gpu" if own.get("gpu") else "cpu"
     mine, theirs = own.get(kind), calibrated.get(kind)
     if not mine or mine == theirs:
@@ -183,8 +168,8 @@ def _compare_machines(own: Mapping[str, Any], calibrated: Mapping[str, Any]) -> 
 def list_compared_figures(
     simulated: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Figures that both ledgers have: {"figure", "simulated", "measured"}; None where a step has
-    no such thing. Means over the steps."""
+    """Mean figures of both ledgers: {"figure", "simulated", "measured"}; None if a step has no such
+    figure."""
     rows = [
         ("step, ms", simulated["step_ms"]["mean"], measured["step_ms"]["mean"]),
         *(

@@ -1,30 +1,30 @@
-"""Says in a few sentences what a simulation found. A pure function of its figures."""
+"""Summarizes a simulation in a few sentences. A pure function of its figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The base of every comparison: TorchRec's pipeline as its users get it, the table cut by rows and
-# ids not deduplicated (the peer of `freescale bench ladder`).
+# The base of every comparison: TorchRec's pipeline with its defaults, row-wise tables and no
+# deduplication of ids (the peer of `freescale bench ladder`).
 BASE = "TorchRec SparseDist"
 ALL, UNBALANCED = "staged + balancing + hostwire", "staged + hostwire"
-ASKED = "as asked"  # one configuration alone
+ASKED = "as asked"  # a single configuration
 _BASE_NAME = "TorchRec's SparseDist"
 
-LIMIT = 10.0  # per cent of a step above which something other than compute limits it
-BATCH = "twice the batch"  # the change that is not one of the machine
+LIMIT = 10.0  # percent of a step; above, something other than compute limits it
+BATCH = "twice the batch"  # the only change that is not one of the machine
 
 
 def write_verdict(
     rows: Mapping[str, Mapping[str, Any]], changes: Sequence[Mapping[str, Any]], gpu: str
 ) -> str:
-    """How much faster than TorchRec, what balancing is worth, and what limits the step.
+    """States the speedup over TorchRec, the gain of balancing, and what limits the step.
 
     Args:
         rows: The figures of each technique, by its name, on one number of GPUs.
-        changes: What a better machine would give, of the same GPUs.
-        gpu: What one of them is called.
+        changes: The gains of better machines, for the same GPUs.
+        gpu: Name of a GPU.
     """
     name = ALL if ALL in rows else ASKED
     best, base = rows[name], rows[BASE]
@@ -36,15 +36,15 @@ def write_verdict(
         )
     subject = "FreeScale trains this" if name == ALL else "this configuration trains"
     faster = _divide(best, base)
-    said = f"On {count:,} {gpu}s {subject} {faster:.2f} times as fast as {_BASE_NAME}"
+    text = f"On {count:,} {gpu}s {subject} {faster:.2f} times as fast as {_BASE_NAME}"
     unbalanced = rows.get(UNBALANCED)
     if unbalanced is not None:
         without, straggling = _divide(unbalanced, base), unbalanced["straggler_percent"]
         if without < 0.99 * faster:
-            said += f"; without balancing {without:.2f} times: stragglers cost {straggling:.0f} %"
+            text += f"; without balancing {without:.2f} times: stragglers cost {straggling:.0f} %"
         else:
-            said += "; balancing adds nothing here: the ranks have equal work"
-    return f"{said}. {_name_limit(best, [c for c in changes if c['arm'] == name])}"
+            text += "; balancing adds nothing here: the ranks have equal work"
+    return f"{text}. {_name_limit(best, [c for c in changes if c['arm'] == name])}"
 
 
 def _divide(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
@@ -52,7 +52,7 @@ def _divide(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
 
 
 def _name_limit(row: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]) -> str:
-    """What the step is made of, and what a better machine would change."""
+    """Names the limit of a step, and what a better machine would change."""
     exposed, straggler = row["exposed_percent"], row["straggler_percent"]
     gains = {
         change["change"]: change["more_samples_per_second_percent"]
@@ -63,11 +63,11 @@ def _name_limit(row: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]) ->
     if exposed >= max(LIMIT, straggler):
         kinds = row["exposed_ms"]
         kind = max(kinds, key=lambda one: float(kinds[one]))
-        said = f"What limits it is communication, {exposed:.0f} % of the step, most of it {kind}"
-        return f"{said}: {part} would give {gain:.1f} % more." if gain >= 1 else f"{said}."
+        text = f"What limits it is communication, {exposed:.0f} % of the step, most of it {kind}"
+        return f"{text}: {part} would give {gain:.1f} % more." if gain >= 1 else f"{text}."
     if straggler >= LIMIT:
         return f"What limits it is the slowest rank: the others wait {straggler:.0f} % of the step."
-    said = f"What limits it is compute, {100 - exposed - straggler:.0f} % of the step"
+    text = f"What limits it is compute, {100 - exposed - straggler:.0f} % of the step"
     if gain >= 1:
-        return f"{said}; {part} would give {gain:.1f} % more."
-    return f"{said}: no faster network would give 1 % more." if gains else f"{said}."
+        return f"{text}; {part} would give {gain:.1f} % more."
+    return f"{text}: no faster network would give 1 % more." if gains else f"{text}."

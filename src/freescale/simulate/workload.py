@@ -1,5 +1,4 @@
-"""What the ranks of a step compute and ask for: lengths, and how many rows each rank reads, of
-which how many collide.
+"""The work of the ranks in a step: lengths, rows that each rank reads, and how many collide.
 
 Two workloads with the same methods: generated_workload.py and recorded_workload.py.
 """
@@ -18,14 +17,14 @@ PerRank = NDArray[Any]  # [ranks] float64
 
 @dataclass(frozen=True)
 class Rows:
-    """Requests of a step: by the rank that makes them, and by the rank that owns the rows."""
+    """Requests of a step, by requesting rank and by owner of the rows."""
 
     requested: PerRank
     owned: PerRank
 
     @staticmethod
     def spread(requested: PerRank) -> Rows:
-        """Requests whose owners are all alike, since the layout scatters rows."""
+        """Requests spread evenly over owners, since the layout scatters rows."""
         return Rows(requested, np.full(len(requested), requested.mean()))
 
     def __add__(self, other: Rows) -> Rows:
@@ -40,9 +39,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class PooledDemand:
-    """Of one step's pooled features: requests as in `Demand`, ids, and bags, which are what the
-    model sees. Where owners pool, a bag travels from each of them; else rows do, and `Demand` has
-    them all."""
+    """A step's pooled features: requests as in `Demand`, ids, and bags, which the model reads. If
+    owners pool, each of them sends a bag; otherwise rows travel, and `Demand` counts them all."""
 
     whole: Rows
     late: Rows
@@ -53,14 +51,14 @@ class PooledDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """Of one step: all requests, those whose row the step before reads too, those whose row the
-    step after reads too."""
+    """A step's requests: all, those that the previous step reads too, those that the next step
+    reads too."""
 
     whole: Rows
     late: Rows
     urgent: Rows
     lookups: PerRank | None = None  # ids before deduplication; None: one for each token
-    pooled: PooledDemand | None = None  # beside the histories; owners pool
+    pooled: PooledDemand | None = None  # in addition to the histories; owners pool
     pooled_here: PerRank | None = None  # ids whose rows the requester pools
 
     @property
@@ -74,11 +72,11 @@ class Demand:
 
 @dataclass(frozen=True)
 class SmallTable:
-    """A table beside that of the items, so small that every rank holds it."""
+    """A further table, so small that every rank holds it."""
 
     name: str
     rows: int
-    rows_read: float  # distinct ones, by a rank in the first step
+    rows_read: float  # distinct rows that a rank reads in the first step
 
 
 class Workload(Protocol):
@@ -86,12 +84,12 @@ class Workload(Protocol):
 
     notes: list[str]
     items: int  # rows of the item table
-    # that change ranks with a sample when it is balanced: of each of its tokens, and of itself
+    # moved with a balanced sample: for each of its tokens, and for itself
     bytes_per_token: int
     bytes_per_sample: int
 
     def list_small_tables(self, ranks: int) -> list[SmallTable]:
-        """The tables beside that of the items."""
+        """The tables other than that of the items."""
 
     def get_lengths(self, step: int) -> NDArray[Any]:
         """[samples of the global batch] int64."""
@@ -106,10 +104,10 @@ class Workload(Protocol):
 
 @runtime_checkable
 class GrowingWorkload(Protocol):
-    """A workload that tells how a dynamic table of its items grows."""
+    """A workload that predicts the growth of a dynamic item table."""
 
     def list_growth_steps(self, steps: int) -> list[int]:
-        """After which steps it can be told, where `steps` are simulated."""
+        """The steps after which growth is known, if `steps` are simulated."""
 
     def count_admitted(self, steps: Sequence[int], seen: int, ranks: int) -> list[float]:
         """Ids that occur in at least `seen` of the first global batches, for each of these

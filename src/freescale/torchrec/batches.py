@@ -6,8 +6,8 @@ copied to a device, and back.
     Tensor              [samples, ...], or named in `shared`: the same for all samples of a batch
     None, numbers, text constants: every batch has the same
 
-The first batch says what the others have to be. Features go by the keys of KeyedJaggedTensors,
-other leaves by their path in the batch (`labels`, `user.age`).
+The first batch determines the form of the others. Features are named by the keys of
+KeyedJaggedTensors, other leaves by their path in the batch (`labels`, `user.age`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A KeyedJaggedTensor of the current batch, and the ids that its features were announced by."""
+    """A KeyedJaggedTensor of the current batch, and the announced ids of its features."""
 
     features: Any
     version: int
@@ -60,14 +60,12 @@ class BatchForm:
 
     Args:
         shared: paths of tensors that belong to a batch as a whole and are the same on all ranks.
-        loss_weight: what each sample weighs in the loss: the path of a tensor [samples], or a
+        loss_weight: weight of each sample in the loss: the path of a tensor [samples], or a
             function from a batch to one. None: 1.
     """
 
     def __init__(
-        self,
-        shared: Sequence[str] = (),
-        loss_weight: str | Callable[[Any], Tensor] | None = None,
+        self, shared: Sequence[str] = (), loss_weight: str | Callable[[Any], Tensor] | None = None
     ) -> None:
         if isinstance(shared, str):
             raise ValueError(f"shared={shared!r} must be a list of paths, [{shared!r}]")
@@ -79,7 +77,7 @@ class BatchForm:
     # ---- to a SequenceBatch
 
     def encode(self, batch: Any, number: int = 0) -> SequenceBatch:
-        """A batch as it came from the data. Shares its memory.
+        """Converts a batch of the data. Shares its memory.
 
         Raises:
             TypeError, ValueError: a part of it cannot be moved sample by sample, or differs from
@@ -177,7 +175,7 @@ class BatchForm:
     # ---- and back
 
     def decode(self, batch: SequenceBatch) -> Any:
-        """The batch as the model takes it, on the device on which it is."""
+        """Converts the batch back to the model's form, on its device."""
         if self._leaves is None:
             raise RuntimeError(
                 "samples came to a rank that has had no batch of its own, and does not know their "
@@ -208,15 +206,15 @@ class BatchForm:
             weights=weights,
             lengths=lengths,
             stride=len(batch),
-            length_per_key=[part.values.shape[0] for part in parts],  # nobody has to read them
+            length_per_key=[part.values.shape[0] for part in parts],  # saves reading them
         )
         ids = {name: part.values for name, part in zip(leaf.keys, parts, strict=True)}
         self._announced.append(_Announced(features, features.values()._version, ids))
         return features
 
     def find_announced(self, features: Any) -> dict[str, Tensor] | None:
-        """The ids of a KeyedJaggedTensor as the tables know them, by key: they need not be searched
-        for. None if it is not one of the batch's own."""
+        """The announced ids of a KeyedJaggedTensor, by key, which the tables need not search. None
+        if it is not the batch's own."""
         for known in self._announced:
             if known.features is features and features.values()._version == known.version:
                 return known.ids
@@ -232,7 +230,7 @@ def _name_weights(feature: str) -> str:
 
 
 def _count_samples(found: Sequence[tuple[str, Any]], shared: Sequence[str]) -> int:
-    """Of a batch: what its jagged leaves say, or else its tensors."""
+    """The samples of a batch, by its jagged leaves or else its tensors."""
     sizes: dict[str, int] = {}
     for path, value in found:
         if isinstance(value, KeyedJaggedTensor):

@@ -1,5 +1,4 @@
-"""TorchRec's checkpoints, read and written: what a job of TorchRec's has trained goes on here, and
-back."""
+"""Reads and writes TorchRec's checkpoints, to continue a TorchRec job here and vice versa."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ from freescale.transport.process_group import ProcessGroupTransport
 
 
 def put_rows(local: Tensor, layout: ShardLayout, rank: int) -> Take:
-    """What takes a table [rows, ...] in the order of ids, piece by piece, and keeps what is a
-    rank's: local [n, ...], in spread order. Pieces may divide the columns, too."""
+    """Returns a function that receives a table [rows, ...] in the order of ids, piece by piece, and
+    keeps a rank's part: local [n, ...], in spread order. Pieces may divide the columns, too."""
     rows = layout.specs[0].rows
     first, last = layout.get_owned_range(0, rank)
 
@@ -65,7 +64,7 @@ def collect_block(local: Tensor, layout: ShardLayout, rank: int, transport: Tran
     receive = torch.bincount(position // block, minlength=layout.world).tolist()
     sent = local.index_select(0, receivers.argsort(stable=True))
     received = transport.all_to_all(sent, send, receive, "rows").wait()
-    # By owner, and of each owner in its own order: in all by position.
+    # Ordered by owner and within each owner: in all by position.
     collected = torch.empty_like(received)
     collected[position.argsort()] = received
     return collected
@@ -73,7 +72,7 @@ def collect_block(local: Tensor, layout: ShardLayout, rank: int, transport: Tran
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is read of a checkpoint, checked."""
+    """The checked content of a checkpoint."""
 
     source: Source
     dense: dict[str, Tensor]  # by key, to be filled
@@ -88,23 +87,22 @@ def load_checkpoint(
     *,
     prefix: str | None = None,
 ) -> None:
-    """Loads what a job of TorchRec's has saved: by torch.distributed.checkpoint, from any number of
-    ranks and any sharding of its tables, or by torch.save from an unsharded model. A collective;
-    every rank reads the tables, one shard at a time.
+    """Loads a checkpoint of a TorchRec job: by torch.distributed.checkpoint, from any number of
+    ranks and any sharding, or by torch.save from an unsharded model. A collective; every rank reads
+    the tables, one shard at a time.
 
     Args:
         source: the folder, the file, or a state_dict: of the model alone, or
             `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}` under any names.
-        model: what `freescale.torchrec.parallelize` returned.
+        model: the result of `freescale.torchrec.parallelize`.
         optimizer: of its dense parameters. With it the states of the dense and of the row
-            optimizers are loaded, too; None loads weights alone. Adam of rows goes by the steps of
+            optimizers are loaded, too; None loads only weights. Adam of rows counts the steps of
             the pipeline: `pipeline.load_state_dict({"steps": steps})`.
-        prefix: what the model's names have before them in the checkpoint, "model." for instance.
-            None: found out.
+        prefix: prefix of the model's names in the checkpoint, for example "model.". None finds it.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or does not fit the model; the message says what.
-            Nothing has changed then, unless a file turns out to be damaged.
+        ValueError: the checkpoint cannot be read, or does not fit the model. Nothing has changed
+            then, unless a file is damaged.
     """
     tables, transport = model.tables, model.transport
     reading = run_on_all_ranks(transport, lambda: _prepare(source, model, optimizer, prefix))
@@ -136,10 +134,7 @@ def _prepare(
 
 
 def _find(
-    source: Source,
-    model: ShardedModel,
-    optimizer: torch.optim.Optimizer | None,
-    prefix: str | None,
+    source: Source, model: ShardedModel, optimizer: torch.optim.Optimizer | None, prefix: str | None
 ) -> _Reading:
     own, specs, optimizers = _collect_dense(model), model.tables.specs, model.tables.optimizers
     names = [*(f"{name}.weight" for name in specs), *own]
@@ -201,13 +196,10 @@ def save_checkpoint(
     loaded from it, on any number of ranks. A collective; needs the memory of the tables once more.
 
     Args:
-        folder: where it goes. It must not exist.
-        model: what `freescale.torchrec.parallelize` returned.
+        folder: the folder to write. It must not exist.
+        model: the result of `freescale.torchrec.parallelize`.
         optimizer: of its dense parameters. With it the states of the dense and of the row
             optimizers are written, too.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: it cannot be written, or something has no counterpart in TorchRec. Nothing is
@@ -278,19 +270,19 @@ def _refuse_existing(path: Path) -> None:
 
 
 def _find_layout(tables: Tables, name: str) -> tuple[ShardLayout, int]:
-    """Of a table alone, and which of its parts is here."""
+    """The layout of a single table, and the part of this rank."""
     sharded = tables.placements[name].kind == "sharded"
     world, rank = (tables.transport.world, tables.transport.rank) if sharded else (1, 0)
     return ShardLayout((tables.specs[name],), world), rank
 
 
 def _get_table(name: str) -> str:
-    """A table's name in its config, of its path."""
+    """A table's name in its config, from its path."""
     return name.rpartition(".")[2]
 
 
 def _collect_dense(model: ShardedModel) -> dict[str, Tensor]:
-    """By the names that the user's model gives them."""
+    """Dense tensors by their names in the user's model."""
     return {
         name.removeprefix("dense/"): value
         for name, value in collect_dense(list_state(model.module.model)).items()

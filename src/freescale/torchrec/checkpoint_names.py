@@ -1,10 +1,10 @@
-"""Under which names a checkpoint of TorchRec's holds a model: pure functions of its keys.
+"""Names of a model in TorchRec's checkpoints: pure functions of the keys.
 
     model.<parameter>                               a parameter, a buffer, or the weight of a table
     optimizer.state.<parameter>.<state>             the dense optimizer's state of a parameter
     optimizer.state.<weight>.<table>.momentum1      a fused optimizer's state of a table
 
-What comes before the name of a parameter, or before `state.`, is up to whoever saved it.
+Prefixes before the name of a parameter or before `state.` depend on the program that saved it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from freescale.embedding.optimizers import RowOptimizer
 
-# By row optimizer: each of its states, as fused kernels name it ({}: the table) and as optimizers
-# that are no kernels do, which train data-parallel and unsharded tables.
+# By row optimizer: the names of its states in fused kernels ({}: the table) and in other
+# optimizers, which train data-parallel and unsharded tables.
 _TABLE_STATES: dict[str, dict[str, tuple[str, str]]] = {
     "SGD": {},
     "Adagrad": {"sum": ("{}.momentum1", "sum")},
     "RowWiseAdagrad": {"sum": ("{}.momentum1", "sum")},
     "Adam": {"first": ("{}.momentum1", "exp_avg"), "second": ("{}.exp_avg_sq", "exp_avg_sq")},
 }
-STEP = "step"  # of optimizers that are no kernels: row optimizers go by the pipeline's
+STEP = "step"  # of optimizers without kernels; row optimizers use the pipeline's step
 
 
 def find_weights(keys: Collection[str], names: Sequence[str], prefix: str | None) -> dict[str, str]:

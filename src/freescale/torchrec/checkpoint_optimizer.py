@@ -12,11 +12,8 @@ States = dict[str, dict[str, Tensor]]  # by the name of a parameter and of a sta
 
 
 def list_states(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> States:
-    """What the optimizer has of each of its parameters.
-
-    Raises:
-        ValueError: a parameter is not the model's, or a state is no tensor.
-    """
+    """The optimizer's states of each parameter. ValueError if a parameter is not the model's, or a
+    state is not a tensor."""
     states: States = {}
     for parameter in _list_parameters(optimizer):
         if parameter not in names:
@@ -40,7 +37,7 @@ def list_states(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, s
 
 
 def make_room(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> States:
-    """Tensors like those that the optimizer has once it has made a step: a copy makes one."""
+    """Allocates tensors like the optimizer's states after a step, which a copy of it makes."""
     tried = copy.deepcopy(optimizer)
     copies = _list_parameters(tried)
     for parameter in copies:
@@ -53,16 +50,8 @@ def make_room(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
 def match_states(
     room: States, found: Mapping[str, Mapping[str, str]], kind: str
 ) -> dict[str, Tensor]:
-    """The tensor for each key of a checkpoint.
-
-    Args:
-        room: by parameter and state, as the optimizer has them.
-        found: the keys of the checkpoint, in the same way.
-        kind: the optimizer, for messages.
-
-    Raises:
-        ValueError: the states are another optimizer's.
-    """
+    """The tensor of `room` for each key of a checkpoint. `found`: the keys by parameter and state;
+    `kind`: the optimizer's name. ValueError if the states are another optimizer's."""
     wanted: dict[str, Tensor] = {}
     for parameter, states in room.items():
         there = found.get(parameter, {})

@@ -1,5 +1,5 @@
-"""What a checkpoint is read from, a piece of a tensor at a time: a folder that
-torch.distributed.checkpoint wrote, or a state_dict."""
+"""Sources of a checkpoint, read piece by piece: a folder of torch.distributed.checkpoint, or a
+state_dict."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ class Source(Protocol):
     shapes: Mapping[str, Sequence[int]]
 
     def read(self, wanted: Mapping[str, Take]) -> None:
-        """Gives each wanted tensor to what takes it, in pieces that make it up."""
+        """Passes each wanted tensor to its receiver, in pieces."""
 
 
 def open_source(source: str | Path | Mapping[str, Any]) -> Source:
-    """A folder of torch.distributed.checkpoint's, a file of torch.save's, or what was in it.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """Opens a folder of torch.distributed.checkpoint, a file of torch.save, or its content. OSError
+    or ValueError if it cannot be read."""
     if isinstance(source, Mapping):
         return _StateDict("the state_dict", source)
     path = Path(source)
@@ -71,15 +68,15 @@ def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flatten(value, f"{path}.")
         elif hasattr(value, "local_shards") or hasattr(value, "to_local"):
             raise ValueError(
-                f"{path!r} of the state_dict is a {type(value).__name__}, of which a rank has a "
-                "part: save it by torch.distributed.checkpoint, and give the folder"
+                f"{path!r} of the state_dict is a {type(value).__name__}, and a rank has only a "
+                "part of it: save it by torch.distributed.checkpoint, and give the folder"
             )
         elif isinstance(value, Tensor):
             yield path, value
 
 
 class _Reader(SafeReader):
-    """Entries that are no tensors stay unread."""
+    """Skips entries that are not tensors."""
 
     def _check(self, metadata: Any) -> None:
         if type(metadata) is meta.Metadata:
@@ -93,8 +90,7 @@ class _Reader(SafeReader):
 
 
 class _Folder:
-    """A checkpoint of torch.distributed.checkpoint's. Of a sharded tensor one shard is in memory at
-    a time."""
+    """A checkpoint of torch.distributed.checkpoint, read one shard at a time."""
 
     def __init__(self, path: Path) -> None:
         self.about = f"checkpoint {path}"

@@ -20,14 +20,14 @@ def check_samples_independent(
     shared: Sequence[str] = (),
     loss_weight: str | Callable[[Any], Tensor] | None = None,
 ) -> None:
-    """As `freescale.check_samples_independent`, for a model whose batches are made of
-    KeyedJaggedTensors: before `parallelize`, or what it returned.
+    """`freescale.check_samples_independent` for a model whose batches contain KeyedJaggedTensors,
+    before or after `parallelize`.
 
     Args:
         model: returns the mean loss over the samples, or (loss, outputs).
         batch: at least two samples.
-        samples: how many of them are looked at.
-        shared, loss_weight: as in `freescale.torchrec.parallelize`, of a model before it.
+        samples: how many of them are checked.
+        shared, loss_weight: as in `freescale.torchrec.parallelize`, for a model before it.
 
     Raises:
         ValueError: samples depend on each other; the message names the module.

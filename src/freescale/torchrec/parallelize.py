@@ -1,5 +1,5 @@
-"""`freescale.torchrec.parallelize`: finds a model's EmbeddingCollection and EmbeddingBagCollection
-modules and lets them read sharded tables; the model's code stays as it is."""
+"""`freescale.torchrec.parallelize`: replaces a model's EmbeddingCollections and
+EmbeddingBagCollections by readers of sharded tables; the model's code does not change."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from freescale.transport.api import Transport
 _SHARDED, _REPLICATED, _BY_TABLE = "row_wise", "data_parallel", "table_wise"
 
 
-# of fused kernels, if not given
+# defaults of fused kernels
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
-# by the name of the class: ours, and the options that both have
+# by class name: our row optimizer, and the common options
 _KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "SGD": (SGD, ("lr",)),
     "Adagrad": (Adagrad, ("lr", "eps")),
@@ -38,11 +38,8 @@ _KNOWN: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def find_row_optimizer(table: str, weight: Tensor) -> RowOptimizer | None:
-    """What the weight of a table was given; None if it was given nothing.
-
-    Raises:
-        ValueError: there is no such row optimizer here.
-    """
+    """The row optimizer that `apply_optimizer_in_backward` gave to a table's weight, or None.
+    ValueError if there is no such row optimizer here."""
     classes = getattr(weight, "_optimizer_classes", ())
     if not classes:
         return None
@@ -66,14 +63,14 @@ def find_row_optimizer(table: str, weight: Tensor) -> RowOptimizer | None:
 
 
 def read_placements(plan: Any, tables: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """The placement of each table that a plan names.
+    """The placement of each table in a plan.
 
     Args:
         plan: a ShardingPlan, or its dict: {module: {table: ParameterSharding}}.
         tables: (module, table, its name here).
 
     Raises:
-        ValueError: a table is to be sharded in a way that there is not here.
+        ValueError: a kind of sharding is not supported here.
     """
     modules = getattr(plan, "plan", plan)
     known = {module for module, *_ in tables}
@@ -130,20 +127,20 @@ def parallelize(
             batches are dataclasses, named tuples, dicts, lists or tuples of KeyedJaggedTensor,
             JaggedTensor and tensors [samples, ...].
         row_optimizer: `SGD`, `Adagrad`, `RowWiseAdagrad` or `Adam` of freescale: one for all
-            tables, or one for each by the name of its config. None: what
-            `apply_optimizer_in_backward` gave to the tables, or else Adam.
-        transport: what `freescale.connect` returned. None: this process alone.
-        plan: a sharding plan of TorchRec's. Row-wise tables are sharded, data-parallel ones
-            replicated, table-wise ones sharded by row, which is said. Tables that it does not name
-            are placed by `placement`.
+            tables, or one for each by the name of its config. None: that of
+            `apply_optimizer_in_backward`, or else Adam.
+        transport: the result of `freescale.connect`. None: this process alone.
+        plan: a sharding plan of TorchRec. Row-wise tables are sharded, data-parallel ones
+            replicated, table-wise ones sharded by row with a message. `placement` places all other
+            tables.
         placement: "auto", "sharded", "replicated", `freescale.Host(cache="8GB")` or
             `freescale.Disk(folder, cache="8GB")`, for all tables or by name.
-        seed: of the rows of tables on the meta device, which are drawn with the standard deviation
-            of their config's uniform distribution, as a function of (seed, table, row).
+        seed: for rows of tables on the meta device. They are drawn with the standard deviation of
+            their config's uniform distribution, as a function of (seed, table, row).
         row_clip: largest norm of a row's gradient; None does not clip.
-        wire_dtype: rounds rows and gradients on their way between ranks, to torch.bfloat16.
-        shared: paths of tensors in a batch that belong to it as a whole.
-        loss_weight: what each sample weighs in the mean loss: the path of a tensor [samples], or a
+        wire_dtype: torch.bfloat16 rounds rows and gradients in messages between ranks.
+        shared: paths of tensors that belong to the batch as a whole.
+        loss_weight: weight of each sample in the mean loss: the path of a tensor [samples], or a
             function from a batch to one. None: all samples weigh the same.
 
     Returns:
@@ -151,8 +148,7 @@ def parallelize(
 
     Raises:
         TypeError: `row_optimizer` is not one of freescale's.
-        ValueError: the model has what is not supported, or names do not fit; the message says
-            which.
+        ValueError: the model has an unsupported part, or names do not match; the message names it.
     """
     refuse_unsupported(model)
     tables = _find_tables(model)
@@ -184,11 +180,8 @@ def parallelize(
     readers: dict[int, nn.Module] = {}
     for path, collection in collections.items():
         names = [table.path for table in tables if table.collection == path]
-        kind = (
-            BagCollectionReader
-            if isinstance(collection, EmbeddingBagCollection)
-            else CollectionReader
-        )
+        pools = isinstance(collection, EmbeddingBagCollection)
+        kind = BagCollectionReader if pools else CollectionReader
         readers[id(collection)] = kind(collection, sharded.tables, names, form)
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if path and id(module) in readers:
@@ -211,7 +204,7 @@ def _find_tables(model: nn.Module) -> list[_Table]:
 
 
 def _name_in_full(value: Any, tables: Sequence[_Table], what: str) -> Any:
-    """What the user gave by the names of configs, by the paths of embeddings."""
+    """Replaces the names of configs in a user's mapping by paths of embeddings."""
     if not isinstance(value, Mapping):
         return value
     found: dict[str, Any] = {}
@@ -219,11 +212,10 @@ def _name_in_full(value: Any, tables: Sequence[_Table], what: str) -> Any:
         paths = [t.path for t in tables if given in (t.path, t.config.name)]
         if len(paths) != 1:
             known = ", ".join(t.config.name for t in tables)
-            which = f"is the name of {len(paths)} tables ({', '.join(paths)})" if paths else "is no"
-            raise ValueError(
-                f"{what} names {given!r}, which {which}"
-                + ("" if paths else f" table; the tables are {known}")
-            )
+            which = f"is no table; the tables are {known}"
+            if paths:
+                which = f"is the name of {len(paths)} tables ({', '.join(paths)})"
+            raise ValueError(f"{what} names {given!r}, which {which}")
         found[paths[0]] = one
     return found
 
@@ -244,7 +236,7 @@ def _choose_optimizers(given: Any, tables: Sequence[_Table]) -> Any:
 
 
 def _find_deviations(tables: Sequence[_Table]) -> dict[str, float]:
-    """Standard deviations of the rows that are to be drawn; empty if all tables have weights."""
+    """Standard deviations of initial rows; empty if all tables have weights."""
     if not any(t.embedding.weight.is_meta for t in tables):
         return {}
     found = {}

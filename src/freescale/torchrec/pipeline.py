@@ -37,17 +37,17 @@ class _Feed:
 
 
 class Pipeline(pipeline.Pipeline):
-    """Trains a model that `freescale.torchrec.parallelize` returned. Every rank makes one, with the
-    same arguments.
+    """Trains a model of `freescale.torchrec.parallelize`. Every rank creates one with the same
+    arguments.
 
     Args:
-        model: what `freescale.torchrec.parallelize` returned.
+        model: the result of `freescale.torchrec.parallelize`.
         optimizer: a torch optimizer of `model.dense_parameters()`.
-        cost_feature: the feature whose length is what a sample costs, for balancing. None: the
+        cost_feature: the feature whose length is the cost of a sample, for balancing. None: the
             number of ids of all features.
-        balance: as in `freescale.Pipeline`. A model whose samples depend on each other (batch norm,
-            attention divided by the batch's longest history) must not be balanced:
-            `freescale.check_samples_independent(model, batch)` finds out.
+        balance: as in `freescale.Pipeline`. Do not balance a model whose samples depend on each
+            other (batch norm, attention divided by the batch's longest history);
+            `freescale.check_samples_independent(model, batch)` checks it.
         schedule, accumulate, clip, precision, learning_rate, reducer, dense_sums, check: as in
             `freescale.Pipeline`.
 
@@ -104,19 +104,19 @@ class Pipeline(pipeline.Pipeline):
         """The result of the last step that `progress` made: its loss over all ranks."""
 
     def run(self, batches: Iterable[Any]) -> Iterator[StepResult]:
-        """As `freescale.Pipeline.run`, over batches as the model takes them."""
+        """Like `freescale.Pipeline.run`, over batches in the model's form."""
         source = iter(batches)
         if self._feed is None or self._feed.source is not source:
             self._feed = _Feed(source, self._form)
         return super().run(self._feed)
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Makes one step, with the next batch of `iterator`; batches that follow are taken ahead.
-        With another iterator than the last time, those that were taken come first. A collective:
-        a rank whose data has ended takes part until all ranks' data has.
+        """Makes one step with the next batch of `iterator`; later batches are read ahead. With
+        another iterator than the last time, batches that were read ahead come first. A collective:
+        a rank whose data has ended takes part until the data of all ranks has.
 
         Returns:
-            What the model returned beside its loss, for the samples that this rank computed (of its
+            The model's outputs other than the loss, for the samples that this rank computed (of its
             last micro-batch); None if it had none.
 
         Raises:

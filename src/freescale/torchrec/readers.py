@@ -1,5 +1,4 @@
-"""What stands where TorchRec's collections stood: the same arguments, the same results, rows out of
-the tables."""
+"""Replacements of TorchRec's collections: same arguments and results, rows from the tables."""
 
 from __future__ import annotations
 
@@ -23,8 +22,25 @@ from freescale.embedding.tables import Tables
 from freescale.torchrec.batches import BatchForm
 
 
-class BagCollectionReader(EmbeddingBagCollectionInterface):  # type: ignore[misc]
-    """Stands where an EmbeddingBagCollection stood. Has no parameters."""
+class _Reader:
+    """What both kinds of readers share."""
+
+    def _open(self, configs: Any, tables: Tables, names: Sequence[str], form: BatchForm) -> None:
+        """`names`: of the tables, in the order of the configs."""
+        self._configs, self._tables, self._form = configs, tables, form
+        self._read = [
+            (name, feature)
+            for name, config in zip(names, configs, strict=True)
+            for feature in config.feature_names
+        ]  # (table, feature) in the order of the results
+
+    @property
+    def device(self) -> torch.device:
+        return self._tables.transport.device
+
+
+class BagCollectionReader(_Reader, EmbeddingBagCollectionInterface):  # type: ignore[misc]
+    """Replaces an EmbeddingBagCollection. Has no parameters."""
 
     def __init__(
         self,
@@ -33,14 +49,11 @@ class BagCollectionReader(EmbeddingBagCollectionInterface):  # type: ignore[misc
         names: Sequence[str],
         form: BatchForm,
     ) -> None:
-        """`names`: of the tables, in the order of the configs."""
         super().__init__()
-        self._configs = collection.embedding_bag_configs()
+        self._open(collection.embedding_bag_configs(), tables, names, form)
         self._is_weighted = collection.is_weighted()
         self._embedding_names = collection._embedding_names
         self._widths = collection._lengths_per_embedding
-        self._read = _list_reads(self._configs, names)
-        self._tables, self._form = tables, form
         self._pooling = {
             name: collection.embedding_bags[config.name].mode
             for name, config in zip(names, self._configs, strict=True)
@@ -59,11 +72,8 @@ class BagCollectionReader(EmbeddingBagCollectionInterface):  # type: ignore[misc
             )
             for table, feature in self._read
         ]
-        return KeyedTensor(
-            keys=self._embedding_names,
-            length_per_key=self._widths,
-            values=torch.cat(pool_rows(self._tables, bags), dim=1),
-        )
+        values = torch.cat(pool_rows(self._tables, bags), dim=1)
+        return KeyedTensor(self._embedding_names, self._widths, values)
 
     def embedding_bag_configs(self) -> Any:
         return self._configs
@@ -71,29 +81,18 @@ class BagCollectionReader(EmbeddingBagCollectionInterface):  # type: ignore[misc
     def is_weighted(self) -> bool:
         return bool(self._is_weighted)
 
-    @property
-    def device(self) -> torch.device:
-        return self._tables.transport.device
 
-
-class CollectionReader(EmbeddingCollectionInterface):  # type: ignore[misc]
-    """Stands where an EmbeddingCollection stood. Has no parameters."""
+class CollectionReader(_Reader, EmbeddingCollectionInterface):  # type: ignore[misc]
+    """Replaces an EmbeddingCollection. Has no parameters."""
 
     def __init__(
-        self,
-        collection: EmbeddingCollection,
-        tables: Tables,
-        names: Sequence[str],
-        form: BatchForm,
+        self, collection: EmbeddingCollection, tables: Tables, names: Sequence[str], form: BatchForm
     ) -> None:
-        """`names`: of the tables, in the order of the configs."""
         super().__init__()
-        self._configs = collection.embedding_configs()
+        self._open(collection.embedding_configs(), tables, names, form)
         self._need_indices = collection.need_indices()
         self._width = collection.embedding_dim()
         self._names_by_table = collection.embedding_names_by_table()
-        self._read = _list_reads(self._configs, names)
-        self._tables, self._form = tables, form
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The rows of each feature: {its name: JaggedTensor}."""
@@ -120,10 +119,6 @@ class CollectionReader(EmbeddingCollectionInterface):  # type: ignore[misc]
 
     def embedding_names_by_table(self) -> list[list[str]]:
         return list(self._names_by_table)
-
-    @property
-    def device(self) -> torch.device:
-        return self._tables.transport.device
 
 
 class _Features:
@@ -173,18 +168,9 @@ class _Features:
         return offsets
 
 
-def _list_reads(configs: Sequence[Any], names: Sequence[str]) -> list[tuple[str, str]]:
-    """(table, feature) in the order of what a collection returns."""
-    return [
-        (name, feature)
-        for name, config in zip(names, configs, strict=True)
-        for feature in config.feature_names
-    ]
-
-
 def _read_rows(tables: Tables, readings: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """The rows [n, width] of each (table, ids [n]). On a CPU those of one group are read at once:
-    the backward makes one gradient of them, and not one for each feature."""
+    """The rows [n, width] of each (table, ids [n]). On a CPU all rows of a group are read at once,
+    so the backward makes one gradient instead of one per feature."""
     if tables.transport.device.type != "cpu":
         return [tables.read(table, ids) for table, ids in readings]
     together: dict[int, list[tuple[int, Tensor, Tensor]]] = {}

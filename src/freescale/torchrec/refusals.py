@@ -1,4 +1,4 @@
-"""What of TorchRec has no counterpart here, refused by name before any memory is taken."""
+"""Refuses the parts of TorchRec without a counterpart here, before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from freescale.embedding.parallelize import has_hooks
 
-# By the name of a class, or of one that it is derived from: what it is, and the mend.
+# By the name of a class or base class: the problem and the fix.
 _REFUSED = {
     "ManagedCollisionCollection": "managed collision is not supported: hash ids in the data",
     "ManagedCollisionModule": "managed collision is not supported: hash ids in the data",

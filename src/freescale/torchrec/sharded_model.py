@@ -1,4 +1,4 @@
-"""A TorchRec model as the pipelines of FreeScale see it: samples in, a summed loss out."""
+"""Adapts a TorchRec model to the pipelines of FreeScale: samples in, a summed loss out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from freescale.torchrec.batches import TASK, BatchForm
 
 
 class SummedLoss(nn.Module):
-    """Calls the model with a batch of its own form, and makes a sum over the samples of the mean
-    that it returns.
+    """Calls the model with a batch in its own form, and turns its mean loss into a sum.
 
     Attributes:
-        model: as the user wrote it, with readers in the place of its collections.
-        outputs: what the last forward returned beside the loss, without gradients.
+        model: the user's model, with readers in place of its collections.
+        outputs: outputs of the last forward other than the loss, detached.
     """
 
     def __init__(self, model: nn.Module, form: BatchForm) -> None:
@@ -36,7 +35,7 @@ class SummedLoss(nn.Module):
 
 
 class ShardedModel(sharded_model.ShardedModel):
-    """What `freescale.torchrec.parallelize` returns. Takes batches as the model does:
+    """The result of `freescale.torchrec.parallelize`. Takes the model's own batches:
 
     with sharded.reading(batch) as batch:
         loss, outputs = sharded(batch)
@@ -49,24 +48,20 @@ class ShardedModel(sharded_model.ShardedModel):
         self.form = module.form
 
     def check_batch(self, batch: Any) -> SequenceBatch:
-        """The batch on the device of the model; refuses ids that the tables do not have."""
+        """Moves the batch to the model's device; refuses ids that the tables do not have."""
         if not isinstance(batch, SequenceBatch):
             batch = self.form.encode(batch)
         return super().check_batch(batch)
 
     def __call__(self, batch: Any) -> Any:
-        """What the model returns for a batch of `reading`."""
-        return self.module.model(
-            self.form.decode(batch) if isinstance(batch, SequenceBatch) else batch
-        )
+        """The model's result for a batch of `reading`."""
+        own = self.form.decode(batch) if isinstance(batch, SequenceBatch) else batch
+        return self.module.model(own)
 
 
 def split_loss(returned: Any) -> tuple[Tensor, Any]:
-    """(mean loss, outputs) of what a model returned: a loss, or a tuple that begins with it.
-
-    Raises:
-        TypeError, ValueError: it is something else.
-    """
+    """Splits a model's result, a loss or a tuple that begins with it, into (mean loss, outputs).
+    TypeError or ValueError if it is something else."""
     loss, outputs = returned, None
     if isinstance(returned, (tuple, list)) and returned:
         loss, *rest = returned

@@ -1,5 +1,5 @@
-"""Batches of any form, taken apart into their leaves and put together again: dataclasses, named
-tuples, dicts, lists and tuples, within each other."""
+"""Splits batches of any form into leaves and puts them together again: nested dataclasses, named
+tuples, dicts, lists and tuples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Path = str  # of a leaf: "sparse_features", "user.ids", "labels[0]"
 
 @dataclass(frozen=True)
 class Structure:
-    """What a batch is without its leaves."""
+    """The structure of a batch without its leaves."""
 
     kind: type
     names: tuple[Any, ...]  # of the parts: fields, keys or positions
@@ -60,11 +60,11 @@ def _join(path: Path, name: Any) -> Path:
 def _list_parts(
     value: Any,
 ) -> tuple[Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]] | None:
-    """(names, parts, how to build it of other parts); None if it has none."""
+    """(names, parts, a function that rebuilds it from parts); None for a leaf."""
     kind = type(value)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-        # a copy without the parts: made by no constructor, which may want other arguments
+        # a copy without the parts; a constructor might need other arguments
         empty = _with_fields(value, dict.fromkeys(names))
         return (
             names,
@@ -76,7 +76,7 @@ def _list_parts(
     if isinstance(value, dict):
         keys = list(value)
         none = copy.copy(value)
-        none.clear()  # by no constructor: a defaultdict wants another argument
+        none.clear()  # no constructor: a defaultdict needs another argument
         return (
             keys,
             [value[key] for key in keys],

@@ -1,5 +1,4 @@
-"""The best evaluation of a run: which checkpoint stays, and when training has stopped getting
-better."""
+"""The best evaluation of a run: it decides which checkpoint stays and when training ends early."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from freescale.config.metrics import choose_metric, is_better
 
 @dataclass
 class Best:
-    """The best evaluation of the validation part so far, and how many there were since.
+    """The best evaluation of the validation part so far, and the number of evaluations since.
 
-    Metrics are the same on every rank, hence so is this: ranks need not agree on it. It is part of
-    every checkpoint, so that a resumed run keeps the same best and stops at the same evaluation.
+    Metrics are the same on every rank, so ranks need not agree on it. It is part of every
+    checkpoint: a resumed run keeps the same best and stops at the same evaluation.
     """
 
     metric: str
@@ -46,15 +45,15 @@ class Best:
         return {name: value for name, value in asdict(self).items() if name != "patience"}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from a checkpoint's state. Begins anew if the checkpoint has none, compared
-        another metric, or did not keep what is now to be kept."""
+        """Continues from a checkpoint's state. Starts over if the checkpoint has none, compared
+        another metric, or did not keep the best checkpoint that is now to be kept."""
         if state is None or state["metric"] != self.metric or (self.kept and not state["kept"]):
             return
         self.step, self.value, self.since = state["step"], state["value"], state["since"]
 
 
 def build_best(config: RunConfig) -> Best | None:
-    """None if neither --keep best nor --patience asks for it."""
+    """Returns None without --keep best and --patience."""
     if config.train.keep != "best" and config.train.patience is None:
         return None
     metric = config.train.keep_metric or choose_metric(config.model.task, config.label_names)

@@ -1,5 +1,5 @@
-"""The parts of a run, from its configuration: data, model, optimizer, pipeline. Every rank builds
-the same."""
+"""Builds the parts of a run from its configuration: data, model, optimizer, pipeline. Every rank
+builds the same."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], 
 
 
 def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
-    """The histories file of the data, from the cache or made now. One process of a machine makes
-    it; the others wait for it. `progress` is called with a stage and the share done."""
+    """Returns the histories file of the data, from the cache or made now. One process of a machine
+    makes it; the others wait. `progress` is called with a stage and the share done."""
     data = config.data
     return prepare(
         data.data,
@@ -84,7 +84,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
 def load_histories(
     config: RunConfig, path: Path, transport: Transport, part: str = "train"
 ) -> Histories:
-    """One rank's data of a part of the split."""
+    """Opens one rank's data of a part of the split."""
     train = config.train
     return Histories(
         path,
@@ -134,7 +134,7 @@ def adopt_choices(config: RunConfig, chosen: NegativeSpec) -> RunConfig:
 
 
 def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
-    """The model as a plain module. Its tables are on the meta device; `parallelize` makes them."""
+    """Builds the model as a plain module. Its tables are on the meta device until `parallelize`."""
     model = config.model
     torch.manual_seed(config.train.seed)
     encoder = build_encoder(config)
@@ -149,7 +149,7 @@ def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Modu
 
 
 def build_encoder(config: RunConfig) -> Encoder:
-    """As `--encoder` and its options say."""
+    """Builds the encoder of `--encoder` and its options."""
     model = config.model
     shared: dict[str, Any] = {
         "width": model.width,
@@ -171,14 +171,13 @@ def build_encoder(config: RunConfig) -> Encoder:
     return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
 
 
-# Floating-point operations of about 2 ms on one core of a CPU: what moving samples takes a rank,
-# however few they are.
+# Cost of moving samples, however few: about 2 ms of one CPU core, in floating-point operations.
 _PRICE_OF_MOVES = 4e7
 
 
 def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
-    """None without balancing. Costs come from the model's shapes; unless they are adapted,
-    assignments depend on the data alone."""
+    """Builds the balancer; None without balancing. Costs follow from the model's shapes. Unless
+    they adapt, assignments depend on the data alone."""
     if config.train.balance == "none":
         return None
     model = config.model
@@ -208,15 +207,15 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
 
 
 def build_reducer(config: RunConfig) -> Thresholding | None:
-    """What sums the dense gradients with compression; None: exactly."""
+    """Builds the compression of dense gradients; None sums them exactly."""
     eta = config.train.compress_dense
     return None if eta is None else Thresholding(eta, config.train.compress_every)
 
 
 def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
-    """The module of `build_module` with its tables spread over the ranks."""
+    """Builds the module and spreads its tables over the ranks."""
     train = config.train
-    # rows of a dynamic table come with its ids
+    # a dynamic table has no rows before its ids arrive
     module = build_module(config, max(1, data.num_items), data.num_actions)
     return parallelize(
         module,
@@ -233,7 +232,7 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
 
 
 def parse_tables(config: RunConfig) -> dict[str, Dynamic]:
-    """--rows as parallelize takes it. ValueError for what it cannot be."""
+    """Parses --rows for `parallelize`. ValueError if it is not valid."""
     tables = {}
     for name, choice in config.dynamic_tables.items():
         try:
@@ -249,13 +248,13 @@ def parse_tables(config: RunConfig) -> dict[str, Dynamic]:
 
 
 def choose_row_std(config: RunConfig) -> float:
-    """Standard deviation of the first values of rows."""
+    """The standard deviation of initial row values."""
     model = config.model
     return model.width**-0.5 if model.row_std is None else model.row_std
 
 
 def build_row_optimizer(config: RunConfig) -> RowOptimizer:
-    """Of the rows of all tables."""
+    """Builds the optimizer of all table rows."""
     train = config.train
     optimizer: RowOptimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
     if isinstance(optimizer, Adam):
@@ -264,8 +263,8 @@ def build_row_optimizer(config: RunConfig) -> RowOptimizer:
 
 
 def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
-    """Of the dense parameters; tables have a row optimizer of their own. One call updates all of
-    them: a small model has many that take no time themselves."""
+    """Builds the optimizer of the dense parameters. One call updates all of them: a small model has
+    many, and each takes almost no time."""
     train = config.train
     return AdamW(
         model.dense_parameters(),
@@ -278,7 +277,7 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
 def build_pipeline(
     config: RunConfig, model: ShardedModel, optimizer: torch.optim.Optimizer, total: int
 ) -> Pipeline:
-    """The pipeline of a run of `total` steps."""
+    """Builds the pipeline of a run of `total` steps."""
     train = config.train
     return Pipeline(
         model,
@@ -305,12 +304,12 @@ def evaluate_part(
     """Metrics of the model on a part of the split. A collective; the same on all ranks.
 
     Args:
-        config: of the run.
-        model: as `build_model` makes it.
-        path: of the histories file.
+        config: the run's settings.
+        model: the result of `build_model`.
+        path: the histories file.
         part: `validation` or `test`.
         baseline: whether to evaluate the popularity baseline too (retrieval).
-        keep: gets the model's ranks sample by sample (retrieval).
+        keep: receives the target's rank for each sample (retrieval).
 
     Returns:
         {"model": {metric: value}, "popularity": {metric: value}}

@@ -2,85 +2,142 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from freescale.batch import SequenceBatch
+from freescale.config import RunConfig
 from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
 
-if TYPE_CHECKING:
-    from freescale.train.trainer import Trainer
+if TYPE_CHECKING:  # they import pyarrow and kernels
+    from freescale.data.batches.loader import Histories
+    from freescale.embedding.sharded_model import ShardedModel
+    from freescale.pipeline.pipeline import Pipeline
+    from freescale.train.best import Best
+    from freescale.train.checkpoint import Checkpoints
 
 Metrics = Mapping[str, Mapping[str, float]]  # {"model": {"hr@10": 0.1}, "popularity": {...}}
 
 
+class RunView(Protocol):
+    """What a callback sees of its run. It is the `Trainer`; only `stop` changes anything."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def step(self) -> int:
+        """Steps made so far, those of a resumed run included."""
+
+    @property
+    def total(self) -> int:
+        """Steps that the run ends with."""
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the data."""
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation so far, if evaluations are compared."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know about the folder and what was resumed from it."""
+
+    @property
+    def data(self) -> Histories: ...
+
+    @property
+    def model(self) -> ShardedModel: ...
+
+    @property
+    def pipeline(self) -> Pipeline: ...
+
+    @property
+    def checkpoints(self) -> Checkpoints: ...
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def stop(self) -> None:
+        """Ends training on all ranks after the same step, one of the next three."""
+
+
 class Callback:
-    """Overrides the hooks it needs; the others do nothing.
+    """Override the hooks you need; the others do nothing.
 
     Every hook runs on every rank, in the main thread, in the order in which the callbacks were
     given; use `trainer.rank` to act on one rank only. A hook must not call collectives unless all
     ranks do so.
 
-    A hook may call `trainer.stop()`, on any rank. It may raise: then no hook of that rank runs any
-    more, and within three steps the run ends on all ranks. The rank itself raises the exception,
-    the others a RemoteError that quotes it; nothing more is saved.
+    A hook may call `trainer.stop()`, on any rank. It may also raise: then no further hook runs on
+    that rank, and within three steps the run ends on all ranks. The rank itself raises the
+    exception, the others a RemoteError that quotes it. Nothing more is saved.
     """
 
-    def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
-        """On a GPU, while the `count` kernels that the run needs and no earlier run has left behind
-        are compiled: before the first, with `done` 0, and after each. On a machine with several
-        ranks it is called on one of them."""
+    def on_compile(self, trainer: RunView, done: int, count: int) -> None:
+        """While GPU kernels are compiled that are not in the cache: before the first of `count`,
+        with `done` 0, and after each. Called on one rank of each machine."""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: RunView) -> None:
         """Before the first step. The model is built or loaded and `trainer.folder` exists."""
 
-    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+    def on_step(self, trainer: RunView, step: StepResult) -> None:
         """After each step. Losses in `step` are tensors on the device: reading one (`step.loss`)
         waits for the device, so do not read one in every step."""
 
-    def on_log(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_log(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         """Every `log_every` steps and after the last one, with the line of metrics.jsonl: `step`,
         `epoch`, `loss` (the mean over the global batch) and `samples_per_second`."""
 
-    def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
+    def on_evaluation(self, trainer: RunView, metrics: Metrics, part: str) -> None:
         """After an evaluation, with its metrics, which are the same on every rank: of the
         `validation` part every `evaluate_every` epochs, of the `test` part at the end."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+    def on_checkpoint(self, trainer: RunView, path: Path) -> None:
         """After a checkpoint is complete, with its folder."""
 
-    def on_rollback(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_rollback(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         """After `--on-nonfinite rollback` has loaded the last checkpoint, with the line of
         metrics.jsonl: its `step`, and in `rollback` the `loss`, the step that had it (`at_step`),
         and the `skipped_batch`."""
 
-    def on_slow_step(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        """On rank 0, when the ledgers of the ranks are collected: of a step that took much longer
-        than those before it, with what ledger.json keeps of it: `step`, and in `slow_step` its
-        `seconds`, the `usual` ones and what it waited for, in words (`why`)."""
+    def on_slow_step(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
+        """On rank 0, when the ledgers of the ranks are collected, for a step that took much longer
+        than those before it. Its entry in ledger.json: `step`, and in `slow_step` its `seconds`,
+        the `usual` ones and a description of what it waited for (`why`)."""
 
-    def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        """When snapshots are taken less often, because one takes longer than the steps between two
-        of them or, with `auto`, more than 1 % of these; with the line of metrics.jsonl: `step`, and
-        in `snapshot_interval` the `steps` that they are apart from now on, what was `asked` for,
-        the `seconds` that one takes and the `percent` of training that its computing is."""
+    def on_snapshot_interval(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
+        """When snapshots become less frequent, because one takes longer than the steps between two
+        of them or, with `auto`, more than 1 % of these. The line of metrics.jsonl: `step`, and in
+        `snapshot_interval` the new interval (`steps`), the setting (`asked`), the `seconds` of a
+        snapshot and the share of training spent on it (`percent`)."""
 
-    def on_snapshot_cost(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        """Once, when snapshots as often as asked for take more than 1 % of training; as
-        `on_snapshot_interval`, in `snapshot_cost`."""
+    def on_snapshot_cost(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
+        """Once, when snapshots at the configured interval take more than 1 % of training. The
+        entry is that of `on_snapshot_interval`, under `snapshot_cost`."""
 
-    def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
-        """At the end of a run that did not fail, with what `Trainer.train` returns."""
+    def on_end(self, trainer: RunView, results: Mapping[str, Any]) -> None:
+        """At the end of a run that did not fail, with the results of `Trainer.train`."""
 
 
 class CallbackList:
-    """Calls the hooks of several callbacks; makes an exception in one of them end all ranks."""
+    """Calls the hooks of a run's callbacks. An exception in one of them ends all ranks."""
 
-    def __init__(self, callbacks: Sequence[Callback], transport: Transport) -> None:
-        self._callbacks, self._transport = list(callbacks), transport
+    def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
+        self._callbacks, self._transport = list(callbacks), run.transport
+        self._run = weakref.ref(run)  # no reference cycle: a dropped Trainer is freed at once
         self._failure: Exception | None = None
 
     def call(self, hook: str, *args: Any) -> None:
@@ -88,7 +145,7 @@ class CallbackList:
         for callback in self._callbacks:
             if self._failure is None:
                 try:
-                    getattr(callback, hook)(*args)
+                    getattr(callback, hook)(self._run(), *args)
                 except Exception as error:
                     self._failure = error
 
@@ -100,9 +157,8 @@ class CallbackList:
     def guard(
         self, batches: Iterator[SequenceBatch], skipped: Collection[int] = ()
     ) -> GuardedBatches:
-        """The batches but those with a number in `skipped`, until a hook has failed: then its
-        exception, as if the data had failed. The pipeline ends on all ranks after the same step
-        when the data of one fails."""
+        """Leaves out the batches with a number in `skipped`. Raises the exception of a failed hook
+        as if the data had failed: then the pipeline ends on all ranks after the same step."""
         return GuardedBatches(batches, skipped, lambda: self._failure)
 
     def check(self) -> None:
@@ -111,10 +167,9 @@ class CallbackList:
 
 
 class GuardedBatches(Iterator[SequenceBatch]):
-    """The batches of an iterator but for some, until there is a failure, which is raised in place
-    of the next one."""
+    """The batches of an iterator except some. A failure is raised in place of the next one."""
 
-    is_lasting = True  # readers of histories, in threads and workers, leave alone what was taken
+    is_lasting = True  # the loader does not overwrite a batch that it has returned
 
     def __init__(
         self,
@@ -134,7 +189,7 @@ class GuardedBatches(Iterator[SequenceBatch]):
         return batch
 
     def wait_for_next(self) -> None:
-        """Until the next batch is there, where the iterator can tell."""
+        """Waits until the next batch is ready, if the iterator can tell."""
         wait = getattr(self._batches, "wait_for_next", None)
         if wait is not None:
             wait()

@@ -1,9 +1,9 @@
 """Compiles every GPU kernel that a run can need before its first step.
 
-Which those are is found by calling what the run calls, on a few tokens, while launches are recorded
-instead of made: a model of the same configuration with small tables, trained and evaluated, and the
-operations of the tables. Kernels are not specialised by what changes from batch to batch, so these
-calls need the versions that all batches need.
+To find them, the run's operations are called on a few tokens while launches are recorded instead of
+executed: a model of the same configuration with small tables, trained and evaluated, and the
+operations of the tables. Kernels are not specialised by properties that change from batch to batch,
+so these calls select the versions for all batches.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def compile_kernels(
     """Makes all kernels of a run ready on a GPU.
 
     Args:
-        config: of the run.
-        precision: that was chosen for it.
-        actions: whether its data has actions.
-        device: where it trains; on a CPU there is nothing to do.
-        tell: called with (compiled, to be compiled) at the start and after each; not called if
-            Triton's cache folder has them all.
+        config: the run's settings.
+        precision: the chosen precision.
+        actions: whether the data has actions.
+        device: the device of the run; on a CPU there is nothing to do.
+        tell: called with (compiled, total) at the start and after each kernel, unless all are in
+            Triton's cache folder.
 
     Returns:
-        How many were compiled; the others were in the cache folder.
+        The number of compiled kernels; the others were in the cache folder.
     """
     if device.type != "cuda" or not has_triton():
         return 0
@@ -73,7 +73,7 @@ def compile_kernels(
     try:
         with torch.cuda.device(device):
             return compile_recorded(lambda: call_kernels(config, actions, device), tell)
-    except Exception as error:  # it may be in a kernel that the data never needs
+    except Exception as error:  # perhaps in a kernel that the data never needs
         warnings.warn(
             f"GPU kernels could not be compiled beforehand, a step waits for each: {error}",
             stacklevel=2,
@@ -82,7 +82,7 @@ def compile_kernels(
 
 
 def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None:
-    """Calls all that launches kernels in a run, at least once each way."""
+    """Calls everything that launches kernels in a run."""
     call_tables(config, device)
     sum_in_order(torch.zeros(2, ITEMS, device=device), copies=2)  # dense gradients
     for rules in parse_tables(config).values():
@@ -127,12 +127,12 @@ def call_model(
 
 
 def list_wires(config: RunConfig) -> list[torch.dtype | None]:
-    """What rows are gathered as; None: as they are."""
+    """The dtypes in which rows are gathered; None: their own."""
     return [None, *([torch.bfloat16] if config.train.wire_precision == "bf16" else [])]
 
 
 def call_tables(config: RunConfig, device: torch.device) -> None:
-    """What a table does in a step: unique ids, rows and their gradients, updates."""
+    """Calls a table's operations in a step: unique ids, rows and their gradients, updates."""
     width, train = config.model.width, config.train
     weight = torch.zeros(ITEMS, width, device=device)
     numbers = torch.arange(2 * triton_row_sums.CHUNK, device=device) % ITEMS
@@ -162,7 +162,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
 
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
-    """What the map of a dynamic table does for a batch, and when it is loaded."""
+    """Calls the operations of a dynamic table's map, for a batch and when it is loaded."""
     kernels = choose_id_map(device)
     rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # of a shard: more make no difference
     held = kernels.allocate(ACTIONS, rows, 0, device, rules.shard_bits)
@@ -190,7 +190,7 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
 
 
 def call_draws(rules: Dynamic, device: torch.device) -> None:
-    """What a dynamic table does for log-q."""
+    """Calls the operations of a dynamic table for log-q."""
     kernels, keys = choose_draws(device), torch.zeros(1, dtype=torch.int64, device=device)
     sums = DrawCounts(rules, 0, 1, device).sums
     for back in (False, True):
@@ -199,7 +199,7 @@ def call_draws(rules: Dynamic, device: torch.device) -> None:
 
 
 def call_row_exchange(config: RunConfig, device: torch.device) -> None:
-    """What a dynamic table does with rows that come and go, and their state."""
+    """Calls the operations of a dynamic table on inserted and evicted rows and their state."""
     weight = torch.zeros(ITEMS, config.model.width, device=device)
     keys = torch.arange(ITEMS, device=device)
     shapes = build_row_optimizer(config).state_shapes(config.model.width).values()
@@ -218,7 +218,7 @@ def call_row_exchange(config: RunConfig, device: torch.device) -> None:
 
 
 def call_local_tables(numbers: Tensor, weight: Tensor, gradients: Tensor) -> None:
-    """What a table does on a single rank: it is read where it is, and gradients are summed by
+    """Calls a table's operations on a single rank: rows are read in place, gradients summed by
     row."""
     ids = numbers.long()
     triton_row_sums.spread_ids(ids, numbers, choose_stride(ITEMS), ITEMS, 0)
@@ -231,7 +231,7 @@ def call_local_tables(numbers: Tensor, weight: Tensor, gradients: Tensor) -> Non
 def call_updates(
     storage: DeviceStorage, numbers: Tensor, gradients: Tensor, clip: float | None
 ) -> None:
-    """By sums of other ranks, and by those of a single one."""
+    """Calls updates by sums of other ranks, and by those of a single one."""
     fewer = numbers.to(torch.int32)
     for step in (1, 10**9):  # Adam's correction is computed in two ways
         options: UpdateOptions = {"step": step, "factor": 0.5, "clip": clip}
@@ -242,8 +242,8 @@ def call_updates(
 
 
 def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
-    """A few samples with all that the model may read, their times `span` seconds apart. There are
-    enough of them for sums in chunks; one has earlier segments, if the model knows any."""
+    """Builds a few samples with everything that the model may read, their times `span` seconds
+    apart: enough for sums in chunks; one has earlier segments, if the model has any."""
     longest = 3 if config.model.segment is None else 2 * config.model.segment + 1
     lengths = torch.ones(SAMPLES, dtype=torch.int64)
     lengths[0] = min(longest, config.data.max_length)

@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from freescale.ledger.device_profile import read_profile
 from freescale.pipeline.step_result import StepResult
-from freescale.train.callbacks import Callback
+from freescale.train.callbacks import Callback, RunView
 from freescale.train.metrics_log import append_metrics
 
-if TYPE_CHECKING:
-    from freescale.train.trainer import Trainer
-
-_WARM_UP = 20  # steps before, of a run that has so many
+_WARM_UP = 20  # steps before the profile, if the run has as many
 
 
 def watch_compilations() -> Callable[[], list[str]]:
-    """From now on; the result returns the kernels that were compiled since, each as
-    `describe_source` writes it. Those that the cache on disk holds are not."""
+    """Returns a function that lists the kernels compiled since this call, as `describe_source`
+    writes them. Kernels loaded from the cache on disk do not count."""
     try:
         from triton import knobs
     except ImportError:
@@ -41,8 +38,8 @@ def watch_compilations() -> Callable[[], list[str]]:
 
 
 def describe_source(source: Any) -> str:
-    """A kernel and all that selects this version of it, as in `copy_kernel(x: *fp32 / 16, n: i32,
-    BLOCK=1024)`: "/ 16" where an argument is known to be a multiple of 16."""
+    """A kernel with everything that selects this version of it, as in `copy_kernel(x: *fp32 / 16,
+    n: i32, BLOCK=1024)`. "/ 16": the argument is known to be a multiple of 16."""
     constants = getattr(source, "constants", {})
     attributes = getattr(source, "attrs", {})
     words = []
@@ -56,21 +53,21 @@ def describe_source(source: Any) -> str:
 
 
 def choose_first_step(done: int, total: int, steps: int) -> int | None:
-    """The step after which `steps` steps are profiled; None in a run that is too short. A pure
-    function.
+    """The step after which `steps` steps are profiled; None if the run is too short.
 
     Args:
-        done: steps that were made before, by a run that this one resumes.
+        done: steps before a resumption.
         total: steps that the run ends with.
+        steps: steps to profile.
     """
     left = total - done
     return done + min(_WARM_UP, left - steps) if steps and left > steps else None
 
 
 class DeviceFigures(Callback):
-    """Adds a line to metrics.jsonl: `device_busy`, the share of the time in which the GPU had a
-    kernel or a copy to do (0 to 1), `launches` of kernels a step, and `compilations`, of Triton's
-    kernels between the first step and the profile; where there were any, `compiled` names them."""
+    """Adds a line to metrics.jsonl: `device_busy`, the share of time in which the GPU ran a kernel
+    or a copy (0 to 1), `launches` of kernels a step, and `compilations` of Triton kernels between
+    the first step and the profile; `compiled` names these, if any."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -79,14 +76,14 @@ class DeviceFigures(Callback):
         self._begin = 0.0
         self._list_compiled: Callable[[], list[str]] | None = None
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: RunView) -> None:
         if trainer.rank == 0 and trainer.transport.device.type == "cuda":
             self._first = choose_first_step(trainer.step, trainer.total, self._steps)
 
-    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+    def on_step(self, trainer: RunView, step: StepResult) -> None:
         if self._first is None:
             return
-        if self._list_compiled is None:  # after the first step, in which what is needed is compiled
+        if self._list_compiled is None:  # the first step compiles what is needed
             self._list_compiled = watch_compilations()
         if step.step == self._first:
             self._start()

@@ -1,5 +1,5 @@
-"""Evaluation over all ranks: any model by means of your own (`evaluate`), ranking by NE, AUC and
-GAUC. Retrieval has a file of its own, evaluate_retrieval.py."""
+"""Evaluation over all ranks: any model by your own measures (`evaluate`), ranking by NE, AUC and
+GAUC. For retrieval see evaluate_retrieval.py."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
-from freescale.train.metrics import (
-    area_under_curve,
-    group_area_under_curve,
-    normalized_entropy,
-)
+from freescale.train.metrics import area_under_curve, group_area_under_curve, normalized_entropy
 from freescale.transport.api import Transport
 from freescale.transport.failures import raise_together
 
-# What an evaluation makes of a batch: by name, one value per sample [n], or (sum, weight).
+# Measures of a batch by name: one value per sample [n], or (sum, weight).
 Measures = Mapping[str, Tensor | tuple[Tensor | float, Tensor | float]]
 
 
@@ -36,19 +32,19 @@ def evaluate(
     have different numbers of batches, and none.
 
     Args:
-        model: what `parallelize` returned.
+        model: the result of `parallelize`.
         batches: this rank's batches. Features that only training needs may be missing.
-        fn: `fn(batch, output)` gets a batch on the model's device and what the model returned for
-            it, and returns measures by name: one value per sample ([n]; the mean over all samples)
-            or a pair (sum, weight) of scalars (sums divided by weights). None: the mean loss of
-            each task, from the sums that the model returns and the weights of the batch.
+        fn: `fn(batch, output)` receives a batch on the model's device and the model's output, and
+            returns measures by name: one value per sample ([n]; the mean over all samples) or a
+            pair (sum, weight) of scalars (sums divided by weights). None: the mean loss of each
+            task, from the sums that the model returns and the weights of the batch.
 
     Returns:
         The mean of each measure over all batches of all ranks, the same on every rank; not a number
         where the weight is 0. Empty if no rank has a sample.
 
     Raises:
-        TypeError, ValueError: a batch or a measure of this rank has another form.
+        TypeError, ValueError: a batch or a measure of this rank has the wrong form.
         RemoteError: the data, the model or `fn` failed on another rank.
     """
     transport = model.transport

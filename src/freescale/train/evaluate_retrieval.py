@@ -27,7 +27,7 @@ from freescale.train.metrics import MISS, ranking_quality
 from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
-# [rows] counts of all items, or what finds those of ids [n]
+# [rows] counts of all items, or a function of ids [n] that returns them
 Popularity = Tensor | Callable[[Tensor], Tensor]
 
 
@@ -43,24 +43,23 @@ def evaluate_retrieval(
     The same on every rank.
 
     Metrics are HR@k, NDCG@k and MRR among all items ("hr@10") and without the items of the sample's
-    history ("hr@10/unseen"), and "repeats", the share of targets that the history holds. A target
-    is never left out itself. Of equal scores, and of equally popular items, the target ranks last.
-    A target that cannot be recommended is a miss in every metric: for the model one without a row
-    in a dynamic table, for the baseline also one that the training part does not hold.
+    history ("hr@10/unseen"), and "repeats", the share of targets that are in the history. The
+    target itself is never left out. Among equal scores or counts, the target ranks last. A target
+    that cannot be recommended is a miss in every metric: for the model one without a row in a
+    dynamic table, for the baseline also one that is not in the training part.
 
     Args:
         parallel: A sharded Retrieval model.
         data: This rank's batches; all ranks have equally many.
-        table: Of the items.
-        popularity: [rows] how often the training part holds each item, or a function of ids [n]
-            that returns it; the baseline that recommends the most popular to all.
-        keep: Gets the model's ranks sample by sample.
+        table: The table of the items.
+        popularity: Occurrences of each item in the training part, for the baseline.
+        keep: Receives the target's rank for each sample.
     """
     transport, module = parallel.transport, parallel.module
     parallel.tables.lease.flush()
     ids, rows = parallel.tables.get_local_rows(table)
     with torch.no_grad(), evaluation_mode(module):
-        # Scores are computed on the device, wherever the rows are at home.
+        # Scores are computed on the device, wherever the rows are stored.
         rows = rows.to(transport.device)
         catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
     place, dynamic = _PlaceFinder(ids), parallel.tables.specs[table].dynamic is not None
@@ -132,8 +131,8 @@ def _gather_samples(
 
 
 def _pad(history: Jagged, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[samples, longest], with the target behind the end of each, since every number may be an id;
-    and what of it is the history."""
+    """[samples, longest], padded with the target, since every number may be an id; and a mask of
+    the history."""
     lengths, tokens = history.lengths, history.values.shape[0]
     longest = int(lengths.max()) if len(lengths) else 0
     padded = targets[:, None].repeat(1, longest)
@@ -145,7 +144,7 @@ def _pad(history: Jagged, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_seen(history: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The items of each history [q, longest], and which of them are listed: each once, without the
+    """The items of each history [q, longest], and a mask that selects each once, without the
     target."""
     ordered = history.sort(dim=1).values
     known = ordered == targets[:, None]
@@ -172,7 +171,7 @@ class _PlaceFinder:
         self._ordered, self._order = ids.sort()
 
     def find(self, wanted: Tensor) -> Tensor:
-        """wanted [...] -> their places [...], -1 for those that are not here."""
+        """wanted [...] -> their places [...], -1 if missing."""
         if not self._ordered.numel():
             return torch.full_like(wanted, -1)
         found = torch.searchsorted(self._ordered, wanted).clamp_(max=self._ordered.numel() - 1)
@@ -190,13 +189,13 @@ class _Popularity:
         self._counts, self._ordered = counts, counts.sort().values
 
     def score_targets(self, places: Tensor) -> Tensor:
-        """Counts of the items at places [...]; 0 for those that are elsewhere."""
+        """Counts of the items at places [...]; 0 for items of other ranks."""
         if not self._counts.numel():
             return torch.zeros_like(places, dtype=self._counts.dtype)
         return torch.where(places >= 0, self._counts[places.clamp(min=0)], 0)
 
     def count_better(self, places: Tensor, goals: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """As `scores.count_better`."""
+        """Like `scores.count_better`."""
         not_less = len(self._counts) - torch.searchsorted(self._ordered, goals)
         ahead = (self.score_targets(seen) >= goals[:, None]) & (seen >= 0)
         return not_less - (places >= 0).long(), ahead.sum(1)

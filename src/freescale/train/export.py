@@ -1,5 +1,5 @@
-"""A checkpoint as safetensors, for whoever serves the model: dense weights in one file, each table
-whole in its own."""
+"""Exports a checkpoint as safetensors for serving: dense weights in one file, each table in its
+own."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 def export(
     checkpoint: str | Path | Intact, folder: str | Path, *, overwrite: bool = False
 ) -> list[Path]:
-    """Writes a checkpoint as safetensors, for whoever serves the model. On one rank; needs no
-    others.
+    """Writes a checkpoint as safetensors for serving. Not a collective: call it on one rank.
 
     Args:
-        checkpoint: what `Checkpoints.save`, `latest` or `last_intact` returned.
-        folder: where the files go; it is made.
+        checkpoint: a result of `Checkpoints.save`, `latest` or `last_intact`.
+        folder: where the files go; created if missing.
         overwrite: whether to replace an export that the folder holds.
 
     Returns:
         The files: `dense.safetensors` (dense weights by parameter name) and
         `table.NAME.safetensors` (tensor `weight` [rows, width] in the order of ids) for each table;
-        of a dynamic one also `ids` [rows], those that have a row, and where it is learned
-        `default` [1, width], which all others read.
+        for a dynamic table also `ids` [rows], and if it is learned `default` [1, width], the row
+        of all other ids.
 
     Raises:
         ValueError: the checkpoint is damaged or cannot be read, or the folder holds an export.
@@ -60,8 +59,8 @@ def _refuse_export(out: Path, option: str) -> None:
 
 
 def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
-    """Writes `dense.safetensors` and `table.NAME.safetensors` (tensor `weight` [rows, width] in the
-    order of ids). Removes the tables of an earlier export that this checkpoint does not have."""
+    """Writes the files of `export`, one by one. Removes tables of an earlier export that this
+    checkpoint does not have."""
     if not isinstance(checkpoint, Intact):
         checkpoint = verify_checkpoint(checkpoint, LocalTransport())
     path, state = checkpoint.path, checkpoint.state
@@ -74,17 +73,14 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
         for name, (shape, kind) in state["dense"].items()
     }
     _fill(dense, path)
-    yield _write(
-        {name.removeprefix("dense/"): value for name, value in dense.items()},
-        out / "dense.safetensors",
-    )
+    weights = {name.removeprefix("dense/"): value for name, value in dense.items()}
+    yield _write(weights, out / "dense.safetensors")
     for name, (rows, width, kind, _, *dynamic) in state["tables"].items():
         if dynamic:
             tensors = _read_dynamic(checkpoint, name, rows)
             if LEARNED in dynamic:
-                default = tensors["ids"] == DEFAULT_ID
-                weight = tensors["weight"]
-                tensors = {"ids": tensors["ids"][~default], "weight": weight[~default]}
+                default, weight = tensors["ids"] == DEFAULT_ID, tensors["weight"]
+                tensors = {name: tensor[~default] for name, tensor in tensors.items()}
                 tensors["default"] = weight[default]
             yield _write(tensors, tables[name])
             continue
@@ -96,7 +92,7 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
 
 
 def _read_dynamic(checkpoint: Intact, name: str, rows: int) -> dict[str, torch.Tensor]:
-    """`ids` [n] that have a row, ascending, and `weight` [n, width]."""
+    """Reads `ids` [n] that have a row, ascending, and `weight` [n, width]."""
     names = {f"table/{name}/{part}": part for part in ("rows", "ids", "last_use")}
     stored = read_tensors(checkpoint.base.path, names.__contains__)
     parts = {names[label]: value.flatten(0, 1) for label, value in stored.items()}
@@ -117,7 +113,7 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 
     temporary = path.with_suffix(".tmp")
     temporary.touch()
-    mode = temporary.stat().st_mode  # by the umask: save_file makes files for their owner alone
+    mode = temporary.stat().st_mode  # follows the umask; save_file's files are for their owner only
     save_file(tensors, str(temporary))
     temporary.chmod(mode)
     temporary.replace(path)
@@ -127,11 +123,9 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 def export_run(
     folder: Path, out: Path, name: str | None = None, overwrite: bool = False
 ) -> Iterator[Path]:
-    """Exports a checkpoint of a run, as `find_checkpoint` names it, with the vocabulary of its data
-    if ids are coded. ValueError if `out` holds an export, unless it is to be overwritten."""
-    from freescale.data.ingest.ids import (
-        VOCABULARY,
-    )  # with pyarrow, which a checkpoint alone does not need
+    """Exports a checkpoint of a run by name, with the vocabulary of its data if ids are coded.
+    ValueError if `out` holds an export and `overwrite` is False."""
+    from freescale.data.ingest.ids import VOCABULARY  # imports pyarrow
 
     if not overwrite:
         _refuse_export(out, "--overwrite")
@@ -139,5 +133,5 @@ def export_run(
     yield from export_checkpoint(found, out)
     if overwrite:
         (out / VOCABULARY).unlink(missing_ok=True)  # of the earlier export
-    if (folder / VOCABULARY).is_file():  # rows of tables are codes of ids: it says of which
+    if (folder / VOCABULARY).is_file():  # maps the codes in tables to ids
         yield copy_file(folder / VOCABULARY, out / VOCABULARY)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from freescale.config.metrics import CUTOFFS
 
-MISS = 0  # in place of a rank: the target is not in the catalogue, and no k is large enough
+MISS = 0  # in place of a rank: the target is not in the catalogue
 
 
 def ranking_quality(ranks: Tensor) -> dict[str, float]:
@@ -39,8 +39,7 @@ def normalized_entropy(predictions: Tensor, labels: Tensor) -> float:
 
 
 def area_under_curve(predictions: Tensor, labels: Tensor) -> float:
-    """AUC by ranks; ties count half. Predictions that are no number have no rank, so with them the
-    AUC is none either."""
+    """AUC by ranks; ties count half. NaN if a prediction is NaN, or all labels are equal."""
     positives = labels > 0.5
     count, total = int(positives.sum()), labels.numel()
     if count in (0, total) or predictions.isnan().any():
@@ -52,17 +51,13 @@ def area_under_curve(predictions: Tensor, labels: Tensor) -> float:
 
 
 def group_area_under_curve(predictions: Tensor, labels: Tensor, counts: Tensor) -> float:
-    """GAUC: the mean of each user's AUC, weighted by the user's candidates.
-
-    Users whose candidates are all of one class have no AUC and do not count.
+    """GAUC: the mean of each user's AUC, weighted by the user's candidates. Users whose candidates
+    are all of one class do not count. NaN if no user counts, or a prediction is NaN.
 
     Args:
-        predictions: [n], the candidates of a user beside each other.
+        predictions: [n], user by user.
         labels: [n] 0 or 1.
         counts: [users] int64: candidates of each.
-
-    Returns:
-        Not a number if no user counts, or a prediction is not a number.
     """
     if predictions.isnan().any():
         return math.nan

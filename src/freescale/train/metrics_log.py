@@ -6,42 +6,33 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from freescale.train.callbacks import Callback, Metrics
-
-if TYPE_CHECKING:
-    from freescale.train.trainer import Trainer
+from freescale.train.callbacks import Callback, Metrics, RunView
+from freescale.train.run_folder import RunFolder
 
 
 class MetricsLog(Callback):
     """Writes metrics.jsonl, on rank 0."""
 
-    def on_log(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        self._append(trainer, entry)
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
 
-    def on_rollback(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        self._append(trainer, entry)
+    def on_log(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
+        if trainer.rank == 0 and self._folder.is_open:
+            append_metrics(trainer.folder, entry)
 
-    def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        self._append(trainer, entry)
+    on_rollback = on_snapshot_interval = on_snapshot_cost = on_log
 
-    def on_snapshot_cost(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        self._append(trainer, entry)
-
-    def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
+    def on_evaluation(self, trainer: RunView, metrics: Metrics, part: str) -> None:
         best = trainer.best
         about: dict[str, Any] = {}
         if part == "validation":
             about["epoch"] = trainer.epoch
             about |= {"best": best.state_dict()} if best is not None else {}
         elif best is not None and best.kept and best.step is not None:
-            about["of_step"] = best.step  # whose checkpoint is evaluated
-        self._append(trainer, {"step": trainer.step, **about, part: metrics})
-
-    def _append(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
-        if trainer.rank == 0 and trainer.run_folder.is_open:
-            append_metrics(trainer.folder, entry)
+            about["of_step"] = best.step  # its checkpoint is evaluated
+        self.on_log(trainer, {"step": trainer.step, **about, part: metrics})
 
 
 def append_metrics(folder: Path, entry: Mapping[str, Any]) -> None:
@@ -51,7 +42,7 @@ def append_metrics(folder: Path, entry: Mapping[str, Any]) -> None:
 
 
 def to_json(entry: Any) -> str:
-    """JSON in which a metric that is not defined (AUC of one class) is null: NaN is no JSON."""
+    """JSON with null for metrics that are not defined (AUC of one class): NaN is not valid JSON."""
 
     def replace(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -62,8 +53,8 @@ def to_json(entry: Any) -> str:
 
 
 def truncate_logs(folder: Path, step: int) -> None:
-    """Removes lines that an interrupted run wrote after `step`, from which another goes on. What is
-    written of restarts stays."""
+    """Removes the lines of an interrupted run after `step`, where it resumes. Lines about restarts
+    stay."""
     for name, last in (("metrics.jsonl", step), ("ledger.jsonl", step - 1)):
         path = folder / name
         if path.exists():
@@ -75,8 +66,8 @@ def truncate_logs(folder: Path, step: int) -> None:
 
 
 def was_tested(folder: Path, step: int) -> bool:
-    """Whether metrics.jsonl has the metrics of the test part after `step`. A run that was extended
-    has those of the shorter run, too."""
+    """Whether metrics.jsonl has the metrics of the test part after `step`. An extended run also has
+    those of the shorter run."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines if '"test"' in line]

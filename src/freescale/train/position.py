@@ -1,5 +1,4 @@
-"""Where a run stands in its data: batches that were applied, steps that are left. It is the same on
-all ranks."""
+"""Where a run stands in its data: applied batches and remaining steps. The same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +13,21 @@ from freescale.train.best import Best
 
 
 def count_steps(data: Histories, limit: int | None, skipped: Sequence[int] = ()) -> int:
-    """Of a whole run, which leaves out the batches `skipped` and ends after `limit` steps."""
-    there = data.stop - len(skipped)
-    return min(there, limit or there)
+    """Steps of a whole run that skips some batches and ends after `limit` steps."""
+    count = data.stop - len(skipped)
+    return min(count, limit or count)
 
 
 @dataclass
 class Position:
-    """Of a run: `number` and `skipped` move on with it, the rest follows from them."""
+    """The position of a run: `number` and `skipped` change, the rest follows from them."""
 
     settings: TrainConfig
     pipeline: Pipeline
     data: Histories
-    best: Best | None = None  # evaluation so far, where evaluations are compared
-    number: int = -1  # of the last batch that was applied
-    skipped: list[int] = field(default_factory=list)  # batches that are left out
+    best: Best | None = None  # evaluation so far, if evaluations are compared
+    number: int = -1  # the last batch that was applied
+    skipped: list[int] = field(default_factory=list)  # batches
 
     @property
     def step(self) -> int:
@@ -42,7 +41,7 @@ class Position:
 
     @property
     def following(self) -> int:
-        """Number of the batch after the last that was applied."""
+        """The next batch to apply."""
         number = self.number + 1
         while number in self.skipped:
             number += 1
@@ -50,12 +49,12 @@ class Position:
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that are complete."""
+        """Complete passes over the data."""
         return self.following // self.data.batches_per_epoch
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the last batch that was applied is the last of its epoch."""
+        """Whether the last applied batch is the last of its epoch."""
         return self.epoch > self.number // self.data.batches_per_epoch
 
     @property
@@ -64,8 +63,7 @@ class Position:
         return self.step >= self.total or (self.best is not None and self.best.exhausted)
 
     def refuse_end(self, folder: Path) -> None:
-        """Raises ValueError if nothing is left to train, with the setting that makes more of
-        it."""
+        """Raises ValueError if nothing is left to train, and names the setting that changes it."""
         if self.step >= self.total:
             raise ValueError(self._explain_end(folder))
         if self.best is not None and self.best.exhausted:

@@ -1,4 +1,4 @@
-"""A run as a person sees it: in the terminal, and in TensorBoard."""
+"""Shows a run in the terminal and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 from freescale.config.metrics import select_headlines
 from freescale.pipeline.step_result import StepResult
 from freescale.train.build import build_reducer
-from freescale.train.callbacks import Callback, Metrics
+from freescale.train.callbacks import Callback, Metrics, RunView
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from freescale.data.batches.specs import NegativeSpec
-    from freescale.train.trainer import Trainer
 
 
 class ConsoleProgress(Callback):
-    """Shows a run on rank 0's terminal: a progress bar, or plain lines where it is a log."""
+    """Shows a run on rank 0's terminal: a progress bar, or plain lines if the output is a file."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -30,7 +29,7 @@ class ConsoleProgress(Callback):
         self._task: Any = None
         self._last_line = (-math.inf, -math.inf)  # step and seconds of the last line in a log
 
-    def on_compile(self, trainer: Trainer, done: int, count: int) -> None:
+    def on_compile(self, trainer: RunView, done: int, count: int) -> None:
         if done == 0:
             self._print(
                 f"compiling {count} GPU kernels, which later runs of this configuration reuse"
@@ -38,7 +37,7 @@ class ConsoleProgress(Callback):
         elif done == count or (self._console.is_terminal and done % 8 == 0):
             self._print(f"{done} of {count} GPU kernels compiled")
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: RunView) -> None:
         if trainer.rank != 0:
             return
         lines = (f"run folder {trainer.folder}", *trainer.notes, *trainer.data.file.read_as)
@@ -66,11 +65,11 @@ class ConsoleProgress(Callback):
             )
             self._bar.start()
 
-    def on_step(self, trainer: Trainer, step: StepResult) -> None:
+    def on_step(self, trainer: RunView, step: StepResult) -> None:
         if self._bar:
             self._bar.update(self._task, completed=step.step)
 
-    def on_log(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_log(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         if trainer.rank != 0:
             return
         note = f"loss {entry['loss']:.4f}  {entry['samples_per_second']:.0f} samples/s"
@@ -87,31 +86,31 @@ class ConsoleProgress(Callback):
         self._last_line = (step, now)
         return True
 
-    def on_rollback(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_rollback(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         back = entry["rollback"]
         self._print(
             f"the loss is {back['loss']} at step {back['at_step']}: back to the checkpoint of step "
             f"{entry['step']}, without batch {back['skipped_batch']} (--on-nonfinite rollback)"
         )
 
-    def on_slow_step(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_slow_step(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         slow = entry["slow_step"]
         self._print(
             f"warning: step {entry['step']} took {slow['seconds']:.2f} s, usual are "
             f"{slow['usual']:.2f} s: {slow['why']}"
         )
 
-    def on_snapshot_interval(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_snapshot_interval(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         found = entry["snapshot_interval"]
         least = "costs at most 1 % and keeps up" if found["asked"] == "auto" else "keeps up"
         if trainer.rank == 0:
             self._print(
                 f"a snapshot takes {found['seconds']:.2f} s: from now on there is one every "
-                f"{found['steps']:,} steps, the least that {least} (--snapshot-every "
+                f"{found['steps']:,} steps, the shortest interval that {least} (--snapshot-every "
                 f"{found['asked']})"
             )
 
-    def on_snapshot_cost(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_snapshot_cost(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         found = entry["snapshot_cost"]
         if trainer.rank == 0:
             self._print(
@@ -119,7 +118,7 @@ class ConsoleProgress(Callback):
                 f"{found['percent']:.1f} % of training; --snapshot-every auto keeps it to 1 %"
             )
 
-    def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
+    def on_evaluation(self, trainer: RunView, metrics: Metrics, part: str) -> None:
         if trainer.rank == 0 and part == "validation":  # the command shows the test part as a table
             found = metrics["model"].items()
             quality = {name: value for name, value in found if not math.isnan(value)}
@@ -128,12 +127,12 @@ class ConsoleProgress(Callback):
             mark = "  best so far" if best is not None and best.step == trainer.step else ""
             self._print(f"step {trainer.step}  validation  {values}{mark}")
 
-    def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
+    def on_end(self, trainer: RunView, results: Mapping[str, Any]) -> None:
         if self._bar:
             self._bar.stop()
 
     def _print(self, line: str) -> None:
-        # words of an error may hold brackets, which are no markup
+        # an error message may contain brackets, which are not markup
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
@@ -143,29 +142,29 @@ class TensorBoardLog(Callback):
     def __init__(self) -> None:
         self._writer: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: RunView) -> None:
         if trainer.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(trainer.folder / "tensorboard"))
 
-    def on_log(self, trainer: Trainer, entry: Mapping[str, Any]) -> None:
+    def on_log(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         if self._writer:
             for name in ("loss", "samples_per_second"):
                 self._writer.add_scalar(name, entry[name], entry["step"])
 
-    def on_evaluation(self, trainer: Trainer, metrics: Metrics, part: str) -> None:
+    def on_evaluation(self, trainer: RunView, metrics: Metrics, part: str) -> None:
         if self._writer:
             for name, value in metrics["model"].items():
                 self._writer.add_scalar(f"{part}/{name}", value, trainer.step)
 
-    def on_end(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
+    def on_end(self, trainer: RunView, results: Mapping[str, Any]) -> None:
         if self._writer:
             self._writer.close()
 
 
-def describe_run(trainer: Trainer) -> list[str]:
-    """What is trained on what: data, ranks, model, tables."""
+def describe_run(trainer: RunView) -> list[str]:
+    """Lines about the data, the ranks, the model and its tables."""
     data, settings, transport = trainer.data, trainer.config.train, trainer.transport
     parameters = sum(parameter.numel() for parameter in trainer.model.dense_parameters())
     about = ""
@@ -188,7 +187,7 @@ def describe_run(trainer: Trainer) -> list[str]:
 
 
 def describe_negatives(chosen: NegativeSpec) -> str:
-    """What targets compete with."""
+    """Describes the negatives that targets compete with."""
     if chosen.source == "all":
         return f"full softmax over {chosen.count:,} items"
     text = f"{chosen.count} negatives per {chosen.per}"

@@ -1,126 +1,116 @@
-"""What a run that is started, or started again, does before its first step; and what is left to do
-where no step is left."""
+"""How a run begins or resumes, and what a run without remaining steps still does."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from freescale.train import milestones
 from freescale.train.checkpoint import Damaged
 from freescale.train.metrics_log import truncate_logs, was_tested
+from freescale.train.run import Run
+from freescale.train.snapshot.restoring import Restoring
+from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.failures import run_on_rank_0
 
-if TYPE_CHECKING:
-    from freescale.train.snapshot.restoring import Restoring
-    from freescale.train.trainer import Trainer
 
-
-def begin_or_resume(trainer: Trainer, checkpoint: str) -> None:
-    """Loads a checkpoint of a run that goes on, or places the tables of a new one. A collective.
+def begin_or_resume(run: Run, checkpoint: str) -> None:
+    """Loads a checkpoint of a run that resumes, or places the tables of a new one. A collective.
 
     Args:
-        trainer: whose parts are built.
-        checkpoint: as `Checkpoints.find` names it.
+        run: the run; its parts are built.
+        checkpoint: a name that `Checkpoints.find` understands.
     """
-    if trainer.run_folder.resume:
-        _load(trainer, checkpoint)
+    state = run.state
+    if run.folder.resume:
+        _load(run, checkpoint)
     else:
-        trainer.model.tables.place(trainer.data.batch(0))
+        state.model.tables.place(state.position.data.batch(0))
     # without a step: the run folder has been checked for other runs
-    trainer.checkpoints.check(trainer.model, trainer.optimizer, step=None)
+    state.checkpoints.check(state.model, state.optimizer, step=None)
 
 
-def remembers(trainer: Trainer, run: str) -> bool:
+def has_snapshot(snapshots: Snapshots | None, run: str) -> bool:
     """Whether a snapshot of a run, complete for all ranks, is in memory. A collective."""
-    found = trainer.snapshots.find(run) if trainer.snapshots is not None else None
+    found = snapshots.find(run) if snapshots is not None else None
     return found is not None and found.choose() is not None
 
 
-def _load(trainer: Trainer, checkpoint: str) -> int:
-    """Restores the newest state there is, in memory or on disk; a checkpoint that is named, from
-    disk. Returns its step."""
-    snapshots = trainer.snapshots
+def _load(run: Run, checkpoint: str) -> None:
+    """Restores the newest state, in memory or on disk; a named checkpoint, from disk."""
+    snapshots, state = run.snapshots, run.state
     if snapshots is None:
-        return trainer.state.load(checkpoint)
-    found = snapshots.find(trainer.run_folder.run_id) if checkpoint == "last" else None
-    step = _load_snapshot(trainer, found) if found is not None else None
-    if step is None:
-        step = _load_checkpoint(trainer, checkpoint)
-        snapshots.clear()
-        if found is not None and found.choose() is None:
-            trainer.state.notes.append(f"not from memory: {found.explain_none()}")
-    return step
+        state.load(checkpoint)
+        return
+    found = snapshots.find(run.folder.run_id) if checkpoint == "last" else None
+    if found is not None and _load_snapshot(run, found):
+        return
+    if checkpoint == "last" and not _find_last_saved(run):  # it has only had snapshots
+        if not state.model.tables.placed:
+            state.model.tables.place(state.position.data.batch(0))
+        state.notes.append("begun anew: the run has no checkpoint")
+    else:
+        state.load(checkpoint)
+    snapshots.clear()
+    if found is not None and found.choose() is None:
+        state.notes.append(f"not from memory: {found.explain_none()}")
 
 
-def _load_snapshot(trainer: Trainer, found: Restoring) -> int | None:
-    """The newest snapshot that is complete for all ranks and intact, unless a checkpoint is newer.
-    Returns its step."""
-    state, checkpoints = trainer.state, trainer.checkpoints
+def _load_snapshot(run: Run, found: Restoring) -> bool:
+    """Loads the newest snapshot that is intact and complete for all ranks. False if there is none
+    or a checkpoint is newer."""
+    state, checkpoints = run.state, run.state.checkpoints
+    reducer = state.position.pipeline.reducer
     while (choice := found.choose()) is not None:
-        if _find_last_saved(trainer) > choice.step and _is_newer_intact(trainer, choice.step):
-            return None
+        if _find_last_saved(run) > choice.step and _is_newer_intact(run, choice.step):
+            return False
         try:
-            said = found.load(choice, trainer.model, trainer.optimizer, trainer.pipeline.reducer)
+            contents = found.load(choice, state.model, state.optimizer, reducer)
         except Damaged as error:
-            if trainer.rank == 0:
+            if run.transport.rank == 0:
                 warnings.warn(f"{error}. Taking one before", stacklevel=2)
             found.refused.append(choice.step)
             continue
-        state.go_on_from(said["progress"])
-        checkpoints.adopt_parent(said["checkpoint"], trainer.model.tables, choice.step)
+        state.go_on_from(contents["progress"])
+        checkpoints.adopt_parent(contents["checkpoint"], state.model.tables, choice.step)
         state.notes.append(f"resumed after step {choice.step:,}, {found.describe(choice)}")
-        return choice.step
-    return None
+        return True
+    return False
 
 
-def _find_last_saved(trainer: Trainer) -> int:
+def _find_last_saved(run: Run) -> int:
     """The step of the last checkpoint by its name, or 0."""
-    steps = trainer.checkpoints.steps() if trainer.rank == 0 else []
-    said = trainer.transport.gather_bytes(str(steps[-1] if steps else 0).encode())
-    return int(said[0])
+    steps = run.state.checkpoints.steps() if run.transport.rank == 0 else []
+    return int(run.transport.gather_bytes(b"%d" % (steps[-1] if steps else 0))[0])
 
 
-def _is_newer_intact(trainer: Trainer, step: int) -> bool:
+def _is_newer_intact(run: Run, step: int) -> bool:
     try:
-        saved = trainer.checkpoints.last_intact()
+        saved = run.state.checkpoints.last_intact()
     except Damaged:
         return False
     return saved is not None and int(saved.state["progress"]["step"]) > step
 
 
-def _load_checkpoint(trainer: Trainer, checkpoint: str) -> int:
-    """Where the run has none, because its snapshots were the first that it saved, it begins."""
-    if checkpoint == "last" and not _find_last_saved(trainer):
-        if not trainer.model.tables.placed:
-            trainer.model.tables.place(trainer.data.batch(0))
-        trainer.state.notes.append("begun anew: the run has no checkpoint")
-        return 0
-    return trainer.state.load(checkpoint)
+def give_up_later(run: Run) -> None:
+    """Gives up checkpoints and log lines after the loaded step. Logs come last: they always have at
+    least the steps of the last checkpoint. A collective."""
+    run.state.checkpoints.give_up_later()
+    folder = run.folder.path
+    run_on_rank_0(run.transport, lambda: truncate_logs(folder, run.position.step), str(folder))
 
 
-def give_up_later(trainer: Trainer) -> None:
-    """The run goes on from the step that was loaded: what was saved and logged after it is past.
-    Logs come last, so that they hold at least the steps of the last checkpoint. A collective."""
-    trainer.checkpoints.give_up_later()
-
-    def truncate() -> None:
-        truncate_logs(trainer.folder, trainer.step)
-
-    run_on_rank_0(trainer.transport, truncate, str(trainer.folder))
-
-
-def complete_run(trainer: Trainer) -> dict[str, Any]:
-    """Of a run that was started again after its last step: evaluates the test part, unless that was
-    done. Returns the results, as `Trainer.train`. A collective."""
-    give_up_later(trainer)
-    trainer.run_folder.log_restarts(trainer.step)
+def complete_run(run: Run) -> dict[str, Any]:
+    """Evaluates the test part of a run that was started again after its last step, unless that was
+    done before. Returns the results, as `Trainer.train`. A collective."""
+    give_up_later(run)
+    step = run.position.step
+    run.folder.log_restarts(step)
     results: dict[str, Any] = {"stopped": 0}
-    if trainer.best is not None:
-        results["best"] = trainer.best.state_dict()
-    tested = trainer.rank == 0 and was_tested(trainer.folder, trainer.step)
-    known = trainer.transport.gather_bytes(b"1" if tested else b"")[0]
-    if trainer.config.data.split != "none" and not known:
-        results["test"] = milestones.test(trainer)
-        trainer.callbacks.check()
+    if run.position.best is not None:
+        results["best"] = run.position.best.state_dict()
+    tested = run.transport.rank == 0 and was_tested(run.folder.path, step)
+    known = run.transport.gather_bytes(b"1" if tested else b"")[0]
+    if run.config.data.split != "none" and not known:
+        results["test"] = run.test()
+        run.callbacks.check()
     return results

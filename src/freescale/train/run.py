@@ -1,264 +1,89 @@
-"""What the commands train and eval do in each rank: join the others, train or evaluate, show the
-result on rank 0."""
+"""A run in progress: its parts, and what falls due between its steps."""
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from freescale.config import RunConfig
-from freescale.config.metrics import UNSEEN
-from freescale.data.histories import HistoriesFile
-from freescale.data.ingest.ids import VOCABULARY, check_vocabulary, find_vocabulary
-from freescale.launch.attempts import AUTO
-from freescale.launch.signals import StopSignals, choose_status
-from freescale.train.build import build_model, evaluate_part, load_histories
-from freescale.train.checkpoint import Checkpoints, Intact
-from freescale.train.metrics_log import to_json
-from freescale.train.progress import ConsoleProgress
-from freescale.train.sample_ranks import SampleRanks, write_ranks
-from freescale.train.trainer import Trainer
+from freescale.train.build import evaluate_part
+from freescale.train.callbacks import CallbackList
+from freescale.train.position import Position
+from freescale.train.run_folder import RunFolder
+from freescale.train.run_state import RunState
+from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
-from freescale.transport.connect import connect
 from freescale.worker_server import WorkerServer
 
 
-def run_training(
-    config: RunConfig,
-    folder: Path | None,
-    resume: str | None,
-    prepare: Callable[[], Path],
-    worker_server: WorkerServer | None = None,
-) -> int:
-    """Trains as one of the ranks, and shows the run on rank 0's terminal.
+@dataclass
+class Run:
+    """The parts of a run. `Trainer` builds them; the training loop and `resume` work on them. All
+    methods are collectives."""
 
-    Args:
-        config: of the run.
-        folder: of the run; None makes a new one.
-        resume: the checkpoint of the folder to go on from, or `auto`; None for a new run.
-        prepare: returns the histories file.
-        worker_server: what data workers will be forked from, where the run is to have any.
+    config: RunConfig
+    histories: Path  # the prepared histories file
+    folder: RunFolder
+    state: RunState
+    snapshots: Snapshots | None
+    callbacks: CallbackList
+    worker_server: WorkerServer | None  # data workers are forked from it
 
-    Returns:
-        The exit status: 0, or after a signal that of `choose_status`.
-    """
-    # before the ranks meet: it may take long, and its errors are the same on every rank
-    path = prepare()
-    transport = connect(config.train.device, config.train.timeout, config.train.transport)
-    if resume == AUTO:  # a rank on another machine may not see what is in the folder yet
-        said = transport.gather_bytes(config.to_json().encode())
-        config = RunConfig.from_json(said[0].decode())
-    callbacks = [ConsoleProgress()] if transport.rank == 0 else []
-    trainer = Trainer(
-        config,
-        folder,
-        resume=resume if resume is not None else False,
-        callbacks=callbacks,
-        histories=path,
-        transport=transport,
-        worker_server=worker_server,
-    )
-    with StopSignals(trainer.stop, transport.rank) as signals:
-        results = trainer.train(signals)
-        if transport.rank == 0:
-            stopped = _describe_stop(trainer) if results["stopped"] else ""
-            _show(results, trainer, stopped)
-        if results["stopped"]:
-            # the first that ends makes a launcher end the others: let all be through
-            transport.gather_bytes(b"")
-        transport.close()
-    return choose_status(results["stopped"])
+    @property
+    def position(self) -> Position:
+        return self.state.position
 
+    @property
+    def transport(self) -> Transport:
+        return self.state.model.transport
 
-def _describe_stop(trainer: Trainer) -> str:
-    """Where the run stopped, and how to go on."""
-    step, latest = trainer.step, trainer.checkpoints.latest()
-    if step == trainer.total:
-        left = trainer.config.data.split != "none"
-        rest = (
-            f"; the test part is left: freescale eval {shlex.quote(str(trainer.folder))}"
-            if left
-            else ""
-        )
-        return f"stopped after the last step, {step}: the run is complete and saved{rest}"
-    if latest is None:
-        return (
-            "stopped before the first step: nothing to save; start it again with the same command"
-        )
-    return (
-        f"stopped after step {step}, saved in {latest}; go on with: "
-        f"{resume_command(trainer.folder, os.environ)}"
-    )
+    def evaluate(self, part: str) -> dict[str, dict[str, float]]:
+        """Evaluates a part with the model as it is, and notes it if it is the best validation."""
+        best, model = self.position.best, self.state.model
+        metrics = evaluate_part(self.config, model, self.histories, part, baseline=part == "test")
+        if best is not None and part == "validation" and self.folder.is_open:
+            best.note(self.position.step, metrics["model"])
+        self.callbacks.call("on_evaluation", metrics, part)
+        return metrics
 
+    def validate_if_due(self) -> None:
+        """Evaluates the validation part at the end of an epoch if it is due. Saves a checkpoint if
+        this is the best evaluation so far and the best checkpoint is kept."""
+        every, position = self.config.train.evaluate_every, self.position
+        due = every is not None and position.ends_epoch and position.epoch % every == 0
+        if due and self.config.data.split != "none":
+            self.evaluate("validation")
+            best = position.best
+            if best is not None and best.kept and best.step == position.step:
+                self.save_checkpoint()
 
-def resume_command(folder: Path, environment: Mapping[str, str]) -> str:
-    """The command that resumes a run as it was started: by torchrun, `--nproc`, or as one
-    process."""
-    arguments = f"train --folder {shlex.quote(str(folder))} --resume"
-    ranks, local = (int(environment.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if "TORCHELASTIC_RUN_ID" in environment:
-        machines = f"--nnodes {ranks // local} ... " if ranks > local else ""
-        return f"torchrun {machines}--nproc-per-node {local} -m freescale {arguments}"
-    return f"freescale {arguments}" + (f" --nproc {ranks}" if ranks > 1 else "")
+    def test(self) -> dict[str, dict[str, float]]:
+        """Evaluates the test part, with the best checkpoint if that is kept."""
+        best, checkpoints = self.position.best, self.state.checkpoints
+        if best is not None and best.kept and best.step not in (None, self.position.step):
+            checkpoints.load(checkpoints.find("best"), self.state.model)
+        return self.evaluate("test")
 
+    def take_snapshot(self) -> None:
+        """Begins a snapshot of this step if one is due."""
+        if self.snapshots is None:
+            return
+        line = self.snapshots.take_if_due(self.state, self.callbacks.failed)
+        if line is not None:
+            (kind,) = line
+            self.callbacks.call(f"on_{kind}", {"step": self.position.step, **line})
 
-def _describe_best(trainer: Trainer) -> list[str]:
-    """Which evaluation was the best, and whether its checkpoint was kept and training ended for
-    it."""
-    best = trainer.best
-    if best is None:
-        return []
-    if best.step is None:
-        return [f"no best one: {best.metric} was not defined in any evaluation"]
-    where = f", {trainer.checkpoints.path(best.step)}" if best.kept else ""
-    words = f"best on the validation part: step {best.step}, {best.metric} {best.value:.4f}{where}"
-    if not best.exhausted:
-        return [words]
-    early = f"ended early, after {best.since} evaluations without a better one (--patience)"
-    return [early, words]
+    def save_checkpoint(self, last: bool = False) -> None:
+        """Saves this step, unless a hook has failed on a rank: then all ranks raise. An
+        asynchronous checkpoint is complete at the next one, or at the `last`."""
+        self.complete_checkpoint()
+        self.callbacks.check()
+        self.state.save()
+        if last or not self.state.checkpoints.asynchronous:
+            self.complete_checkpoint()
 
-
-def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
-    from rich.console import Console
-
-    from freescale.report.console import print_ledger, print_quality
-
-    console, folder = Console(), trainer.folder
-    if results.get("test"):
-        print_quality(console, results["test"])
-    if "ledger" in results:
-        print_ledger(console, results["ledger"])
-    else:
-        for line in (*trainer.notes, f"{folder} is complete: nothing is left to train"):
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-    if "loss" in results:
-        quality = results.get("test", {}).get("model", {})
-        hit = ""
-        if "hr@10" in quality:
-            unseen = quality[f"hr@10{UNSEEN}"]
-            hit = f"  HR@10 {quality['hr@10']:.4f}, without the history's items {unseen:.4f}"
-        console.print(f"last loss {results['loss']:.4f}{hit}", highlight=False, soft_wrap=True)
-    for line in _describe_best(trainer):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(
-        (
-            f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, "
-            "checkpoints"
-        ),
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
-        f"see where the time went: freescale report {shlex.quote(str(folder))}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if results.get("test"):
-        console.print(
-            "held-out events were not trained on: for production, train again with --split none",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if stopped:
-        console.print(stopped, highlight=False, soft_wrap=True)
-
-
-def evaluate_checkpoint(
-    config: RunConfig,
-    folder: Path,
-    part: str,
-    path: Path,
-    transport: Transport,
-    checkpoint: str | None = None,
-    keep: SampleRanks | None = None,
-) -> tuple[Intact, dict[str, Any], dict[str, dict[str, float]]]:
-    """Evaluates a checkpoint of a run. A collective.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        part: `validation` or `test`.
-        path: of the histories file.
-        transport: joins the ranks.
-        checkpoint: as `Checkpoints.find` names it.
-        keep: gets the model's ranks sample by sample (retrieval).
-
-    Returns:
-        The checkpoint, the progress that it holds, and the metrics of model and popularity
-        baseline.
-    """
-    if keep is not None and config.model.task != "retrieval":
-        raise ValueError(f"--ranks is for retrieval: {folder} is a run of --task ranking")
-    checkpoints = Checkpoints(folder / "checkpoints", transport)
-    found = checkpoints.find(checkpoint)
-    model = build_model(config, load_histories(config, path, transport), transport)
-    progress = checkpoints.load(found, model)
-    quality = evaluate_part(config, model, path, part, baseline=True, keep=keep)
-    return found, progress, quality
-
-
-def run_evaluation(
-    config: RunConfig,
-    folder: Path,
-    part: str,
-    prepare: Callable[[], Path],
-    checkpoint: str | None = None,
-    ranks: Path | None = None,
-) -> None:
-    """Evaluates a checkpoint of the run in `folder`, as `evaluate_checkpoint` does. Writes
-    eval-PART.json into it, or eval-PART-DIGEST.json for other data than the run was trained on.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        part: `validation` or `test`.
-        prepare: returns the histories file.
-        checkpoint: as `Checkpoints.find` names it.
-        ranks: CSV file for the rank of every user's target (retrieval).
-    """
-    path = prepare()
-    if (folder / VOCABULARY).is_file():
-        hashed = "item" in config.dynamic_tables
-        check_vocabulary(path, folder / VOCABULARY, ["action"] if hashed else ["item_id", "action"])
-    transport = connect(config.train.device, config.train.timeout, config.train.transport)
-    keep = SampleRanks() if ranks is not None else None
-    found, progress, quality = evaluate_checkpoint(
-        config, folder, part, path, transport, checkpoint, keep
-    )
-    if transport.rank == 0:
-        from rich.console import Console
-
-        from freescale.report.console import print_quality
-
-        console = Console()
-        where = f"{found.path}, step {progress['step']}, {part} part"
-        console.print(where, highlight=False, soft_wrap=True)
-        print_quality(console, quality, part)
-        result = {
-            "checkpoint": found.path.name,
-            "data": config.data.data,
-            "part": part,
-            "torch": torch.__version__,
-            "quality": quality,
-        }
-        hashed = "item" in config.dynamic_tables
-        fingerprint = HistoriesFile(path, config.data.num_items, hashed).fingerprint
-        own = fingerprint == progress["data"]["fingerprint"]
-        written = folder / (f"eval-{part}.json" if own else f"eval-{part}-{fingerprint[:8]}.json")
-        written.write_text(to_json(result) + "\n", encoding="utf-8")
-        console.print(f"all metrics are in {written}", highlight=False, soft_wrap=True)
-        if ranks is not None and keep is not None:
-            write_ranks(ranks, path, keep, find_vocabulary(path))
-            console.print(f"the rank of every user's target is in {ranks}", soft_wrap=True)
-            if hashed and not config.data.vocabulary:
-                console.print(
-                    "item ids that are strings are listed as their hashes: --no-vocabulary kept no "
-                    "texts",
-                    soft_wrap=True,
-                )
-    transport.close()
+    def complete_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written, if any, and calls `on_checkpoint`."""
+        path = self.state.checkpoints.wait()
+        if path is not None:
+            self.callbacks.call("on_checkpoint", path)

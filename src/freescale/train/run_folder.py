@@ -1,8 +1,8 @@
 """The folder of a run, which belongs to one run at a time. Rank 0 inspects, claims and writes it;
 the other ranks learn the outcome.
 
-The claim is a lock on the folder's file `.lock`, which the kernel releases with the process: a
-killed run holds nothing. A default name is claimed by mkdir, which succeeds for one of two runs.
+The claim is a lock on the file `.lock`, which the kernel releases with the process: a killed run
+holds nothing. A default name is claimed by mkdir, which succeeds for only one of two runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -38,19 +39,14 @@ from freescale.launch.attempts import (
 )
 from freescale.train.snapshot.holder_link import RUN_ID, read_run_id
 
-if TYPE_CHECKING:  # imports torch, which `new_folder` does not need
+if TYPE_CHECKING:  # imports torch; `new_folder` does not need it
     from freescale.transport.api import Transport
 
 LOCK = ".lock"
-# What a run writes besides its checkpoints.
+# The files of a run other than its checkpoints.
 _WRITTEN = (
-    "config.json",
-    "metrics.jsonl",
-    "ledger.jsonl",
-    "ledger.json",
-    "trace.json.gz",
-    "tensorboard",
-    "vocabulary.parquet",
+    *("config.json", "metrics.jsonl", "ledger.jsonl", "ledger.json", "trace.json.gz"),
+    *("tensorboard", "vocabulary.parquet"),
 )
 
 
@@ -69,7 +65,7 @@ def new_folder(wanted: Path) -> Path:
 
 
 def copy_file(source: Path, target: Path) -> Path:
-    """Copies a file; `target` is whole whenever it is there."""
+    """Copies a file atomically."""
     temporary = target.with_name(f"{target.name}.tmp")
     shutil.copyfile(source, temporary)
     temporary.replace(target)
@@ -77,7 +73,7 @@ def copy_file(source: Path, target: Path) -> Path:
 
 
 class RunFolder:
-    """The folder of one run. Making one, and `open`, are collectives."""
+    """The folder of one run. Creating it and `open` are collectives."""
 
     def __init__(
         self,
@@ -86,15 +82,14 @@ class RunFolder:
         transport: Transport,
         remembers: Callable[[str], bool] = lambda run: False,
     ) -> None:
-        """Refuses what can be refused before anything long is done.
+        """Checks the folder before any long work.
 
         Args:
-            folder: None makes a new one under runs/, with the time in its name.
-            resume: whether the run goes on with what the folder holds; "auto": if it holds a
-                checkpoint. A run that goes on claims the folder here, a new one in `open`.
+            folder: None makes a new one under runs/, named by the time.
+            resume: whether to resume the run in the folder; "auto": if it has a checkpoint. A run
+                that resumes claims the folder here, a new one in `open`.
             transport: the ranks of the run.
-            remembers: (run) -> whether a snapshot of a run is in memory, on any machine: a
-                collective.
+            remembers: (run) -> whether a snapshot of it is in memory, on any machine; a collective.
 
         Raises:
             ValueError: on all ranks, if another run uses the folder, if it holds a run and `resume`
@@ -104,40 +99,39 @@ class RunFolder:
         self._folder, self._transport = folder, transport
         self.is_auto = resume == AUTO
         self._named = isinstance(resume, str) and resume not in (AUTO, "last")
-        self.resume = bool(resume)  # with "auto" as rank 0 finds it
+        self.resume = bool(resume)  # with "auto", decided by rank 0
         self._lock: IO[str] | None = None
         self._begun = False
         self.is_open = False  # training has begun: the run writes to its folder
-        self._endings: list[Ending] = []  # of attempts that no restart was written for
+        self._endings: list[Ending] = []  # of attempts without a restart in the log
         self.restarts: list[dict[str, Any]] = []  # lines of metrics.jsonl, on rank 0
-        self.notes: list[str] = []  # for the person who looks at the run
-        self.run_id: str | None = None  # of a run that goes on; of a new one after `open`
+        self.notes: list[str] = []  # for people
+        self.run_id: str | None = None  # a new run has it after `open`
         self._remembered = resume is not False and self._find_snapshots(remembers)
         self.path = self._agree_on(self._inspect)
         self._begun = self.is_auto and self.resume
 
     def open(self, config: str, vocabulary: Path | None = None) -> None:
         """Claims the folder, writes `config` into it and copies the `vocabulary` of the data.
-        Called once nothing can be refused any more, so that a run that never began leaves no
-        folder."""
+        Called after all checks: a run that never began leaves no folder."""
         self.path = self._agree_on(lambda: self._claim_new(config, vocabulary))
         self._begun = True
 
     def forget_snapshots(self) -> None:
-        """Gives a run that goes on from a checkpoint that was named another id: nobody finds the
-        snapshots of what it gives up any more, on whichever machine they are. A collective."""
+        """Gives a run that resumes from a named checkpoint a new id, so that no machine finds the
+        snapshots of the steps that it gives up. A collective."""
         if self._named:
             self._agree_on(lambda: self._name_run(self.path))
 
     def log_restarts(self, step: int) -> None:
-        """Writes to metrics.jsonl, on rank 0, how the attempts before ended, now that the run goes
-        on after `step`."""
+        """Writes to metrics.jsonl, on rank 0, how earlier attempts ended. The run continues after
+        `step`."""
         self.is_open = True
         if self._transport.rank != 0:
             return
         fresh = [describe_restart(ending, step, time.time()) for ending in self._endings]
         self.notes += [explain_restart(entry) for entry in fresh]
-        # a run without a checkpoint begins anew, and so does its log
+        # a run without a checkpoint starts over, and so does its log
         known = [] if (self.path / "metrics.jsonl").exists() else self.restarts
         self.restarts = [*self.restarts, *fresh]
         if known or fresh:
@@ -148,7 +142,7 @@ class RunFolder:
 
     @contextmanager
     def note_failure(self, step: Callable[[], int]) -> Iterator[None]:
-        """Around what may fail once the folder is claimed: the next attempt is told."""
+        """Records a failure within the block for the next attempt."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
@@ -156,7 +150,7 @@ class RunFolder:
             raise
 
     def note_result(self, stopped: int, step: int) -> None:
-        """Notes that the run is complete or, with the number of a signal, that it is to go on."""
+        """Records that the run is complete or, with the number of a signal, that it was stopped."""
         if stopped:
             name = signal.Signals(stopped).name
             self._note(Ending(STOPPED, f"stopped by {name}", step, time.time()))
@@ -165,13 +159,9 @@ class RunFolder:
 
     def _note(self, ending: Ending) -> None:
         rank = self._transport.rank
-        own = None if ending.kind == STOPPED else rank
         if self._begun:
-            note_end(
-                self.path,
-                f"rank-{rank:05d}",
-                Ending(ending.kind, ending.message, ending.step, ending.time, own),
-            )
+            own = replace(ending, rank=None if ending.kind == STOPPED else rank)
+            note_end(self.path, f"rank-{rank:05d}", own)
 
     def close(self) -> None:
         """Releases the folder for other runs."""
@@ -184,8 +174,8 @@ class RunFolder:
         found = None
         if self._transport.rank == 0 and self._folder is not None:
             found = read_run_id(self._folder)
-        said = self._transport.gather_bytes((found or "").encode())[0].decode()
-        return bool(said) and remembers(said)
+        run = self._transport.gather_bytes((found or "").encode())[0].decode()
+        return bool(run) and remembers(run)
 
     # ---- rank 0
 
@@ -198,7 +188,7 @@ class RunFolder:
         if self.is_auto:
             self.resume = self._holds_run(self._folder)
         self._refuse(self._folder)
-        if self.is_auto or self.resume:  # else it is another run, in the place of that one
+        if self.is_auto or self.resume:  # otherwise a new run replaces the one in the folder
             self._endings = read_endings(self._folder)
             self.restarts = read_restarts(self._folder)
         if self.is_auto:
@@ -206,10 +196,10 @@ class RunFolder:
         if self.resume:
             self._claim(self._folder)
             self.run_id = read_run_id(self._folder)
-            if self.is_auto:  # who is told to go on by hand, and errs, has begun nothing
+            if self.is_auto:  # a mistaken --resume by hand is not an attempt
                 note_begin(self._folder, self._endings)
         else:
-            self.close()  # until nothing can be refused any more
+            self.close()  # until all checks are done
         return self._folder
 
     def _claim_new(self, config: str, vocabulary: Path | None) -> Path:
@@ -253,7 +243,7 @@ class RunFolder:
         return Checkpoints(path / "checkpoints", self._transport).latest() is not None
 
     def _refuse_repeated(self) -> None:
-        """Of restarts that nobody watches, one more would make no difference."""
+        """Refuses an unattended restart after two equal failures."""
         assert self._folder is not None
         if failure := find_repeated(self._folder):
             raise ValueError(explain_repeated(failure))
@@ -271,7 +261,7 @@ class RunFolder:
             )
 
     def _move_aside(self, path: Path) -> None:
-        """Moves what is left of a run that ended before its first checkpoint out of the way."""
+        """Moves the files of a run that ended before its first checkpoint to a subfolder."""
         aside = new_folder(path / "ended")
         for name in _WRITTEN:
             if (path / name).exists():
@@ -283,7 +273,7 @@ class RunFolder:
     # ---- all ranks
 
     def _agree_on(self, look: Callable[[], Path]) -> Path:
-        """The folder that `look` returns on rank 0; its error is raised on all ranks."""
+        """Runs `look` on rank 0 and returns its folder on all ranks, or raises its error on all."""
         found, problem = "", ""
         if self._transport.rank == 0:
             try:
@@ -292,20 +282,16 @@ class RunFolder:
                 self.close()
                 problem = str(error)
         message = json.dumps([found, problem, self.resume, self.run_id]).encode()
-        said = self._transport.gather_bytes(message)[0]
-        found, problem, self.resume, self.run_id = json.loads(said)
+        agreed = self._transport.gather_bytes(message)[0]
+        found, problem, self.resume, self.run_id = json.loads(agreed)
         if problem:
             raise ValueError(problem)
         return Path(found)
 
 
 def lock_folder(path: Path) -> IO[str] | None:
-    """Locks a run's folder until the returned file is closed or the process ends.
-
-    The file stays: if it were removed, two runs could each lock one of their own.
-
-    Returns:
-        The lock's file, or None on a file system that has no locks.
+    """Locks a run's folder until the returned file is closed or the process ends. Returns None on a
+    file system without locks. The file stays: if it were removed, two runs could each lock a file.
 
     Raises:
         ValueError: if another run holds the lock.

@@ -17,7 +17,7 @@ from freescale.train.position import Position
 
 @dataclass
 class RunState:
-    """What a run needs to go on. `save` and `load` are collectives."""
+    """Everything a run needs to continue. `save` and `load` are collectives."""
 
     checkpoints: Checkpoints
     model: ShardedModel
@@ -27,7 +27,7 @@ class RunState:
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
     def save(self) -> Path | None:
-        """Saves the step just made, unless it is saved already.
+        """Saves the current step, unless it is saved already.
 
         Returns:
             The folder of a new checkpoint.
@@ -48,8 +48,8 @@ class RunState:
         return path
 
     def describe(self) -> dict[str, Any]:
-        """Where the run stands, as plain JSON. The data goes on behind the last batch that was
-        applied; prefetching may have read further."""
+        """Where the run stands, as plain JSON. The data continues after the last applied batch;
+        prefetching may have read further."""
         position = self.position
         progress: dict[str, Any] = {
             "step": position.step,
@@ -63,8 +63,8 @@ class RunState:
         return progress
 
     def load(self, name: str | Intact = "last") -> int:
-        """Loads a checkpoint, as `Checkpoints.find` names or returns it, and returns its step.
-        Later ones stay until the run goes on. ValueError if there is none."""
+        """Loads a checkpoint, by name or as `Checkpoints.find` returns it, and returns its step.
+        Later ones stay until the run continues. ValueError if there is none."""
         found = self.checkpoints.find(name) if isinstance(name, str) else name
         progress = self.checkpoints.load(
             found, self.model, self.optimizer, self.position.pipeline.reducer
@@ -81,7 +81,7 @@ class RunState:
         return step
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
-        """The run stands where `describe` said."""
+        """Moves the run to the position of `describe`."""
         position = self.position
         position.pipeline.load_state_dict(progress["pipeline"])
         position.data.load_state_dict(progress["data"])
@@ -91,8 +91,8 @@ class RunState:
             position.best.load_state_dict(self._find_best(progress))
 
     def _find_best(self, progress: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The best evaluation so far; None if its checkpoint was to be kept and has gone: a later
-        one, which the run has given up, was better."""
+        """The best evaluation so far; None if its checkpoint was kept but is gone, because a later
+        one that the run has given up was better."""
         step = find_best_step(progress)
         if step is None or self.checkpoints.holds(step):
             return progress.get("best")

@@ -1,4 +1,4 @@
-"""Ranks of the targets user by user, for comparisons of models on the same users."""
+"""The rank of each user's target, to compare models on the same users."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HEAD = ("user_id", "history", "rank", "rank_unseen", "item_id")
 
 @dataclass
 class SampleRanks:
-    """What `evaluate_retrieval` finds of each sample, in the order of the data, the same on every
-    rank."""
+    """The results of `evaluate_retrieval` for each sample, in the order of the data; the same on
+    every rank."""
 
     there: list[Tensor] = field(default_factory=list)  # [samples] each: 1 with a target, else 0
     history: list[Tensor] = field(default_factory=list)  # [q] each: events, of those with a target
@@ -26,15 +26,15 @@ class SampleRanks:
 def write_ranks(
     path: Path, histories: Path, found: SampleRanks, vocabulary: Path | None = None
 ) -> None:
-    """Writes a CSV file, a line for each user with a target: user_id, the events of the history
-    that the model saw, the rank of the target among all items and among those that the history does
-    not hold, and the target itself. The ranks are empty if the table has no row for the target.
+    """Writes a CSV file with a line for each user with a target: user_id, the events of the history
+    that the model saw, the target's rank among all items and among the unseen ones, and the target.
+    The ranks are empty if the table has no row for the target.
 
     Args:
-        path: of the CSV file.
+        path: the CSV file.
         histories: the file whose users were evaluated, in its order.
-        found: of all of them.
-        vocabulary: of the histories, to write the ids of their source. None: those of `histories`.
+        found: the results of all users.
+        vocabulary: restores the ids of the source. None writes the ids of `histories`.
     """
     import pyarrow.parquet as pq
 

@@ -1,5 +1,5 @@
-"""The training run: its parts, which build.py makes, from the first step to the results. The steps
-themselves are training_loop.py's."""
+"""The trainer: builds the parts of a run and takes it from the first step to the results. The steps
+themselves are in training_loop.py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from freescale.launch.ranks import has_launcher
 from freescale.launch.signals import StopSignals
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
-from freescale.train import milestones
 from freescale.train.best import build_best
 from freescale.train.build import (
     adopt_choices,
     build_model,
     build_optimizer,
     build_pipeline,
-    evaluate_part,
     load_histories,
     prepare_data,
 )
@@ -34,7 +32,8 @@ from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.position import Position, count_steps
 from freescale.train.progress import TensorBoardLog
-from freescale.train.resume import begin_or_resume, complete_run, give_up_later, remembers
+from freescale.train.resume import begin_or_resume, complete_run, give_up_later, has_snapshot
+from freescale.train.run import Run
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
 from freescale.train.snapshot.snapshots import Snapshots
@@ -50,8 +49,8 @@ _DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
 class Trainer:
     """A run in a folder: `Trainer(config).train()`.
 
-    Every rank makes one with the same arguments; making one and `train` are collectives. Its parts
-    are `data`, `model`, `optimizer`, `pipeline` and `checkpoints`.
+    Every rank creates one with the same arguments; creating it and `train` are collectives. Its
+    parts are `data`, `model`, `optimizer`, `pipeline` and `checkpoints`.
     """
 
     def __init__(
@@ -68,25 +67,25 @@ class Trainer:
         """Builds everything and, with `resume`, loads a checkpoint of the folder.
 
         Args:
-            config: what to train on what, and how.
-            folder: of the run. None makes a new one under runs/ when training begins.
-            resume: go on from the last checkpoint in `folder`; or from another, by name: "best" or
-                a step. Checkpoints after it are given up. "auto": go on from the last checkpoint if
-                there is one, else begin.
-            callbacks: are called at steps, evaluations and checkpoints, on every rank.
+            config: settings of data, model and training.
+            folder: the run's folder. None makes a new one under runs/ when training begins.
+            resume: continue from the last checkpoint in `folder`, or from a named one: "best" or a
+                step. Later checkpoints are given up. "auto": continue if there is a checkpoint,
+                else begin.
+            callbacks: called at steps, evaluations and checkpoints, on every rank.
             histories: the prepared histories file. None prepares `config.data.data`.
             transport: joins the ranks. None connects by torchrun's environment, or as one process,
                 and disconnects after training.
-            worker_server: what data workers are forked from, started earlier; ends with training.
-                None starts one where workers are expected.
+            worker_server: a server for data workers, if it was started earlier; ends with training.
+                None starts one if workers are expected.
 
         Raises:
             ValueError: if the folder holds another run, there is nothing to resume, or the data,
                 the model and the checkpoint do not fit each other.
         """
         self.config = config
-        # First of all: while the model is built and kernels are compiled, it comes up.
-        self._worker_server = worker_server or start_early(config)
+        # Started first: it comes up while the model is built and kernels are compiled.
+        worker_server = worker_server or start_early(config)
         self.histories = histories if histories is not None else prepare_data(config)
         self._connected = transport is None
         settings = config.train
@@ -99,17 +98,20 @@ class Trainer:
         if settings.snapshot_every is not None:
             self.snapshots = Snapshots(transport, settings.snapshot_every)
         self.run_folder = RunFolder(
-            Path(folder) if folder else None, resume, transport, partial(remembers, self)
+            Path(folder) if folder else None,
+            resume,
+            transport,
+            partial(has_snapshot, self.snapshots),
         )
         with self.run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
-            self._build(callbacks)
+            self._run = self._build(callbacks, worker_server)
             named = isinstance(resume, str) and resume != AUTO
-            begin_or_resume(self, str(resume) if named else "last")
+            begin_or_resume(self._run, str(resume) if named else "last")
 
-    def _build(self, callbacks: Sequence[Callback]) -> None:
+    def _build(self, callbacks: Sequence[Callback], worker_server: WorkerServer | None) -> Run:
         config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self.histories, transport)
-        # the run's config.json keeps it, and a resumed run repeats it
+        # config.json stores the choices, so that a resumed run repeats them
         self.config = config = adopt_choices(config, self.data.negatives)
         total = count_steps(self.data, settings.steps)
         self.model = build_model(config, self.data, transport)
@@ -122,18 +124,27 @@ class Trainer:
             full_every=settings.full_every,
             asynchronous=settings.async_checkpoints,
         )
-        self.best = build_best(config)  # evaluation so far, where evaluations are compared
+        self.best = build_best(config)  # evaluation so far, if evaluations are compared
         self.position = Position(settings, self.pipeline, self.data, self.best)
         self.state = RunState(self.checkpoints, self.model, self.optimizer, self.position)
-        own: list[Callback] = [MetricsLog(), DeviceFigures(settings.profile_steps)]
+        own: list[Callback] = [MetricsLog(self.run_folder), DeviceFigures(settings.profile_steps)]
         own += [TensorBoardLog()] if settings.tensorboard else []
-        self.callbacks = CallbackList([*own, *callbacks], transport)
+        self.callbacks = CallbackList([*own, *callbacks], self)
+        return Run(
+            config,
+            self.histories,
+            self.run_folder,
+            self.state,
+            self.snapshots,
+            self.callbacks,
+            worker_server,
+        )
 
     # ---- where the run stands
 
     @property
     def folder(self) -> Path:
-        """A default name is final once training has begun."""
+        """The run's folder. A default name is final once training has begun."""
         return self.run_folder.path
 
     @property
@@ -152,7 +163,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that are complete."""
+        """Complete passes over the data."""
         return self.position.epoch
 
     @property
@@ -169,7 +180,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Ends training on all ranks after the same step, one of the next three, as if `steps` had
-        been that many: with a checkpoint and the test evaluation. May be called on any rank."""
+        been that many: with a checkpoint and the test evaluation. Any rank may call it."""
         self.pipeline.stop()
 
     def train(self, signals: StopSignals | None = None) -> dict[str, Any]:
@@ -179,12 +190,11 @@ class Trainer:
         afterwards.
 
         Args:
-            signals: listens for SIGTERM, SIGUSR1 and Ctrl-C. Without it signals do what they do
-                elsewhere.
+            signals: listens for SIGTERM, SIGUSR1 and Ctrl-C. None leaves signal handlers alone.
 
         Returns:
             `loss` of the last step, `test` with the metrics of the test part, `ledger` (on rank 0)
-            and `stopped`: the number of the signal that ended the run, or 0. Where evaluations are
+            and `stopped`: the number of the signal that ended the run, or 0. If evaluations are
             compared, `best` with its `metric`, `value`, `step` and whether it is `kept`.
 
         Raises:
@@ -193,7 +203,7 @@ class Trainer:
         """
         with self._hold_folder():
             if self.run_folder.is_auto and self.is_complete:
-                results = complete_run(self)
+                results = complete_run(self._run)
             else:
                 results = self._train(signals or StopSignals(self.stop, self.rank))
             self.run_folder.note_result(results["stopped"], self.step)
@@ -203,73 +213,58 @@ class Trainer:
         return results
 
     def iterate(self) -> Iterator[StepResult]:
-        """The steps of `train`, for a program with a loop of its own: logs, evaluations and
-        checkpoints are made as they fall due, the last checkpoint and the test part are left out.
-        A collective, like each of its steps."""
+        """Yields the steps of `train`, for a program with its own loop. Logs, evaluations and
+        checkpoints are made when due; the last checkpoint and the test part are left out. A
+        collective, like each of its steps."""
         with self._hold_folder():
             loop = self._open(StopSignals(self.stop, self.rank))
             try:
                 yield from loop.run()
-            except GeneratorExit:  # the program's own decision
+            except GeneratorExit:  # the program ends its loop
                 self.run_folder.note_result(0, self.step)
                 if self.snapshots is not None:
                     self.snapshots.abandon(end=True)
                 raise
-            milestones.complete_checkpoint(self)
+            self._run.complete_checkpoint()
             self.run_folder.note_result(0, self.step)
             self._close_snapshots()
 
     def evaluate(self, part: str) -> dict[str, dict[str, float]]:
         """The metrics of the `validation` or `test` part, with the model as it is. Calls
         `on_evaluation`. Before training it leaves no trace in the run. A collective."""
-        metrics = evaluate_part(
-            self.config, self.model, self.histories, part, baseline=part == "test"
-        )
-        if self.best is not None and part == "validation" and self.run_folder.is_open:
-            self.best.note(self.step, metrics["model"])
-        self.callbacks.call("on_evaluation", self, metrics, part)
-        return metrics
+        return self._run.evaluate(part)
 
     @contextmanager
     def _hold_folder(self) -> Iterator[None]:
-        """The run's folder is this run's until the end of the block, however it ends."""
+        """Releases the folder, the worker server and the snapshots, however the block ends."""
         try:
-            with (
-                self.run_folder.note_failure(lambda: self.step),
-                name_silent_ranks(self.transport),
-            ):
+            with self.run_folder.note_failure(lambda: self.step), name_silent_ranks(self.transport):
                 yield
         finally:
-            if self._worker_server is not None:
-                self._worker_server.close()
+            if self._run.worker_server is not None:
+                self._run.worker_server.close()
             self.run_folder.close()
-            if self.snapshots is not None:  # the run has not come to its end
+            if self.snapshots is not None:  # no effect after `_close_snapshots`
                 expected = self.run_folder.is_auto or has_launcher()
                 self.snapshots.abandon(end=not expected)
 
     def _close_snapshots(self) -> None:
-        """The run is over, and saved."""
+        """Closes the snapshots of a run that is over and saved."""
         if self.snapshots is not None:
             self.snapshots.close(self.state)
 
     def _open(self, signals: StopSignals) -> TrainingLoop:
-        """Opens the folder; from now on nothing is refused any more."""
+        """Opens the folder. From here on the run is not refused any more."""
         self.position.refuse_end(self.folder)
-        # While kernels are compiled, the workers come up.
-        batches = read_batches(self)
+        # Workers come up while kernels are compiled.
+        batches = read_batches(self._run)
         try:
             self._prepare_steps()
         except BaseException as error:
             batches.__exit__(type(error), error, None)
             raise
-        self.callbacks.call("on_start", self)
-        return TrainingLoop(self, signals, batches)
-
-    def get_worker_server(self) -> WorkerServer:
-        """What data workers are forked from; until training ends."""
-        if self._worker_server is None or not self._worker_server.is_open:
-            self._worker_server = WorkerServer()
-        return self._worker_server
+        self.callbacks.call("on_start")
+        return TrainingLoop(self._run, signals, batches)
 
     def _prepare_steps(self) -> None:
         compile_kernels(
@@ -277,12 +272,12 @@ class Trainer:
             self.pipeline.precision,
             self.data.num_actions > 0,
             self.transport.device,
-            lambda done, count: self.callbacks.call("on_compile", self, done, count),
+            partial(self.callbacks.call, "on_compile"),
         )
         self.pipeline.tune()  # before the run is described
         if self.run_folder.resume:
             self.run_folder.forget_snapshots()
-            give_up_later(self)
+            give_up_later(self._run)
         self.run_folder.open(self.config.to_json(), find_vocabulary(self.histories))
         self.run_folder.log_restarts(self.step)
         self.checkpoints.folder = self.folder / "checkpoints"
@@ -300,7 +295,7 @@ class Trainer:
             signals.lift_limit()
             if last is not None:
                 results["loss"] = last.loss
-                milestones.save_checkpoint(self, last=True)
+                self._run.save_checkpoint(last=True)
         except LossNotFinite as error:
             raise ValueError(
                 f"the loss is {error.loss} at step {error.step}: {_DIVERGED}"
@@ -310,7 +305,7 @@ class Trainer:
         signals.saved = True
         loop.collect()
         results["ledger"] = loop.collector.close(self.transport.device)
-        # Whichever rank got a signal: all skip what is left.
+        # Whichever rank got a signal, all ranks skip the rest.
         numbers = self.transport.gather_bytes(b"%d" % signals.number)
         results["stopped"] = max(map(int, numbers))
         if self.best is not None:
@@ -318,7 +313,7 @@ class Trainer:
         if not results["stopped"]:
             signals.close()
             if self.config.data.split != "none":
-                results["test"] = milestones.test(self)
-        self.callbacks.call("on_end", self, results)
+                results["test"] = self._run.test()
+        self.callbacks.call("on_end", results)
         self.callbacks.check()
         return results

@@ -1,44 +1,96 @@
-"""Finds the curves of a model shape that was not measured, from those that were.
+"""Curves of compute time, and their interpolation for model shapes that were not measured.
 
-The terms of a curve grow with the width as the arithmetic behind them does:
+The terms of a curve grow with the width like the arithmetic behind them:
 
     quadratic          attention: in proportion to the width
     linear             projections and norms: a part in proportion, a part with its square
     sample, constant   launches and planning: not at all
 
 Between two measured widths the first two are interpolated per unit of width and the others as they
-are, which is exact for this arithmetic. Beyond the measured widths they are scaled by it, and a
-note says so. The number of heads matters little at the same width: the nearest one measured stands
-for others.
+are, which is exact for this arithmetic. Beyond the measured widths they are scaled by it, with a
+note. The number of heads matters little at the same width: the nearest measured number is used.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
-if TYPE_CHECKING:
-    from freescale.simulate.compute import Curve, Shape
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work of each rank in a step, each [ranks]."""
+
+    samples: NDArray[Any]
+    tokens: NDArray[Any]
+    squares: NDArray[Any]  # sum of L^2
+
+    @staticmethod
+    def from_assignment(lengths: NDArray[Any], rank_of: NDArray[Any], ranks: int) -> Load:
+        length = lengths.astype(np.float64)
+        return Load(
+            *(
+                np.bincount(rank_of, weights, ranks)
+                for weights in (np.ones_like(length), length, length * length)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one layer, one direction."""
+
+    quadratic: float
+    linear: float
+    sample: float = 0.0
+    constant: float = 0.0
+
+    def __call__(self, load: Load) -> NDArray[Any]:
+        """[ranks]; a rank without samples computes nothing."""
+        seconds = (
+            self.quadratic * load.squares
+            + self.linear * load.tokens
+            + self.sample * load.samples
+            + self.constant
+        )
+        return np.where(load.samples > 0, seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The curves of a model shape."""
+
+    width: int
+    heads: int
+    precision: str
+    longest: int  # measured history
+    forward: Curve  # of a layer
+    backward: Curve
+    head_forward: Curve = Curve(0.0, 0.0)  # once, after the layers
+    head_backward: Curve = Curve(0.0, 0.0)
 
 
 def interpolate_shape(
     shapes: Sequence[Shape], width: int, heads: int, precision: str
 ) -> tuple[Shape, list[str]]:
-    """The curves of a model shape, and what a reader of the results must know about them.
+    """The curves of a model shape, with notes for readers of the results.
 
     Args:
-        shapes: What was measured.
+        shapes: The measured shapes.
         width: Of embeddings and layers.
         heads: Of the attention.
-        precision: Of compute, as of `freescale train`.
+        precision: Of compute, as in `freescale train`.
 
     Returns:
-        The shape, and notes: none where just this shape was measured.
+        The shape, and notes: none if exactly this shape was measured.
 
     Raises:
-        ValueError: Nothing was measured, or the width is no multiple of the heads.
+        ValueError: Nothing was measured, or the width is not a multiple of the heads.
     """
     if not shapes:
         raise ValueError("the calibration has no shapes; make one with `calibrate`")
@@ -99,8 +151,8 @@ def _mix_shapes(low: Shape, high: Shape, width: int) -> Shape:
 
 
 def _scale_shape(shape: Shape, width: int) -> Shape:
-    """Wider, the projections grow with the square of the width. Narrower they shrink with the width
-    only: less arithmetic does not make the memory faster."""
+    """Projections grow with the square of the width above the measured one, and shrink only
+    linearly below it: less arithmetic does not make memory faster."""
     factor = width / shape.width
 
     def scale(curve: Curve, _: Curve) -> Curve:

@@ -1,0 +1,103 @@
+"""The commands eval and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from freescale.cli.errors import exit_cleanly
+from freescale.cli.options import format_arguments
+from freescale.cli.progress import prepare_data
+from freescale.cli.runs import add_nproc, add_port, read_config, refuse_missing_data
+from freescale.config import RunConfig
+from freescale.launch.ranks import is_rank, launch
+
+add_checkpoint = click.option(
+    "--checkpoint",
+    help="last, best or a step  [default: the best of a run with --keep best, else the last]",
+)
+
+
+@click.command("eval")
+@click.argument("run_folder", type=click.Path(path_type=Path))
+@add_checkpoint
+@click.option("--data", help="another data file than the run's own")
+@click.option(
+    "--device", type=click.Choice(("auto", "cpu", "cuda")), help="another device than the run's own"
+)
+@click.option(
+    "--part",
+    type=click.Choice(("validation", "test")),
+    default="test",
+    show_default=True,
+    help="part of the split",
+)
+@click.option(
+    "--ranks",
+    type=click.Path(path_type=Path),
+    help="CSV file for the rank of every user's target, with the ids of the data (retrieval)",
+)
+@add_nproc
+@add_port
+@exit_cleanly
+def evaluate(
+    run_folder: Path,
+    checkpoint: str | None,
+    data: str | None,
+    device: str | None,
+    part: str,
+    ranks: Path | None,
+    nproc: int,
+    port: int | None,
+) -> int:
+    """Evaluate a run's checkpoint on held-out data.
+
+    Ranks every target among all items of the catalogue, and also evaluates the popularity
+    baseline. Ranking tasks are evaluated by NE, AUC and GAUC. All metrics are written to
+    eval-PART.json in the run's folder, those of other data to eval-PART-DIGEST.json.
+    """
+    given = {"data": data, "device": device}
+    config = RunConfig.from_settings(given, read_config(run_folder))
+    if data is None:
+        refuse_missing_data(config, run_folder)
+    if not is_rank():
+        try:
+            prepare_data(config)
+        except ValueError as error:
+            if data is not None or "no such file" not in str(error):
+                raise
+            raise ValueError(
+                f"{error}; the run was started in another folder, or its data has moved: say "
+                "where it is with --data"
+            ) from None
+        if nproc > 1:
+            options = format_arguments({**given, "checkpoint": checkpoint, "ranks": ranks})
+            arguments = ["eval", str(run_folder), "--part", part, *options]
+            return launch(arguments, nproc, port)
+    from freescale.train.commands import run_evaluation
+
+    run_evaluation(config, run_folder, part, lambda: prepare_data(config), checkpoint, ranks)
+    return 0
+
+
+@click.command()
+@click.argument("run_folder", type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="folder for the safetensors files"
+)
+@click.option("--overwrite", is_flag=True, help="replace an export that --out holds")
+@add_checkpoint
+@exit_cleanly
+def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None) -> None:
+    """Write a run's checkpoint as safetensors files.
+
+    The files are for serving, and plain torch can load them.
+
+    Dense weights are one file; each table is its own file, with rows in the order of ids. If ids of
+    the data were renumbered, vocabulary.parquet maps ids to rows.
+    """
+    from freescale.train.export import export_run
+
+    for path in export_run(run_folder, out, checkpoint, overwrite):
+        click.echo(path)
