@@ -11,6 +11,7 @@ import torch
 
 from freescale.kernels.attention import reference as attention
 from freescale.kernels.attention import triton as triton_attention
+from freescale.kernels.attention import triton_launch as launches
 from freescale.kernels.attention.triton_launch import AttentionLaunch, KeyLaunch, StoredLaunch
 
 BUCKETS = 20
@@ -57,9 +58,8 @@ def choose_variant(width, pair_budget=None, stored=None, apart=False):
     """Runs the kernels that these launches choose. stored: the backward with or without stored
     scores; apart: keys' and values' gradients in two kernels."""
     with ExitStack() as stack:
-        launches = triton_attention
         if pair_budget is not None:
-            stack.enter_context(mock.patch.object(launches, "PAIR_BUDGET", pair_budget))
+            stack.enter_context(mock.patch.object(triton_attention, "PAIR_BUDGET", pair_budget))
         if stored is not None:
             for table, tile in (("STORED", 128), ("BIASED_STORED", 64)):
                 of_queries = AttentionLaunch(tile, min(64, 8192 // width), tile // 16, 1)

@@ -54,7 +54,7 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
     model.checkpoint = False
     assert len(ran) >= 3
     assert all(map(torch.equal, mine, again)) and all(map(torch.equal, mine, recomputed))
-    monkeypatch.setattr(fused_layer, "load_native", lambda: None)
+    monkeypatch.setattr(attention_plan, "load_native", lambda: None)
     count = len(ran)
     for own, plain in zip(mine, _differentiate(model, x, candidates), strict=True):
         assert (own - plain).abs().max() <= 5e-6 * plain.abs().max()

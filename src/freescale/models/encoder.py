@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from freescale.batch import HostSizes
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
-from freescale.kernels.layer.dispatch import add_positions
+from freescale.kernels.positions.dispatch import add_positions
 from freescale.sequences import mark_positions
 
 TOO_LONG = (

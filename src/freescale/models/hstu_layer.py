@@ -11,7 +11,7 @@ from freescale.kernels.attention.dispatch import hstu_attention
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.layer.dispatch import gated_norm, layer_norm, silu_split
-from freescale.kernels.layer.triton_fused import LayerParameters
+from freescale.kernels.layer.parameters import LayerParameters
 
 EPS = 1e-6  # of both norms
 # Of the projection's first values: small gates and values leave the inputs in charge of the first

@@ -1,4 +1,5 @@
-"""The version of the operations around the attention: the one that the batch's plan is for."""
+"""The version of the operations around the attention: the one that the batch's attention plan is
+for."""
 
 from __future__ import annotations
 
@@ -8,63 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.checks import Plan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.layer import native, reference, triton, triton_fused
-from freescale.kernels.positions import native as native_positions
-from freescale.kernels.positions import reference as positions
-from freescale.kernels.positions import triton as triton_positions
+from freescale.kernels.layer.parameters import LayerOptions, LayerParameters
 
 
-def add_positions(
-    plan: AttentionPlan | TilePlan,
-    x: Tensor,
-    position: Tensor,
-    keys: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`positions.reference.add_positions`, in the version that `plan` and x are for."""
-    if (
-        isinstance(plan, TilePlan)
-        and plan.tokens
-        and _fits_triton(plan, x)
-        and position.dtype in triton.DTYPES
-    ):
-        return triton_positions.add_positions(x, position, plan, keys, **options)
-    compute = (
-        native_positions.add_positions
-        if native.fits(plan, x, position.dtype)
-        else positions.add_positions
-    )
-    return compute(x, position, plan.lengths, plan.candidate_counts, keys, **options)
-
-
-def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:
-    """`layer.reference.layer_norm`, in the version that `plan` and x are for."""
-    compute = triton.layer_norm if _fits_triton(plan, x) else reference.layer_norm
+def layer_norm(plan: Plan, x: Tensor, *parameters: Any) -> Tensor:
+    """`reference.layer_norm`, in the version that `plan` and x are for."""
+    compute = triton.layer_norm if fits_triton(plan, x) else reference.layer_norm
     return compute(x, *parameters)
 
 
-def silu_split(
-    plan: AttentionPlan | TilePlan, x: Tensor, sizes: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """`layer.reference.silu_split`, in the version that `plan` and x are for."""
-    compute = triton.silu_split if _fits_triton(plan, x, widest=None) else reference.silu_split
+def silu_split(plan: Plan, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """`reference.silu_split`, in the version that `plan` and x are for."""
+    compute = triton.silu_split if fits_triton(plan, x, widest=None) else reference.silu_split
     return compute(x, sizes)
 
 
-def gated_norm(
-    plan: AttentionPlan | TilePlan, x: Tensor, gate: Tensor, *parameters: Any, **options: Any
-) -> Tensor:
-    """`layer.reference.gated_norm`, in the version that `plan` and x are for."""
-    compute = triton.gated_norm if _fits_triton(plan, x) else reference.gated_norm
+def gated_norm(plan: Plan, x: Tensor, gate: Tensor, *parameters: Any, **options: Any) -> Tensor:
+    """`reference.gated_norm`, in the version that `plan` and x are for."""
+    compute = triton.gated_norm if fits_triton(plan, x) else reference.gated_norm
     return compute(x, gate, *parameters, **options)
 
 
-def fits_fused_layer(
-    plan: AttentionPlan | TilePlan, x: Tensor, gate_width: int, dtype: torch.dtype
-) -> bool:
-    """Whether fused layers, of Triton or in C, take whole layers of this batch.
+def fits_fused_layer(plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype) -> bool:
+    """Whether whole layers of this batch can run fused, in Triton or C.
 
     Args:
         plan: Of the batch.
@@ -72,19 +42,18 @@ def fits_fused_layer(
         gate_width: Width of the gates.
         dtype: Of the products.
     """
-    fits = _fits_triton(plan, x) and gate_width <= triton.MAX_WIDTH
+    fits = fits_triton(plan, x) and gate_width <= triton.MAX_WIDTH
     return (plan.tokens > 0 and fits) or native.fits(plan, x, dtype)
 
 
-def run_layers(x: Tensor, layers: Sequence[triton_fused.LayerParameters], **options: Any) -> Tensor:
-    """One `models.HSTULayer` after another, as fused kernels."""
-    chosen = triton_fused.LayerOptions(**options)
+def run_layers(x: Tensor, layers: Sequence[LayerParameters], **options: Any) -> Tensor:
+    """Runs one `models.HSTULayer` after another, as fused kernels."""
+    chosen = LayerOptions(**options)
     compute = triton_fused.run_layers if isinstance(chosen.plan, TilePlan) else native.run_layers
     return compute(x, layers, chosen)
 
 
-def _fits_triton(
-    plan: AttentionPlan | TilePlan, x: Tensor, widest: int | None = triton.MAX_WIDTH
-) -> bool:
+def fits_triton(plan: Plan, x: Tensor, widest: int | None = triton.MAX_WIDTH) -> bool:
+    """Whether x [tokens, width] of this plan can go through kernels for rows up to `widest`."""
     narrow = widest is None or x.shape[1] <= widest
     return isinstance(plan, TilePlan) and x.dtype in triton.DTYPES and narrow

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.attention.dispatch import attend_to_summaries
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.summary_attention.dispatch import attend_to_summaries
 from freescale.kernels.upload import upload
 from freescale.models.hstu_layer import HSTULayer
 from freescale.models.segments.arrangement import Rows

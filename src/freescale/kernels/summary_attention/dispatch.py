@@ -1,0 +1,17 @@
+"""The version of the attention to summaries: the one that the batch's attention plan is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from freescale.kernels.attention.checks import Plan
+from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.summary_attention import reference, triton
+
+
+def attend_to_summaries(plan: Plan, *inputs: Any, **options: Any) -> Tensor:
+    """`reference.summary_attention`, in the version that `plan` is for."""
+    version = triton if isinstance(plan, TilePlan) else reference
+    return version.summary_attention(*inputs, **options)
