@@ -155,7 +155,8 @@ def check_or_plan(
             buckets=0 if time_bias is None else time_bias.numel() - 1,
             distances=position_bias is not None,
         )  # fmt: skip
-    check_plan(plan, *q.shape[:2], lengths, candidate_counts, position_bias, time_bias)
+    tokens, heads, _ = q.shape
+    check_plan(plan, tokens, heads, lengths, candidate_counts, position_bias, time_bias)
     check_same_device(q=q, plan=plan.lengths)
     return plan
 

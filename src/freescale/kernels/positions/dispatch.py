@@ -25,5 +25,7 @@ def add_positions(
         and position.dtype in DTYPES
     ):
         return triton.add_positions(x, position, plan, keys, **options)
-    version = native if fits_native(plan, x, position.dtype) else reference
-    return version.add_positions(x, position, plan.lengths, plan.candidate_counts, keys, **options)
+    compute = (
+        native.add_positions if fits_native(plan, x, position.dtype) else reference.add_positions
+    )
+    return compute(x, position, plan.lengths, plan.candidate_counts, keys, **options)

@@ -13,5 +13,6 @@ from freescale.kernels.summary_attention import reference, triton
 
 def attend_to_summaries(plan: Plan, *inputs: Any, **options: Any) -> Tensor:
     """`reference.summary_attention`, in the version that `plan` is for."""
-    version = triton if isinstance(plan, TilePlan) else reference
-    return version.summary_attention(*inputs, **options)
+    if isinstance(plan, TilePlan):
+        return triton.summary_attention(*inputs, **options)
+    return reference.summary_attention(*inputs, **options)

@@ -85,8 +85,8 @@ def _group(starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.de
         concat_ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
         for first in (starts, samples * longest)
     )
-    tables = [upload(table, device) for table in (samples, tokens, slots)]
-    return Group(tables[0], longest, *tables[1:], lengths)
+    numbers, own, places = (upload(table, device) for table in (samples, tokens, slots))
+    return Group(numbers, longest, own, places, lengths)
 
 
 class _SummaryAttention(torch.autograd.Function):
