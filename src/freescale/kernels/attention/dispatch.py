@@ -1,4 +1,4 @@
-"""The version of the attention that a batch runs, chosen with its plan."""
+"""Chooses the version of a batch's attention, together with its plan."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fits_triton_attention(
 
 
 def hstu_attention(*inputs: Tensor, plan: AttentionPlan | TilePlan, **options: Any) -> Tensor:
-    """`reference.hstu_attention`, in the version that `plan` is for."""
+    """`reference.hstu_attention`, in the version that made `plan`."""
     if isinstance(plan, TilePlan):
         return triton.hstu_attention(*inputs, plan=plan, **options)
     return reference.hstu_attention(*inputs, plan=plan, **options)

@@ -1,5 +1,4 @@
-"""The version of the operations around the attention: the one that the batch's attention plan is
-for."""
+"""The operations around the attention, in the version that fits the batch's attention plan."""
 
 from __future__ import annotations
 
@@ -16,19 +15,19 @@ from freescale.kernels.layer.parameters import LayerOptions, LayerParameters
 
 
 def layer_norm(plan: Plan, x: Tensor, *parameters: Any) -> Tensor:
-    """`reference.layer_norm`, in the version that `plan` and x are for."""
+    """`reference.layer_norm`, in the version that fits `plan` and x."""
     compute = triton.layer_norm if fits_triton(plan, x) else reference.layer_norm
     return compute(x, *parameters)
 
 
 def silu_split(plan: Plan, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """`reference.silu_split`, in the version that `plan` and x are for."""
+    """`reference.silu_split`, in the version that fits `plan` and x."""
     compute = triton.silu_split if fits_triton(plan, x, widest=None) else reference.silu_split
     return compute(x, sizes)
 
 
 def gated_norm(plan: Plan, x: Tensor, gate: Tensor, *parameters: Any, **options: Any) -> Tensor:
-    """`reference.gated_norm`, in the version that `plan` and x are for."""
+    """`reference.gated_norm`, in the version that fits `plan` and x."""
     compute = triton.gated_norm if fits_triton(plan, x) else reference.gated_norm
     return compute(x, gate, *parameters, **options)
 

@@ -47,7 +47,7 @@ FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
 # Backward: few enough registers for five programs per SM, or four of the gate with several rows
 # each. All parts of the tokens, each with its own sums, run at once on the 132 SMs of an H200.
 REGISTERS, GATE_REGISTERS, MOST_PARTS = 96, 128, 5 * 132
-SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # most of a program
+SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
 def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptions) -> Tensor:

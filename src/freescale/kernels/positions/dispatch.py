@@ -1,4 +1,4 @@
-"""The version that adds positions: the one that the batch's attention plan is for."""
+"""The inputs of the encoder, in the version that fits the batch's attention plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from freescale.kernels.positions import native, reference, triton
 def add_positions(
     plan: Plan, x: Tensor, position: Tensor, keys: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`reference.add_positions`, in the version that `plan` and x are for."""
+    """`reference.add_positions`, in the version that fits `plan` and x."""
     if (
         isinstance(plan, TilePlan)
         and plan.tokens

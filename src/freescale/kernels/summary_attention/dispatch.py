@@ -1,4 +1,4 @@
-"""The version of the attention to summaries: the one that the batch's attention plan is for."""
+"""Attention to summaries, in the version that fits the batch's attention plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from freescale.kernels.summary_attention import reference, triton
 
 
 def attend_to_summaries(plan: Plan, *inputs: Any, **options: Any) -> Tensor:
-    """`reference.summary_attention`, in the version that `plan` is for."""
+    """`reference.summary_attention`, in the version that fits `plan`."""
     if isinstance(plan, TilePlan):
         return triton.summary_attention(*inputs, **options)
     return reference.summary_attention(*inputs, **options)
