@@ -1,5 +1,5 @@
-"""The Triton attention on a GPU, against the plain one in float64: every width and dtype, hard
-lengths, and what it promises."""
+"""The Triton attention on a GPU against the reference in float64: every width and dtype, hard
+lengths, and its guarantees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIXED = [1000, 1, 0, 129, 300, 2100, 64, 128], [900, 1, 0, 1, 0, 130, 0, 64]
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Memory that nothing has written is NaN."""
+    """Uninitialised memory is NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -105,7 +105,7 @@ def test_other_ways_through_the_backward(width, biases, variant):
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("budget", [0, 10_000_000])  # no table; one of the biases alone
+@pytest.mark.parametrize("budget", [0, 10_000_000])  # no table; only that of the biases
 def test_biases_beyond_the_budget(width, budget):
     assert_close(
         1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", widths=(width, width),

@@ -1,5 +1,5 @@
-"""The Triton pieces of a layer on a GPU against the plain ones in float64, and a step of both
-models that reads nothing."""
+"""The Triton operations of a layer on a GPU against the reference in float64, and steps of both
+models that read nothing from the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture
 def poisoned():
-    """Memory that nothing has written is NaN."""
+    """Uninitialised memory is NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -202,7 +202,7 @@ def count_launches(run):
 
 
 def test_a_layer_takes_few_launches():
-    """By the difference of two depths; what a model does once does not count."""
+    """From the difference between two depths, to exclude what a model does once."""
     lengths = torch.tensor([70, 3, 200, 41], device="cuda")
     keys = derive(1, torch.arange(4)).cuda()
 

@@ -1,4 +1,4 @@
-"""Cases for the Triton attention, and how far it is from the plain one. As a program: all cases,
+"""Cases for the Triton attention, and its errors against the reference. As a program: all cases,
 through the interpreter."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 
 from freescale.kernels.attention import reference as attention
 from freescale.kernels.attention import triton as triton_attention
+from freescale.kernels.attention import triton_launch as launches
 from freescale.kernels.attention.triton_launch import AttentionLaunch, KeyLaunch, StoredLaunch
 
 BUCKETS = 20
@@ -54,12 +55,11 @@ CASES = {
 
 @contextmanager
 def choose_variant(width, pair_budget=None, stored=None, apart=False):
-    """Runs the kernels that these launches choose. stored: the backward with or without stored
-    scores; apart: keys' and values' gradients in two kernels."""
+    """Runs other kernels than the defaults. stored: backward with or without stored scores; apart:
+    the gradients of keys and values in two kernels."""
     with ExitStack() as stack:
-        launches = triton_attention
         if pair_budget is not None:
-            stack.enter_context(mock.patch.object(launches, "PAIR_BUDGET", pair_budget))
+            stack.enter_context(mock.patch.object(triton_attention, "PAIR_BUDGET", pair_budget))
         if stored is not None:
             for table, tile in (("STORED", 128), ("BIASED_STORED", 64)):
                 of_queries = AttentionLaunch(tile, min(64, 8192 // width), tile // 16, 1)
@@ -86,7 +86,7 @@ def compare(
     stored=None,
     apart=False,
 ):
-    """Relative errors of the output and of all gradients against the plain attention in float64, by
+    """Relative errors of the output and of all gradients against the reference in float64, by
     name."""
     generator = torch.Generator().manual_seed(0)
     sizes, counts = LENGTHS[name] if isinstance(name, str) else name
@@ -145,8 +145,8 @@ def compare(
 
 
 def isolation(device="cpu"):
-    """Whether samples before and after one of NaN, into which their last tiles reach, stay
-    finite."""
+    """Whether the samples before and after one of NaN stay finite, although their tiles overlap
+    it."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, weight = (torch.randn(3 * 70, 1, 32, generator=generator).to(device) for _ in range(4))
     lengths = torch.tensor([70, 70, 70], device=device)

@@ -1,7 +1,7 @@
-"""Cases for the Triton pieces of a layer, and how far they are from the plain ones. As a program:
+"""Cases for the Triton operations of a layer, and their errors against the reference. As a program:
 all, through the interpreter.
 
-Memory that nothing has written is NaN here.
+Uninitialised memory is NaN here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def drawn(*shape, dtype, device, generator):
 
 
 def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, device="cpu"):
-    """Relative errors of outputs and gradients against the plain one in float64; whether exactly
+    """Relative errors of outputs and gradients against the reference in float64; whether exactly
     the masked elements are 0."""
     generator = torch.Generator().manual_seed(0)
 
@@ -108,8 +108,8 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
 def whole(
     dtype, dropout, device="cpu", planner=triton_attention_plan.plan_attention, widths=(32, 64)
 ):
-    """A layer with everything in Triton (or what the plan says) against plain torch in float64.
-    Half precision is by autocast."""
+    """A layer in Triton (or in the version of the plan) against plain torch in float64. Half
+    precision uses autocast."""
     torch.manual_seed(0)
     options = dict(width=48, heads=2, max_length=80, dropout=dropout)
     options |= dict(zip(("d_qk", "d_v"), widths, strict=True))
@@ -146,7 +146,7 @@ def whole(
 WHOLE = {
     "layer": dict(dtype="float32", dropout=0.0),
     "layer, dropout": dict(dtype="float32", dropout=0.25),
-    # the interpreter's products know no bfloat16
+    # the interpreter has no products in bfloat16
     "layer, dropout, half precision": dict(dtype="float16", dropout=0.25),
     "layer, heads of other widths": dict(dtype="float32", dropout=0.25, widths=(25, 50)),
 }
@@ -164,7 +164,7 @@ def fused(
     device="cpu",
     **inputs,
 ):
-    """An encoder whose layers are fused against plain torch in float64."""
+    """An encoder with fused layers against plain torch in float64."""
     torch.manual_seed(0)
     options = dict(width=48, heads=2, max_length=80, dropout=dropout)
     options |= dict(zip(("d_qk", "d_v"), widths, strict=True))

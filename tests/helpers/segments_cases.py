@@ -1,7 +1,5 @@
-"""Cases for attention to summaries: lengths that are hard, the definition pair by pair, and how far
-the Triton kernels are from it.
-
-As a program: all cases, through the interpreter."""
+"""Cases for attention to summaries: hard lengths, the definition pair by pair, and the errors of
+the Triton kernels. As a program: all cases, through the interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from freescale.kernels.summary_attention.plan import SummaryPlan
 from freescale.models.segments.arrangement import arrange_rows
 from freescale.segments import Segments
 
-# events and candidates of each sample, segments that are known before them
+# events and candidates of each sample, and known earlier segments
 SAMPLES = {
     "mixed": ([0, 1, 5, 6, 23, 10, 4], [0, 1, 0, 1, 3, 0, 4], [0, 0, 0, 0, 0, 0, 0]),
     "known": ([0, 1, 5, 6, 13, 10, 4], [0, 1, 0, 1, 3, 0, 4], [2, 0, 1, 0, 3, 1, 2]),
@@ -39,8 +37,8 @@ CASES = {
 
 
 def visible(length, candidates, segments, known=0):
-    """[rows, known summaries + rows] bool of one sample, straight from the words of
-    kernels/segments.py."""
+    """[rows, known summaries + rows] bool of one sample, straight from the definition in
+    `freescale.segments`."""
     rows = []  # (segment, kind) in order
     history = length - candidates
     for event in range(history):
@@ -61,7 +59,7 @@ def visible(length, candidates, segments, known=0):
 
 
 def drawn(samples, segment, tokens, heads=1, widths=(32, 32), device="cpu", dtype=torch.float64):
-    """A layout of the case, its plan, and q, k, v of its rows behind k, v of the known
+    """The rows of a case with their plan, and q, k, v of the rows and k, v of the known
     summaries."""
     lengths, counts, known = SAMPLES[samples] if isinstance(samples, str) else samples
     segments = Segments(segment, tokens)
@@ -89,7 +87,7 @@ def drawn(samples, segment, tokens, heads=1, widths=(32, 32), device="cpu", dtyp
 
 
 def segmented(rows, q, k, v, old_k, old_v, twins, scale_length=50, alpha=0.2, **biases):
-    """As an encoder's layer does it: parts like samples, plus what they see of summaries. `twins`:
+    """The attention of an encoder's layer: parts as samples, plus attention to summaries. `twins`:
     the two functions."""
     plain, of_summaries = twins
     times = {"timestamps": biases.pop("timestamps")} if "timestamps" in biases else {}
@@ -121,7 +119,7 @@ TRITON = triton_attention.hstu_attention, triton_summary_attention.summary_atten
 
 
 def compare(samples, segment, tokens, dtype="float32", widths=(32, 32), heads=1, device="cpu"):
-    """Relative errors of the output and of all gradients against the plain twins in float64, by
+    """Relative errors of the output and of all gradients against the references in float64, by
     name."""
     rows, leaves = drawn(samples, segment, tokens, heads, widths, device)
     weight = torch.randn(
@@ -145,8 +143,8 @@ def compare(samples, segment, tokens, dtype="float32", widths=(32, 32), heads=1,
 
 
 def isolation(device="cpu"):
-    """Whether samples before and after one of NaN, into which their last tiles reach, stay
-    finite."""
+    """Whether the samples before and after one of NaN stay finite, although their tiles overlap
+    it."""
     rows, leaves = drawn(
         ([40, 40, 40], [0, 0, 0], [1, 1, 1]), 9, 3, device=device, dtype=torch.float32
     )

@@ -112,7 +112,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_every_kernel_is_on_the_path_of_training():
-    """What only a benchmark runs does not stand among the kernels."""
+    """The trainer or one of its models uses each: what only a benchmark runs is elsewhere."""
     root = Path(freescale.__file__).parent
     files = {
         ".".join(["freescale", *path.relative_to(root).with_suffix("").parts]): path

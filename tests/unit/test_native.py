@@ -1,4 +1,4 @@
-"""Kernels in C for small batches on a CPU, beside the plain operations of torch."""
+"""Kernels in C for small batches on a CPU, against the operations of torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_kernels_are_there():
 def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatch):
     torch.manual_seed(0)
     options = {"position_bias": biases, "time_bias": biases, "dropout": dropout}
-    # a width that no vector divides, and heads that are not as wide as the rest
+    # a width that is no multiple of a vector's, and heads of another width
     model = HSTU(width=30, layers=2, heads=3, d_qk=5, d_v=7, max_length=20, **options)
     x = torch.randn(TOKENS, 30)
     ran = []
@@ -54,7 +54,7 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
     model.checkpoint = False
     assert len(ran) >= 3
     assert all(map(torch.equal, mine, again)) and all(map(torch.equal, mine, recomputed))
-    monkeypatch.setattr(fused_layer, "load_native", lambda: None)
+    monkeypatch.setattr(attention_plan, "load_native", lambda: None)
     count = len(ran)
     for own, plain in zip(mine, _differentiate(model, x, candidates), strict=True):
         assert (own - plain).abs().max() <= 5e-6 * plain.abs().max()
@@ -99,8 +99,8 @@ def test_plans_that_are_not_for_a_list_are_left_to_plain_torch():
 @pytest.mark.parametrize("extras", [True, False])
 @pytest.mark.parametrize("per", ["batch", "sample", "position"])
 def test_softmax_is_that_of_plain_torch(normalize, extras, per):
-    """As far from the numbers in 64 bits as plain torch is in 32: logits here are up to some tens,
-    and how far off their sums are depends on the order, which depends on the processor."""
+    """As close to float64 as plain torch in float32 is: logits here are up to some tens, and the
+    error of their sums depends on the order, which depends on the processor."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(40, 13, generator=generator)
     outputs = torch.randn(TOKENS, 13, generator=generator)

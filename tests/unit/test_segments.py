@@ -1,5 +1,5 @@
-"""Histories cut into segments: who sees whom against the definition pair by pair, the layout,
-costs, and bad input."""
+"""Histories cut into segments: visibility against the definition pair by pair, the layout, costs,
+and bad input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = {
 
 
 def oracle(rows, case, q, k, v, old_k, old_v, position_bias, time_bias, timestamps):
-    """One query and one key at a time; biases inside a segment only."""
+    """One query and one key at a time; biases only inside a segment."""
     lengths, counts, known = segments_cases.SAMPLES.get(case["samples"], case["samples"])
     segments, out, row, old = rows.plan.segments, [], 0, 0
     for length, candidates, before in zip(lengths, counts, known, strict=True):
@@ -65,8 +65,8 @@ def oracle(rows, case, q, k, v, old_k, old_v, position_bias, time_bias, timestam
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("case", [name for name in SMALL if name != "more than a tile"])
 def test_attention_equals_the_definition(case, biases, monkeypatch):
-    """Outputs and all gradients in float64, parts and summaries added; summaries in one group and
-    in many."""
+    """Outputs and all gradients in float64, of parts plus summaries, which are in one group or in
+    many."""
     rows, leaves = segments_cases.drawn(**SMALL[case], widths=(3, 2))
     generator = torch.Generator().manual_seed(2)
     extra = {}
@@ -155,7 +155,7 @@ def test_layout_blocks_tiles_and_pairs_are_those_of_the_definition(sizes, segmen
     ]
     own = [segments_cases.visible(h + c, c, segments) for h, c in zip(history, counts, strict=True)]
     assert [mask.sum() for mask in own] == segments.count_pairs(history, counts).tolist()
-    # what the parts and the blocks see together is what the masks say
+    # parts and blocks together see what the masks allow
     seen = sum(
         int((n - c) * (n - c + 1) // 2 + c * (n - c + 1))
         for n, c in zip(rows.parts.tolist(), rows.candidate_counts.tolist())

@@ -1,8 +1,8 @@
-"""The Triton attention against the plain one, through Triton's interpreter; its plan and its
+"""The Triton attention against the reference, through Triton's interpreter; its plan and its
 checks, without Triton.
 
-The interpreter is chosen by a variable that Triton reads when it is imported: the cases run in a
-process of their own.
+Triton reads the variable that selects the interpreter when it is imported, so the cases run in a
+separate process.
 """
 
 from __future__ import annotations

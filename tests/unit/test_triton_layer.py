@@ -1,5 +1,5 @@
-"""The Triton pieces of a layer against the plain ones, through Triton's interpreter; their checks,
-without a launch."""
+"""The Triton operations of a layer against the reference, through Triton's interpreter; their
+checks, without a launch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The Triton attention over segments against the plain one, through Triton's interpreter, in a
-process of its own."""
+"""The Triton attention over segments against the reference, through Triton's interpreter, in a
+separate process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Jagged samples in padded groups of similar length.
 
-Batched matrix products want rectangles. Padding a whole batch to its longest sample costs samples *
-max(length)^2 in attention; padding groups of similar length costs about sum(length^2), which is
-also what the load balancer counts on. The plan is a pure function of the lengths on the host;
-moving values in and out is index arithmetic.
+Batched matrix products need rectangles. Padding a whole batch to its longest sample costs samples *
+max(length)^2 in attention. Padding groups of similar length costs about sum(length^2), which is
+also the load balancer's assumption. The plan is a pure function of the lengths on the host; moving
+values in and out is index arithmetic.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 from freescale.batch import compute_offsets, concat_ranges
 from freescale.kernels.upload import upload
 
-# What one more group costs (a few dozen small operations), in elements of its padded tensor:
-# padding up to this much is cheaper than another group.
+# The cost of one more group (a few dozen small operations) in elements of padding.
 GROUP_OVERHEAD = 65536
 
 
@@ -29,11 +28,11 @@ def plan_groups(
     budget: int,
     overhead: int = GROUP_OVERHEAD,
 ) -> list[np.ndarray]:
-    """Sample indices of each group, longest group first; samples without tokens are in none.
+    """Returns the sample indices of each group, longest first, without empty samples.
 
-    `cost` says how many elements a sample padded to some length takes. A group's padded total stays
-    within `budget` (a single sample may exceed it), and its padding within `overhead`. Equal
-    lengths keep their order.
+    `cost` computes the number of elements of samples padded to given lengths. A group's padded
+    total stays within `budget` (a single sample may exceed it), and its padding within `overhead`.
+    Equal lengths keep their order.
     """
     host = np.asarray(lengths, dtype=np.int64)
     if host.ndim != 1 or (host < 0).any():
@@ -66,33 +65,27 @@ class Group:
     samples: Tensor  # [n] int64
     length: int
     tokens: Tensor  # [t] int64: index of their tokens in the jagged values, sample after sample
-    slots: Tensor  # [t] int64: where each goes in [n * length]
+    slots: Tensor  # [t] int64: the place of each in [n * length]
     host: np.ndarray  # [n] lengths, on the host
-    # all tokens of the batch, equally many of each sample, where they are: nothing is gathered
+    # all tokens of the batch in place, equally many per sample: nothing is gathered
     whole: bool = False
 
     @staticmethod
     def all(samples: int, length: int, device: torch.device) -> Group:
-        """Of a batch whose samples all have this length."""
+        """The group of a batch whose samples all have this length."""
         tokens = torch.arange(samples * length, device=device)
-        return Group(
-            torch.arange(samples, device=device),
-            length,
-            tokens,
-            tokens,
-            np.full(samples, length),
-            whole=True,
-        )
+        numbers = torch.arange(samples, device=device)
+        return Group(numbers, length, tokens, tokens, np.full(samples, length), whole=True)
 
     def __len__(self) -> int:
         return len(self.host)
 
     def pad(self, values: Tensor) -> Tensor:
-        """[tokens of the batch, ...] -> [n, length, ...], zero where there is no token."""
+        """[tokens of the batch, ...] -> [n, length, ...], padded with zeros."""
         return self.pad_own(values if self.whole else values.index_select(0, self.tokens))
 
     def pad_own(self, values: Tensor) -> Tensor:
-        """[tokens of the group, ...] -> [n, length, ...], zero where there is no token."""
+        """[tokens of the group, ...] -> [n, length, ...], padded with zeros."""
         shape = (len(self), self.length, *values.shape[1:])
         if values.shape[0] == len(self) * self.length:  # all equally long
             return values.reshape(shape)
@@ -105,7 +98,7 @@ class Group:
         return flat if self.tokens.numel() == flat.shape[0] else flat.index_select(0, self.slots)
 
     def put(self, target: Tensor, padded: Tensor) -> None:
-        """[n, length, ...] into [tokens of the batch, ...], where its tokens are."""
+        """Writes [n, length, ...] to the group's tokens in [tokens of the batch, ...]."""
         values = self.unpad(padded).to(target.dtype)
         if self.whole:
             target.copy_(values)
@@ -129,7 +122,7 @@ class Groups:
         budget: int,
         host: np.ndarray | None = None,
     ) -> Groups:
-        """Reads the lengths from the device, unless `host` already holds them."""
+        """Groups a batch. Reads the lengths from the device unless `host` has them."""
         if lengths.dtype != torch.int64 or lengths.ndim != 1:
             raise ValueError(
                 f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes"
@@ -139,24 +132,21 @@ class Groups:
         groups = []
         for index in plan_groups(host, cost, budget):
             own = host[index]
-            # longest first: all are alike, and in their order
+            # longest first: if these are equal, so are all, in their original order
             if len(own) == len(host) and own[0] == own[-1]:
                 groups.append(Group.all(len(own), int(own[0]), lengths.device))
                 continue
             samples = upload(index, lengths.device)
-            count, tokens = lengths[samples], int(own.sum())
-            longest = int(own[0])
-            slots = concat_ranges(
-                torch.arange(len(index), device=lengths.device) * longest, count, tokens
+            count, total, longest = lengths[samples], int(own.sum()), int(own[0])
+            first_slots = torch.arange(len(index), device=lengths.device) * longest
+            tokens, slots = (
+                concat_ranges(first, count, total) for first in (starts[samples], first_slots)
             )
-            groups.append(
-                Group(samples, longest, concat_ranges(starts[samples], count, tokens), slots, own)
-            )
+            groups.append(Group(samples, longest, tokens, slots, own))
         return Groups(tuple(groups), lengths, host, int(host.sum()))
 
     def pad(self, values: Tensor) -> list[Tensor]:
-        """[tokens, ...] -> one [n, length, ...] per group. One gather for all, so that backward is
-        one as well."""
+        """[tokens, ...] -> one [n, length, ...] per group. One gather forward, one backward."""
         if not self.groups:
             return []
         order = torch.cat([group.tokens for group in self.groups])
@@ -165,8 +155,7 @@ class Groups:
         return [group.pad_own(part) for group, part in zip(self.groups, parts, strict=True)]
 
     def unpad(self, padded: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The inverse of `pad`; `like` gives trailing shape, dtype and device where there is no
-        group."""
+        """The inverse of `pad`. Trailing shape, dtype and device are those of `like`."""
         values = like.new_zeros(self.tokens, *like.shape[1:])
         if not self.groups:
             return values

@@ -1,4 +1,4 @@
-"""Puts small tables, made on the host, on the device."""
+"""Copies small tables from the host to the device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 def upload(table: np.ndarray, device: torch.device) -> Tensor:
     """Copies a small table to the device without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(table))
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

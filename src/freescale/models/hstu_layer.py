@@ -11,7 +11,7 @@ from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.attention import hstu_attention
 from freescale.kernels.dispatch.layer import gated_norm, layer_norm, silu_split
-from freescale.kernels.layer.triton_fused import LayerParameters
+from freescale.kernels.layer.parameters import LayerParameters
 
 EPS = 1e-6  # of both norms
 # Initial std of the projection: with small gates and values the inputs dominate at first, and a

@@ -1,8 +1,10 @@
-"""Checks that both versions of the attention share, and the sizes that both plans start from."""
+"""What the plans of all versions of the attention have in common, and the checks of inputs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -11,25 +13,27 @@ from torch import Tensor
 from freescale.batch import HostSizes
 
 
-class Plan(Protocol):
-    """What the checks read of a plan."""
+@dataclass(frozen=True)
+class Plan:
+    """What the layers of one step share. Made once from a batch's lengths; nothing else reads the
+    device."""
+
+    lengths: Tensor  # [samples] int64, candidates included
+    heads: int
+    tokens: int
+    candidate_counts: Tensor | None  # [samples] int64
+    times: Tensor | None  # [tokens]
+    buckets: int  # of the time bias; 0 without one
+    distances: bool  # whether there is a position bias
+    longest_history: int
+    longest_distance: int  # between two positions
 
     @property
-    def tokens(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def lengths(self) -> Tensor: ...
-    @property
-    def candidate_counts(self) -> Tensor | None: ...
-    @property
-    def timed(self) -> bool: ...
-    @property
-    def buckets(self) -> int: ...
-    @property
-    def distances(self) -> bool: ...
-    @property
-    def longest_distance(self) -> int: ...
+    def timed(self) -> bool:
+        return self.times is not None
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
@@ -41,7 +45,7 @@ def check_same_device(**tensors: Tensor | None) -> None:
 
 
 class Sizes(NamedTuple):
-    """Of a batch's samples, on the host."""
+    """Sizes of a batch's samples, on the host."""
 
     lengths: np.ndarray  # [samples] tokens, candidates included
     history: np.ndarray  # [samples] tokens before the candidates
@@ -50,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(lengths: Tensor, candidate_counts: Tensor | None, host: HostSizes | None) -> Sizes:
-    """Checked. Reads the device, unless `host` already holds them."""
+    """Reads the sizes from `host`, or from the device without one, and checks them."""
     if lengths.dtype != torch.int64 or lengths.ndim != 1:
         raise ValueError(
             f"lengths must be a 1-d int64 tensor, not {lengths.dtype} with {lengths.ndim} axes"
@@ -71,8 +75,7 @@ def read_sizes(lengths: Tensor, candidate_counts: Tensor | None, host: HostSizes
     ):
         if (None if there is None else there.shape) != (None if here is None else here.shape):
             raise ValueError(
-                f"the {name} that the host knows are not those of this batch: they "
-                "differ in their shape"
+                f"the {name} on the host are not those of this batch: their shapes differ"
             )
     own = host.lengths.numpy()
     if (own < 0).any():
@@ -84,49 +87,59 @@ def read_sizes(lengths: Tensor, candidate_counts: Tensor | None, host: HostSizes
         if wrong.size:
             raise ValueError(
                 f"sample {wrong[0]} has {counts[wrong[0]]} candidates among {own[wrong[0]]} "
-                "tokens; "
-                "lengths count history and candidates together"
+                "tokens; lengths count history and candidates together"
             )
         history = own - counts
-        positions = history + (counts > 0)  # candidates share one
-    return Sizes(
-        own, history, int(history.max(initial=0)), max(0, int(positions.max(initial=0)) - 1)
-    )
+        positions = history + (counts > 0)  # all candidates share one position
+    longest = int(history.max(initial=0)), max(0, int(positions.max(initial=0)) - 1)
+    return Sizes(own, history, *longest)
 
 
-def check_inputs(
+def read_batch(
+    lengths: Tensor,
+    heads: int,
+    candidate_counts: Tensor | None,
+    timestamps: Tensor | None,
+    host: HostSizes | None,
+) -> Sizes:
+    """Checks what a plan is made from and returns the sizes."""
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, not {heads}")
+    check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+    sizes = read_sizes(lengths, candidate_counts, host)
+    shape = (int(sizes.lengths.sum()),)
+    if timestamps is not None and (timestamps.dtype != torch.int64 or timestamps.shape != shape):
+        raise ValueError(
+            f"timestamps must be int64 [{shape[0]}], one per token, not {timestamps.dtype} "
+            f"{list(timestamps.shape)}"
+        )
+    return sizes
+
+
+def check_or_plan(
+    plan: AnyPlan | None,
+    make: Callable[..., AnyPlan],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
+    scale_length: int,
+    candidate_counts: Tensor | None,
     position_bias: Tensor | None,
     time_bias: Tensor | None,
     timestamps: Tensor | None,
-    scale_length: int,
-) -> None:
+) -> AnyPlan:
+    """Checks the arguments of `hstu_attention`. Returns their plan, which it makes if there is
+    none."""
     if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
         raise ValueError(
             f"q, k [tokens, heads, d_qk] and v [tokens, heads, d_v] do not fit: {list(q.shape)}, "
             f"{list(k.shape)}, {list(v.shape)}"
         )
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(
-            f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if scale_length < 1:
-        raise ValueError(
-            f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
-        )
-    check_same_device(
-        q=q,
-        k=k,
-        v=v,
-        lengths=lengths,
-        position_bias=position_bias,
-        time_bias=time_bias,
-        timestamps=timestamps,
-    )
-    for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
+    check_dtype_and_scale(q, k, v, scale_length)
+    biases = {"position_bias": position_bias, "time_bias": time_bias}
+    check_same_device(q=q, k=k, v=v, lengths=lengths, **biases, timestamps=timestamps)
+    for name, bias in biases.items():
         if bias is not None and (
             bias.ndim != 1 or bias.numel() < 1 or not bias.is_floating_point()
         ):
@@ -135,22 +148,31 @@ def check_inputs(
             )
     if time_bias is not None and timestamps is None:
         raise ValueError("time_bias needs timestamps, one per token")
+    if plan is None:
+        plan = make(
+            lengths, q.shape[1], candidate_counts=candidate_counts,
+            timestamps=None if time_bias is None else timestamps,
+            buckets=0 if time_bias is None else time_bias.numel() - 1,
+            distances=position_bias is not None,
+        )  # fmt: skip
+    tokens, heads, _ = q.shape
+    check_plan(plan, tokens, heads, lengths, candidate_counts, position_bias, time_bias)
+    check_same_device(q=q, plan=plan.lengths)
+    return plan
+
+
+def check_dtype_and_scale(q: Tensor, k: Tensor, v: Tensor, scale_length: float) -> None:
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if scale_length < 1:
+        raise ValueError(
+            f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
+        )
 
 
 def check_plan(
-    plan: Plan,
-    q: Tensor,
-    lengths: Tensor,
-    candidate_counts: Tensor | None,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-) -> None:
-    tokens, heads = q.shape[:2]
-    check_plan_sizes(plan, tokens, heads, lengths, candidate_counts, position_bias, time_bias)
-    check_same_device(q=q, plan=plan.lengths)
-
-
-def check_plan_sizes(
     plan: Plan,
     tokens: int,
     heads: int,
@@ -170,8 +192,8 @@ def check_plan_sizes(
         raise ValueError("the plan and the call must both have candidate_counts, or neither")
     if time_bias is not None and (not plan.timed or plan.buckets != time_bias.numel() - 1):
         raise ValueError(
-            f"the plan has {plan.buckets} time buckets, time_bias "
-            f"{time_bias.numel() - 1}; make it for these"
+            f"the plan has {plan.buckets} time buckets, time_bias {time_bias.numel() - 1}; make a "
+            "plan for these"
         )
     if position_bias is not None and not plan.distances:
         raise ValueError("position_bias needs a plan made with distances=True")

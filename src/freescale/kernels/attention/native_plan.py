@@ -1,4 +1,4 @@
-"""`reference.attention_plan.plan_attention` in C, for batches of which it lists the pairs."""
+"""The plan of the reference attention in C, for batches whose pairs of tokens it lists."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ from torch import Tensor
 
 from freescale.batch import HostSizes
 from freescale.kernels.attention.pairs import Pairs
-from freescale.kernels.attention.plan import (
-    BUCKET_WIDTH,
-    TILE_BUDGET,
-    TILE_ROWS,
-    AttentionPlan,
-)
+from freescale.kernels.attention.plan import BUCKET_WIDTH, AttentionPlan
 from freescale.kernels.groups import Groups
-from freescale.kernels.native import address, require_native
+from freescale.kernels.native import address, load_native, require_native
+
+# Scores (heads * pairs of tokens) up to which a list of pairs pays in C. Above, matrix products of
+# padded groups take less time per score.
+LISTED_SCORES = 1 << 15
+
+
+def is_available(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether there is C code for tensors on this one's device, with products in `dtype`."""
+    return dtype == torch.float32 and tensor.device.type == "cpu" and load_native() is not None
 
 
 def plan_attention(
-    lengths: Tensor,
-    heads: int,
-    listed_scores: int,
-    *,
-    candidate_counts: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    buckets: int = 0,
-    distances: bool = False,
+    lengths: Tensor, heads: int, listed_scores: int, *, candidate_counts: Tensor | None = None,
+    timestamps: Tensor | None = None, buckets: int = 0, distances: bool = False,
     host: HostSizes | None = None,
-) -> AttentionPlan | None:
-    """As the reference, on a CPU. None where there are too many pairs for a list, and where it has
-    something to refuse."""
+) -> AttentionPlan | None:  # fmt: skip
+    """As the reference, on a CPU. Returns None if there are too many pairs for a list, and for
+    arguments that the reference refuses."""
     counts, samples = candidate_counts, lengths.numel()
     known = host or HostSizes(lengths, counts)
     columns = lengths, counts, known.lengths, known.candidate_counts
@@ -52,20 +50,9 @@ def plan_attention(
         *map(address, (pairs.query, pairs.key, pairs.distance, bucket)),
     )  # fmt: skip
     return AttentionPlan(
-        Groups((), lengths, lengths.numpy(), tokens),
-        heads,
-        TILE_ROWS,
-        TILE_BUDGET,
-        counts,
-        timestamps,
-        buckets,
-        distances,
-        longest_history,
-        longest_distance,
-        {},
-        pairs,
-        bucket,
-    )
+        lengths, heads, tokens, counts, timestamps, buckets, distances, longest_history,
+        longest_distance, Groups((), lengths, lengths.numpy(), tokens), pairs=pairs, bucket=bucket,
+    )  # fmt: skip
 
 
 def _is_column(tensor: Tensor, size: int) -> bool:

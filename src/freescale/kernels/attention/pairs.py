@@ -1,8 +1,7 @@
 """Attention of short samples on a CPU: over a list of the pairs of tokens that see each other.
 
-Where samples have a few events, such pairs are few: 900 for 180 tokens, of 32,400 in a square of
-all of them. An operation on that square, or moving samples into padded groups, takes longer than
-everything that is computed here.
+Samples of a few events have few such pairs: 900 for 180 tokens, of the 32,400 in their square. One
+operation on that square, or moving samples into padded groups, takes longer than everything here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from freescale.kernels.attention.checks import Sizes
 
 @dataclass(frozen=True)
 class Pairs:
-    """Queries and the keys that they see, by the query and then the key."""
+    """Queries and the keys that they see, ordered by query, then key."""
 
     query: Tensor  # [pairs] int64: tokens
     key: Tensor  # [pairs] int64
@@ -26,29 +25,29 @@ class Pairs:
 
 
 def count_pairs(sizes: Sizes) -> int:
-    """Pairs of tokens of which one sees the other or itself."""
+    """The number of pairs (query, visible key), including each token with itself."""
     history, candidates = sizes.history, sizes.lengths - sizes.history
     return int((history * (history + 1) // 2 + candidates * (history + 1)).sum())
 
 
 def list_pairs(sizes: Sizes) -> Pairs:
-    """All of a batch, on the CPU."""
+    """Lists all pairs of a batch, on the CPU."""
     lengths, numbers = sizes.lengths, np.arange(sizes.lengths.sum())
-    start = np.repeat(np.cumsum(lengths) - lengths, lengths)  # [tokens], as the two below
+    start = np.repeat(np.cumsum(lengths) - lengths, lengths)  # [tokens], like the two below
     history = np.repeat(sizes.history, lengths)
-    position = np.minimum(numbers - start, history)  # candidates stand right after the history
+    position = np.minimum(numbers - start, history)  # candidates come right after the history
     seen = position + 1  # the history up to the token, and the token itself
     ends = np.cumsum(seen)
     first = start - (ends - seen)
     key = np.repeat(first, seen) + np.arange(seen.sum())
-    key[ends - 1] = numbers  # of a candidate: itself, not the first of them
+    key[ends - 1] = numbers  # a candidate sees itself, not the first candidate
     query = np.repeat(numbers, seen)
     distance = position[query] - position[key]
     return Pairs(*(torch.from_numpy(x) for x in (query, key, distance)))
 
 
 class PairsAttention(torch.autograd.Function):
-    """As `attention`, in at least float32 throughout."""
+    """As `attention.reference`, in at least float32 throughout."""
 
     @staticmethod
     def forward(ctx, q, k, v, position_bias, time_bias, pairs, bucket, alpha, scale):  # type: ignore[no-untyped-def]
@@ -88,7 +87,7 @@ class PairsAttention(torch.autograd.Function):
 
 
 def _pick(values: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """[tokens, heads, d] -> [pairs, heads, d], in memory of its own."""
+    """[tokens, heads, d] -> [pairs, heads, d], a copy."""
     return values.index_select(0, index).to(dtype)
 
 
@@ -98,6 +97,6 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
-    """[pairs, heads, d] -> [tokens, heads, d]: in the order of the pairs, on a CPU."""
+    """[pairs, heads, d] -> [tokens, heads, d]. A CPU adds in the order of the pairs."""
     total = values.new_zeros(like.shape)
     return total.index_add_(0, index, values).to(like.dtype)

@@ -1,35 +1,32 @@
-"""The plan of the reference attention: from a batch's lengths to padded groups and their tiles.
-
-Made once per batch, for all layers of a step.
-"""
+"""The plan of the reference attention: from a batch's lengths to padded groups and their tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from freescale.batch import HostSizes
-from freescale.kernels.attention.checks import check_same_device, read_sizes
+from freescale.kernels.attention.checks import Plan, read_batch
 from freescale.kernels.attention.pairs import Pairs, count_pairs, list_pairs
 from freescale.kernels.groups import Group, Groups
 
 TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
 TILE_ROWS = 128  # queries at a time: fewer skip more of the upper triangle, in more operations
-# pairs of tokens whose time buckets and masks are kept for all layers of a step
+# most pairs of tokens whose time buckets and masks are kept for all layers of a step
 RELATION_BUDGET = 1 << 24
 BUCKET_WIDTH = 0.301
-# Scores (heads * pairs of tokens) up to which a CPU lists the pairs: of histories of a few events
-# there are few, and moving them into groups takes longer than what is computed.
+# Scores (heads * pairs of tokens) up to which a CPU lists the pairs. Histories of a few events have
+# few pairs, and moving their tokens into groups takes longer than the computation.
 LISTED_SCORES = 1 << 13
 
 
 @dataclass(frozen=True)
 class Relation:
-    """How the queries [start, stop) of a group stand to its keys [0, stop). Axis n is 1 where
-    samples do not differ."""
+    """Distances, times and masks between the queries [start, stop) of a group and its keys
+    [0, stop). Axis n is 1 if all samples are alike."""
 
     start: int
     stop: int
@@ -39,38 +36,18 @@ class Relation:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """What the layers of one step share. Made once from a batch's lengths: the only place that
-    reads the device."""
+class AttentionPlan(Plan):
+    """The plan of the reference. Its `times` are the timestamps, int64."""
 
     groups: Groups
-    heads: int
-    rows: int
-    budget: int
-    candidate_counts: Tensor | None
-    timestamps: Tensor | None
-    buckets: int
-    distances: bool
-    longest_history: int
-    longest_distance: int  # between two positions
-    kept: dict[int, list[Relation]]  # by group; empty where it would take too much memory
-    pairs: Pairs | None  # of all tokens, where they are few; there are no groups then
-    bucket: Tensor | None  # [pairs] int32: of their difference in time
-
-    @property
-    def tokens(self) -> int:
-        return self.groups.tokens
-
-    @property
-    def lengths(self) -> Tensor:  # [samples] int64
-        return self.groups.lengths
-
-    @property
-    def timed(self) -> bool:
-        return self.timestamps is not None
+    rows: int = TILE_ROWS
+    budget: int = TILE_BUDGET
+    kept: dict[int, list[Relation]] = field(default_factory=dict)  # by group; empty above a budget
+    pairs: Pairs | None = None  # of all tokens, if they are few; then there are no groups
+    bucket: Tensor | None = None  # [pairs] int32: of their difference in time
 
     def tiles(self, number: int) -> Iterator[Relation]:
-        """The tiles of a group, from the bottom up: the first has all keys."""
+        """Yields the tiles of a group, from the bottom up: the first has all keys."""
         if number in self.kept:
             yield from self.kept[number]
             return
@@ -84,22 +61,24 @@ class AttentionPlan:
     def _find_coordinates(self, group: Group) -> tuple[Tensor, Tensor | None]:
         """Positions [n or 1, length] and times [n, length] of a group's slots."""
         positions = torch.arange(group.length, device=group.slots.device)[None]
-        if self.candidate_counts is not None:  # every candidate stands right after the history
-            history = self.groups.lengths[group.samples] - self.candidate_counts[group.samples]
+        if self.candidate_counts is not None:  # all candidates come right after the history
+            history = self.lengths[group.samples] - self.candidate_counts[group.samples]
             positions = torch.minimum(positions, history[:, None])
-        return positions, None if self.timestamps is None else group.pad(self.timestamps)
+        return positions, None if self.times is None else group.pad(self.times)
 
     def _relate(
         self, group: Group, start: int, stop: int, positions: Tensor, times: Tensor | None
     ) -> Relation:
-        distance = _find_distances(positions, start, stop) if self.distances else None
-        bucket = None
+        distance, bucket = None, None
+        if self.distances:
+            apart = positions[:, start:stop, None] - positions[:, None, :stop]
+            distance = apart.clamp_(min=0).to(torch.int32)
         if times is not None:
             bucket = _find_buckets(times[:, start:stop, None] - times[:, None, :stop], self.buckets)
         blocked = None
         if self.candidate_counts is not None:
             slots = torch.arange(stop, device=positions.device)
-            history = self.groups.lengths[group.samples] - self.candidate_counts[group.samples]
+            history = self.lengths[group.samples] - self.candidate_counts[group.samples]
             after = slots[None, :] > slots[start:stop, None]  # [queries, keys]
             other = slots[None, :] != slots[start:stop, None]
             candidate = slots[None, :] >= history[:, None]  # [n, keys]
@@ -107,15 +86,9 @@ class AttentionPlan:
         return Relation(start, stop, distance, bucket, blocked)
 
 
-def _find_distances(positions: Tensor, start: int, stop: int) -> Tensor:
-    """positions [n, length] -> [n, queries, keys] int32."""
-    apart = positions[:, start:stop, None] - positions[:, None, :stop]
-    return apart.clamp_(min=0).to(torch.int32)
-
-
 def _find_buckets(elapsed: Tensor, buckets: int) -> Tensor:
-    """Differences in time, overwritten -> buckets, int32, of the same shape."""
-    # float64: integers next to a bucket's edge fall on the same side wherever they are computed
+    """Differences in time -> buckets, int32, of the same shape. Overwrites the differences."""
+    # float64: integers next to a bucket's edge fall on the same side on every device
     logarithm = elapsed.clamp_(min=1).to(torch.float64).log_()
     return logarithm.div_(BUCKET_WIDTH).clamp_(max=buckets).to(torch.int32)
 
@@ -134,37 +107,41 @@ def plan_attention(
     list_few: bool = True,
     listed_scores: int | None = None,
 ) -> AttentionPlan:
-    """Groups and tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position
-    bias `distances`. Reads from the device what `host` does not know. `list_few`: where a CPU has
-    few pairs of tokens, at most `listed_scores`, the plan is a list of them."""
-    if heads < 1 or rows < 1:
-        raise ValueError(f"heads and rows must be at least 1, not {heads} and {rows}")
-    check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
-    sizes = read_sizes(lengths, candidate_counts, host)
+    """Plans the attention for these lengths. Reads the device unless `host` has the sizes.
+
+    Args:
+        lengths: [samples] int64, candidates included.
+        heads: Number of heads.
+        candidate_counts: [samples] int64.
+        timestamps: [tokens] int64, for a time bias.
+        buckets: Of the time bias.
+        distances: Whether there is a position bias.
+        budget: Most scores of a tile.
+        rows: Most queries of a tile.
+        host: The sizes on the host.
+        list_few: Whether a CPU lists the pairs of tokens, if they have few scores.
+        listed_scores: What counts as few; by default `LISTED_SCORES`.
+    """
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1, not {rows}")
+    sizes = read_batch(lengths, heads, candidate_counts, timestamps, host)
+    tokens = int(sizes.lengths.sum())
     few = min(LISTED_SCORES if listed_scores is None else listed_scores, budget)
     listed = list_few and lengths.device.type == "cpu" and heads * count_pairs(sizes) <= few
     groups = (
-        Groups((), lengths, sizes.lengths, int(sizes.lengths.sum()))
+        Groups((), lengths, sizes.lengths, tokens)
         if listed
         else Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
     )
-    if timestamps is not None and (
-        timestamps.dtype != torch.int64 or timestamps.shape != (groups.tokens,)
-    ):
-        raise ValueError(
-            f"timestamps must be int64 [{groups.tokens}], one per token, not {timestamps.dtype} "
-            f"{list(timestamps.shape)}"
-        )
     pairs = list_pairs(sizes) if listed else None
     bucket = None
     if pairs is not None and timestamps is not None:
         elapsed = timestamps.index_select(0, pairs.query) - timestamps.index_select(0, pairs.key)
         bucket = _find_buckets(elapsed, buckets)
-    kept: dict[int, list[Relation]] = {}
     plan = AttentionPlan(
-        groups, heads, rows, budget, candidate_counts, timestamps, buckets, distances,
-        sizes.longest_history, sizes.longest_distance, kept, pairs, bucket,
+        lengths, heads, tokens, candidate_counts, timestamps, buckets, distances,
+        sizes.longest_history, sizes.longest_distance, groups, rows, budget, {}, pairs, bucket,
     )  # fmt: skip
     if sum(len(group) * group.length**2 for group in groups.groups) <= RELATION_BUDGET:
-        kept |= {number: list(plan.tiles(number)) for number in range(len(groups.groups))}
+        plan.kept.update((n, list(plan.tiles(n))) for n in range(len(groups.groups)))
     return plan

@@ -1,13 +1,13 @@
-"""What the tables of plans hold, column by column, and sizes that plans and kernels agree on.
+"""The columns of the plans' tables, and sizes that plans and kernels share.
 
-Apart from the plans, because kernels are compiled by processes that import no torch.
+Separate from the plans because the processes that compile kernels import no torch.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-# a block of the table of pair biases: see TilePlan.pair_blocks
+# size of a block in the table of pair biases: see TilePlan.pair_blocks
 PAIR_QUERIES, PAIR_KEYS = 128, 64
 
 
@@ -30,14 +30,14 @@ class SampleColumn(IntEnum):
 
 
 class WalkColumn(IntEnum):
-    """Columns of a table of walks. A walk crosses tiles whose queries lie ROW tokens behind their
-    keys; if STOP is -1, all queries of the candidates for one tile of keys."""
+    """Columns of a table of walks. A walk crosses the tiles whose queries lie ROW tokens behind
+    their keys. If STOP is -1, it crosses all queries of the candidates for one tile of keys."""
 
     START = 0  # as in a table of tiles
     LENGTH = 1
     HISTORY = 2
     ROW = 3
-    SLOT = 4  # the row of the partial sums that the walk writes
+    SLOT = 4  # the walk's row in the partial sums
     KEY = 5  # its first key in the sample
     STOP = 6  # the end of its keys
     PAIRS = 7  # as in a table of tiles
@@ -48,7 +48,7 @@ class PieceColumn(IntEnum):
     consecutive slots."""
 
     SLOT = 0  # of the piece's first walk
-    TILES = 1  # how many walks cross the piece
+    TILES = 1  # number of walks that cross the piece
     START = 2  # the sample's first token in the batch
     HISTORY = 3  # tokens before its candidates, at the sample's first piece; 0 at the others
 

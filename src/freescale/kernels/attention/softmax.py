@@ -1,12 +1,10 @@
 """Jagged causal softmax attention, as of SASRec (arXiv 1808.09781), in plain torch.
 
-    out_i = sum over j that i may see of softmax_j(alpha * q_i . k_j) * v_j
+    out_i = sum over visible j of softmax_j(alpha * q_i . k_j) * v_j
 
-Who sees whom is as in `attention`: a token sees itself and what is before it in its sample;
-candidates see the history and themselves. Samples lie in padded groups of similar length. Scores
-exist one tile at a time, in forward and in backward, which computes them again from the logarithms
-of the sums: memory grows with the tokens, not with the square of the lengths. What is dropped of
-the weights is a function of the query's key and the key's place in the sample.
+Visibility, padded groups and tiles are those of `attention.reference`. Backward recomputes the
+weights from the logarithms of their sums. Dropout of a weight is a function of the query's random
+key and of the position of the attended token in the sample.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from freescale.kernels.attention.plan import (
     plan_attention,
 )
 from freescale.kernels.attention.reference import (
-    add_product,
+    GroupGradients,
     split_heads,
     split_heads_transposed,
     write_heads,
@@ -34,17 +32,17 @@ from freescale.kernels.attention.reference import (
 from freescale.kernels.groups import Group
 from freescale.random import derive, draw_keep_mask
 
-# A GPU is better off with few large tiles: scores (samples * heads * queries * keys) of one.
+# Few large tiles suit a GPU better. Scores (samples * heads * queries * keys) of one.
 GPU_TILE_BUDGET = 1 << 25
 GPU_TILE_ROWS = 1024
 
 
 class WeightDropout(NamedTuple):
-    """What is dropped of the weights of an attention."""
+    """Dropout of an attention's weights."""
 
-    keys: Tensor  # [tokens] int64
-    stream: int  # which of the draws that a key gives: layers drop different weights
-    keep: float  # the share that is kept
+    keys: Tensor  # [tokens] int64: random keys
+    stream: int  # number of the draw from a key; each layer has its own
+    keep: float  # share of the weights that is kept
 
 
 def plan_softmax_attention(
@@ -54,18 +52,13 @@ def plan_softmax_attention(
     candidate_counts: Tensor | None = None,  # [samples] int64
     host: HostSizes | None = None,
 ) -> AttentionPlan:
-    """The groups and tiles that the layers of a step share. Reads from the device what `host` does
-    not know."""
+    """Groups and tiles for the layers of a step. Reads the device unless `host` has the sizes."""
     on_cpu = lengths.device.type == "cpu"
     return plan_attention(
-        lengths,
-        heads,
-        candidate_counts=candidate_counts,
-        host=host,
+        lengths, heads, candidate_counts=candidate_counts, host=host, list_few=False,
         budget=TILE_BUDGET if on_cpu else GPU_TILE_BUDGET,
         rows=TILE_ROWS if on_cpu else GPU_TILE_ROWS,
-        list_few=False,
-    )
+    )  # fmt: skip
 
 
 def softmax_attention(
@@ -97,7 +90,7 @@ def softmax_attention(
 
 
 def _compute_scores(q: Tensor, k_t: Tensor, tile: Relation, count: int) -> Tensor:
-    """[n * heads, queries, keys] in at least float32, -inf where a query may not look. q is
+    """[n * heads, queries, keys] in at least float32, -inf for keys that a query may not see. q is
     scaled. Padded keys come after every real query."""
     scores = torch.bmm(q[:, tile.start : tile.stop], k_t[:, :, : tile.stop])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -111,8 +104,8 @@ def _compute_scores(q: Tensor, k_t: Tensor, tile: Relation, count: int) -> Tenso
 def _draw_kept(
     dropout: WeightDropout | None, keys: Tensor | None, tile: Relation, like: Tensor
 ) -> Tensor | None:
-    """Factors of the weights [n * heads, queries, keys], 0 or 1 / keep; None where nothing is
-    dropped. keys [n, length]: of a group's tokens."""
+    """Factors of the weights [n * heads, queries, keys], 0 or 1 / keep; None without dropout. keys
+    [n, length]: random keys of a group's tokens."""
     if dropout is None or keys is None:
         return None
     heads = torch.arange(like.shape[0] // keys.shape[0], device=keys.device)
@@ -131,19 +124,15 @@ class _SoftmaxAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, plan, alpha, dropout):  # type: ignore[no-untyped-def]
         ctx.plan, ctx.alpha, ctx.dropout = plan, alpha, dropout
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        sums = []  # of each group: logarithms of the sums over the keys [n * heads, length, 1]
+        sums = []  # per group: logarithms of the sums over the keys [n * heads, length, 1]
         with torch.autocast(q.device.type, enabled=False):
             for number, group in enumerate(plan.groups.groups):
-                q_g, k_t, v_g = (
-                    split_heads(group, q) * alpha,
-                    split_heads_transposed(group, k),
-                    split_heads(group, v),
-                )
+                q_g, v_g = split_heads(group, q) * alpha, split_heads(group, v)
+                k_t = split_heads_transposed(group, k)
                 keys = _pad_keys(dropout, group)
                 out_g = torch.empty_like(v_g)
-                sums_g = q_g.new_empty(
-                    *q_g.shape[:2], 1, dtype=torch.promote_types(q.dtype, torch.float32)
-                )
+                wide = torch.promote_types(q.dtype, torch.float32)
+                sums_g = q_g.new_empty(*q_g.shape[:2], 1, dtype=wide)
                 for tile in plan.tiles(number):
                     rows = slice(tile.start, tile.stop)
                     scores = _compute_scores(q_g, k_t, tile, len(group))
@@ -160,41 +149,25 @@ class _SoftmaxAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, out, *sums = ctx.saved_tensors
-        plan, alpha, dropout = ctx.plan, ctx.alpha, ctx.dropout
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad_q, grad_k, grad_v = (
-            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
-        )
-        # [tokens, heads, 1]: what the softmax takes from the gradient of each of its weights
+        plan, dropout, wide = ctx.plan, ctx.dropout, torch.promote_types(q.dtype, torch.float32)
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        # [tokens, heads, 1]: the softmax subtracts it from the gradient of each of its weights
         shared = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         with torch.autocast(q.device.type, enabled=False):
             for (number, group), sums_g in zip(enumerate(plan.groups.groups), sums, strict=True):
-                q_g, k_t, v_t = (
-                    split_heads(group, q) * alpha,
-                    split_heads_transposed(group, k),
-                    split_heads_transposed(group, v),
-                )
-                k_g = k_t.transpose(1, 2).contiguous()
+                own = GroupGradients(group, q, k, v, ctx.alpha)
                 grad_g, shared_g = split_heads(group, grad), split_heads(group, shared)
                 keys = _pad_keys(dropout, group)
-                grad_q_g, grad_k_g, grad_v_g = torch.empty_like(q_g), None, None
                 for tile in plan.tiles(number):
-                    rows, seen = slice(tile.start, tile.stop), slice(0, tile.stop)
-                    weights = _compute_scores(q_g, k_t, tile, len(group))
+                    rows = slice(tile.start, tile.stop)
+                    weights = _compute_scores(own.q, own.k_t, tile, len(group))
                     weights.sub_(sums_g[:, rows]).exp_()
                     kept = _draw_kept(dropout, keys, tile, weights)
-                    change = torch.bmm(grad_g[:, rows], v_t[:, :, seen]).to(wide)
+                    change = torch.bmm(grad_g[:, rows], own.v_t[:, :, : tile.stop]).to(wide)
                     used = weights if kept is None else weights * kept
                     change = change if kept is None else change.mul_(kept)
-                    grad_v_g = add_product(
-                        grad_v_g, used.to(v.dtype).transpose(1, 2), grad_g[:, rows], wide
-                    )
+                    own.add_weights(used.to(v.dtype), grad_g[:, rows])
                     change = change.sub_(shared_g[:, rows]).mul_(weights).to(q.dtype)
-                    grad_q_g[:, rows] = torch.bmm(change, k_g[:, seen])
-                    grad_k_g = add_product(grad_k_g, change.transpose(1, 2), q_g[:, rows], wide)
-                # a group has at least one tile
-                assert grad_k_g is not None and grad_v_g is not None
-                write_heads(grad_q, group, grad_q_g.mul_(alpha))
-                write_heads(grad_k, group, grad_k_g)
-                write_heads(grad_v, group, grad_v_g)
-        return grad_q, grad_k, grad_v, None, None, None
+                    own.add_change(change, rows)
+                own.write(*grads)
+        return *grads, None, None, None

@@ -1,5 +1,5 @@
-"""The attention's plan for batches of one padded size: its tables stay at one place on the device
-and are filled anew for each batch, so that a CUDA graph can read them."""
+"""The attention's plan for batches of one padded size, for CUDA graphs: its tables keep their
+addresses on the device and are refilled for each batch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from freescale.kernels.upload import upload
 
 @dataclass(frozen=True)
 class StaticPlan(TilePlan):
-    """As long as any batch of the size needs: what a batch lacks are tiles without tokens. Made for
-    histories up to `longest_history`."""
+    """A plan whose tables fit any batch of the size with histories up to `longest_history`. Unused
+    rows are tiles without tokens."""
 
-    timestamps: Tensor | None = None  # [tokens] int64, of which `times` are made
+    timestamps: Tensor | None = None  # [tokens] int64, the source of `times`
 
     @staticmethod
     def of(plan: TilePlan, longest: int, timestamps: Tensor | None) -> StaticPlan:
-        """Made from the plan of the first batch."""
+        """Makes the plan from that of the first batch."""
         own = {field.name: getattr(plan, field.name) for field in fields(TilePlan)}
         limits = {"longest_history": longest, "longest_distance": longest}
         return StaticPlan(**own | limits | {"kept": {}}, timestamps=timestamps)
@@ -38,16 +38,16 @@ class StaticPlan(TilePlan):
     def _keep(self, key: tuple[str, int]) -> tuple[Tensor, ...]:
         tables: tuple[Tensor, ...] | None = self.kept.get(key)
         if tables is None:
-            made = self.compute_tables(key)
+            made, device = self.compute_tables(key), self.lengths.device
             tables = self.kept[key] = tuple(
-                torch.zeros(rows, *table.shape[1:], dtype=torch.int32, device=self.lengths.device)
+                torch.zeros(rows, *table.shape[1:], dtype=torch.int32, device=device)
                 for table, rows in zip(made, self._count_rows(key), strict=True)
             )
             self._write(key, tables, made)
         return tables
 
     def _count_rows(self, key: tuple[str, int]) -> tuple[int, ...]:
-        """Of the tables of a kind and size of tile, at most."""
+        """Most rows of the tables of a (kind, tile size)."""
         (of, size), samples = key, len(self.host)
         if of == "samples":
             return (samples,)
@@ -59,7 +59,8 @@ class StaticPlan(TilePlan):
         return pieces * tiles, pieces * samples, of_longest
 
     def refill(self, lengths: np.ndarray) -> None:
-        """For another batch of the same size, whose tokens are there, on the current stream."""
+        """Refills the tables for a batch of the same size whose tokens are in place, on the current
+        stream."""
         other = replace(self, host=lengths, history=lengths, kept={})
         for key, tables in self.kept.items():
             if key != "edges":
@@ -77,9 +78,9 @@ class StaticPlan(TilePlan):
             whole[: len(values)] = values
             lacking = whole[len(values) :]
             if key[0] in ("queries", "keys"):
-                lacking[:, TileColumn.START] = 1  # the token before it exists
+                lacking[:, TileColumn.START] = 1  # kernels read the time at START + LENGTH - 1
             elif key[0] == "walks" and number == 0:
-                lacking[:, WalkColumn.SLOT] = len(whole) - 1  # of no walk, if some are lacking
+                lacking[:, WalkColumn.SLOT] = len(whole) - 1  # unused, if any are lacking
             table.copy_(upload(whole, table.device), non_blocking=True)
 
 
@@ -87,17 +88,17 @@ class StaticPlans:
     """The plans that a model makes for batches of one size."""
 
     def __init__(self, longest: int) -> None:
-        """`longest`: tokens that a sample of such a batch may have."""
+        """`longest`: most tokens of a sample."""
         self._longest = longest
         self._plans: dict[Any, StaticPlan] = {}
 
     def find(self, key: Any, make: Callable[[], TilePlan], timestamps: Tensor | None) -> StaticPlan:
-        """The plan of this key; made from that of the first batch."""
+        """The plan of this key. The first call makes it from `make()`."""
         if key not in self._plans:
             self._plans[key] = StaticPlan.of(make(), self._longest, timestamps)
         return self._plans[key]
 
     def refill(self, lengths: np.ndarray) -> None:
-        """For another batch of the same size, whose tokens are there."""
+        """Refills all plans for a batch of the same size whose tokens are in place."""
         for plan in self._plans.values():
             plan.refill(lengths)

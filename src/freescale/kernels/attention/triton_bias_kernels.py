@@ -1,10 +1,9 @@
-"""The Triton kernels of the biases of `attention`, by position and time: the table of pair biases
-that its kernels read, and the gradients of the biases.
+"""The Triton kernels of the attention's biases by position and time: the table of pair biases, and
+the gradients of the biases.
 
 One program of the table's kernel works on one tile of queries. The gradients take two steps: a
-program goes through the tiles of one walk and writes partial sums, which are then added up, by
-distance in a kernel and by bucket in torch. Scores, masks and descriptors are those of
-`attention_kernels`.
+program visits the tiles of one walk and writes partial sums, which are then added, by distance in a
+kernel and by bucket in torch. Scores, masks and descriptors are those of `triton_kernels`.
 """
 
 # mypy: ignore-errors
@@ -53,7 +52,7 @@ PIECE_COLUMNS = tl.constexpr(len(PieceColumn))
 
 @triton.jit
 def _bucket_range(later, earlier, buckets):
-    """Buckets between which those of all pairs of these times lie, both included."""
+    """The lowest and highest bucket that pairs of these times can have."""
     shortest = tl.maximum(tl.min(later, 0) - tl.max(earlier, 0), 1).to(tl.float32)
     longest = tl.maximum(tl.max(later, 0) - tl.min(earlier, 0), 1).to(tl.float32)
     lowest = tl.maximum(tl.log2(shortest) * BUCKETS_PER_OCTAVE - 1e-3, 0.0).to(tl.int32)
@@ -68,8 +67,8 @@ def pair_bias_kernel(
 ):  # fmt: skip
     """Half the bias of every pair of tokens, in blocks of queries and keys: once for all heads.
 
-    Buckets are found by comparing with their edges. A block's times bound the buckets it can have:
-    few, away from the diagonal.
+    Buckets are found by comparing with their edges. A block's times bound its buckets: away from
+    the diagonal these are few.
     """
     tile = tiles + tl.program_id(0) * TILE_COLUMNS
     start, length = tl.load(tile + TILE_START), tl.load(tile + TILE_LENGTH)
@@ -111,16 +110,16 @@ def backward_bias_kernel(
     B: tl.constexpr, BUCKETS: tl.constexpr, FAST: tl.constexpr, INLINE: tl.constexpr,
     PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of the biases' gradients, without atomics; all heads share the biases. Reads the
-    gradients of the scores from the table of `changes_desc`, or computes them once more without it.
+    """Partial sums of the biases' gradients, without atomics. All heads share the biases. Reads the
+    gradients of the scores from the table of `changes_desc`, or recomputes them without it.
 
-    Distances repeat along diagonals, so a program walks the tiles whose queries stand `row` behind
-    their keys [key, stop) and adds them up element by element, for the queries of the history.
-    Candidates share one position, so their distances repeat along columns: there (stop is -1) the
-    program walks all queries of one tile of keys.
+    Distances repeat along diagonals, so a program walks the tiles whose queries are `row` behind
+    their keys [key, stop) and adds them element by element, for the queries of the history.
+    Candidates share one position, so their distances repeat along columns: for them (stop is -1)
+    the program walks all queries of one tile of keys.
 
-    Along a walk the time between two tokens changes little: the sums of two neighbouring buckets
-    stay in registers, row by row, until a tile has others.
+    Along a walk the time between two tokens changes little: the sums of two adjacent buckets stay
+    in registers, row by row, until a tile has other buckets.
     """
     walk = walks + tl.program_id(0) * WALK_COLUMNS
     start = tl.load(walk + WALK_START)
@@ -148,7 +147,7 @@ def backward_bias_kernel(
     current = -2  # the lower one of the two buckets
     lower = tl.zeros([B], tl.float32)
     upper = tl.zeros([B], tl.float32)
-    # stored scores are loaded ahead; products are by the loop over heads
+    # this loop prefetches stored scores; without them the loop over heads is pipelined
     for number in tl.range(
         0, tl.cdiv(tl.maximum(end - query, 0), B), num_stages=1 if changes_desc is None else STAGES
     ):
@@ -193,7 +192,7 @@ def backward_bias_kernel(
                 histogram += tl.where(bins == current, tl.sum(lower, 0), 0.0)
                 histogram += tl.where(bins == current + 1, tl.sum(upper, 0), 0.0)
                 for bucket in range(lowest, highest + 1):
-                    # what lies in this bucket or above it, less what lies above
+                    # in this bucket: at or above its edge, but not above the next
                     inside = (elapsed >= tl.load(edges + bucket)) | (bucket == 0)
                     above = elapsed >= tl.load(edges + tl.minimum(bucket + 1, buckets))
                     inside = inside & ((bucket == buckets) | (above == 0))
@@ -214,7 +213,7 @@ def backward_bias_kernel(
             tl.store(by_key + start + own, tl.where(own < history, of_key, 0.0), mask=own < length)
             tl.store(by_self + slot, tl.sum(tl.where(own < history, 0.0, of_key), 0))
         else:
-            # [a, c] takes the key (a - c) mod B: distance c above, c - B below the diagonal a = c
+            # [a, c] takes the key (a - c) mod B: at distance c if a >= c, else c - B
             turned = tl.gather(total, (lanes[:, None] - lanes[None, :] + B) % B, 1)
             inside = lanes[:, None] >= lanes[None, :]
             sums = by_distance + slot.to(tl.int64) * 2 * B + lanes
@@ -226,12 +225,12 @@ def backward_bias_kernel(
 def sum_distances_kernel(
     by_distance, by_key, pieces, counts, grad_position, size, B: tl.constexpr, S: tl.constexpr
 ):
-    """Adds up the partial sums of B distances over the pieces, in a fixed order."""
+    """Adds the partial sums of B distances over the pieces, in a fixed order."""
     block = tl.program_id(0)
     lanes = tl.arange(0, B)
     distance = block * B + lanes
     total = tl.zeros([B], tl.float32)
-    for first in range(0, tl.load(counts + block), S):  # pieces this long
+    for first in range(0, tl.load(counts + block), S):  # pieces with more tiles
         number = first + tl.arange(0, S)
         present = number < tl.load(counts + block)
         piece = pieces + number * PIECE_COLUMNS

@@ -1,22 +1,22 @@
-"""The Triton kernels of `attention`: forward and backward.
+"""The Triton kernels of `attention.triton`: forward and backward.
 
-One program works on one tile of one head: queries in forward, keys in backward. Tiles without a
-mask run in a loop of their own, with the same body. TMA descriptors span the whole batch, so a tile
-at a sample's end also reads the next sample's tokens: the mask drops their scores, and their rows
-are zeroed where a product would meet them (0 * inf is not 0).
+One program works on one tile of one head: queries in forward, queries or keys in backward. Tiles
+without a mask run in a separate loop with the same body. TMA descriptors span the whole batch, so a
+tile at a sample's end also reads the next sample's tokens: the mask drops their scores, and their
+rows are zeroed before a product (0 * inf is not 0).
 
-SiLU is computed from h = score / 2 and t = tanh(h), one instruction of the special function unit
-instead of two:
+SiLU is computed from h = score / 2 and t = tanh(h), with one instruction of the special function
+unit instead of two:
     SiLU(score) = h * (1 + t)        2 * SiLU'(score) = (1 + t) * (1 + h * (1 - t))
 The factor 1/2 of the slope, alpha and 1 / scale_length are applied once, to the finished sums.
 
-The backward takes seven products where five would do: the kernel for keys and the one for queries
-each compute the scores and their gradients. One kernel that adds to the queries' gradient in a
+Backward takes seven products instead of five: the kernel for keys and the one for queries both
+compute the scores and their gradients. A single kernel that adds to the queries' gradient in a
 fixed order is half as fast (223 TFLOP/s against 444 for heads of 128): its programs wait for their
-turns. Where products are dearer than memory, in wide heads, the kernel for queries stores weights
-and gradients of the scores, and those of keys and values are two plain products.
+turns. In wide heads products cost more than memory: there the kernel for queries stores the weights
+and the gradients of the scores, and the gradients of keys and values are two plain products.
 
-The bias of a score is read from a table of all pairs or computed here. `attention_bias_kernels` has
+The bias of a score is read from a table of all pairs or computed here. `triton_bias_kernels` has
 the kernel that fills the table and those for the gradients of the biases.
 """
 
@@ -53,7 +53,7 @@ def _tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def _allowed(i, j, length, history, CANDIDATES: tl.constexpr):
-    """Whether query i sees key j; rows past the sample's end see nothing."""
+    """Whether query i sees key j. Rows past the sample's end see nothing."""
     seen = (j <= i) & (i < length)
     if CANDIDATES:
         seen = seen & ((j < history) | (j == i))
@@ -62,8 +62,8 @@ def _allowed(i, j, length, history, CANDIDATES: tl.constexpr):
 
 @triton.jit
 def _look_up(table, index, INLINE: tl.constexpr):
-    """Entries of a float32 table. As assembly it is arithmetic to the compiler, done in the layout
-    of the scores; a load would go through shared memory."""
+    """Entries of a float32 table. The compiler treats assembly as arithmetic, in the layout of the
+    scores; a load would go through shared memory."""
     if INLINE:
         return tl.inline_asm_elementwise(
             "{ .reg .u64 a; mad.wide.s32 a, $1, 4, $2; ld.global.nc.f32 $0, [a]; }",
@@ -75,7 +75,7 @@ def _look_up(table, index, INLINE: tl.constexpr):
 
 @triton.jit
 def _edge(edges, low, high, INLINE: tl.constexpr):
-    """The shortest time of bucket `high`, read only where the estimate leaves two buckets open."""
+    """The shortest time of bucket `high`, read only if the estimate leaves two buckets open."""
     if INLINE and edges.dtype.element_ty == tl.int32:
         return tl.inline_asm_elementwise(
             "{ .reg .u64 a; .reg .pred p; setp.ne.s32 p, $1, $2; mad.wide.s32 a, $2, 4, $3; "
@@ -89,20 +89,20 @@ def _edge(edges, low, high, INLINE: tl.constexpr):
 
 @triton.jit
 def _distance(i, j, history, farthest):
-    """Between the positions of queries i and keys j; candidates all stand right after the
-    history."""
+    """Distance between the positions of queries i and keys j. All candidates have the position
+    right after the history."""
     return tl.minimum(tl.maximum(tl.minimum(i, history) - tl.minimum(j, history), 0), farthest)
 
 
 @triton.jit
 def _bucket(i, j, start, length, times, edges, buckets, INLINE: tl.constexpr):
-    """floor(log(time between) / 0.301), exact: where the estimate in float32 is too close to call,
-    the edge decides."""
+    """floor(log(time between) / 0.301), exact: if the estimate in float32 is too close to an edge,
+    comparing with the edge decides."""
     later = tl.load(times + start + i, mask=i < length, other=0)
     earlier = tl.load(times + start + j, mask=j < length, other=0)
     elapsed = tl.maximum(later - earlier, 1)
     rounded = elapsed.to(tl.float32)
-    if INLINE:  # tl.log2 is a polynomial, exact to bits that do not matter here
+    if INLINE:  # tl.log2 is a polynomial, more exact than needed here
         octaves = tl.inline_asm_elementwise(
             "lg2.approx.f32 $0, $1;", "=f,f", [rounded], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -116,8 +116,7 @@ def _bucket(i, j, start, length, times, edges, buckets, INLINE: tl.constexpr):
 
 @triton.jit
 def _find_pairs(pairs, query, key):
-    """Row and column in the table of pair biases where queries from `query` meet keys from
-    `key`."""
+    """Row and column in the table of pair biases for queries from `query` and keys from `key`."""
     above, before = query // ROWS_OF_PAIRS, key // COLUMNS_OF_PAIRS
     block = pairs + above * (above + 1) + before
     row = (block - above) * ROWS_OF_PAIRS + query
@@ -126,8 +125,8 @@ def _find_pairs(pairs, query, key):
 
 @triton.jit
 def _find_stored(pairs, query, key, head, HEADS: tl.constexpr):
-    """Row and column in a table of stored scores where queries from `query` of one head meet keys
-    from `key`. Its blocks are square: two of the pair biases' side by side."""
+    """Row and column in a table of stored scores for queries from `query` and keys from `key` of
+    one head. Its blocks are square: two blocks of pair biases side by side."""
     above, before = query // ROWS_OF_PAIRS, key // ROWS_OF_PAIRS
     block = pairs // 2 + above * (above + 1) // 2 + before
     row = (block * HEADS + head - above) * ROWS_OF_PAIRS + query
@@ -140,8 +139,8 @@ def _half_scores(
     TURNED: tl.constexpr,
 ):  # fmt: skip
     """Half of alpha * products + bias, for products of queries i from `query` and keys j from
-    `key`: queries are rows, or columns if TURNED. With a table of pair biases it is read there,
-    else computed."""
+    `key`. Queries are rows, or columns if TURNED. The bias is read from the table of pair biases if
+    there is one, else computed."""
     half = products * half_alpha
     start, length, history, pairs = sample
     position_bias, farthest, time_bias, edges, times, buckets = bias
@@ -190,8 +189,8 @@ def _store(pointer, stride, start, rows, length, column, values, WIDTH: tl.const
 
 @triton.jit
 def _split_keys(row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Queries [row, row + M) see the keys [0, full) without a mask, then `edge` tiles from `full`,
-    then the diagonal. Returns full, edge and the number of tiles with a mask."""
+    """Queries [row, row + M) see the keys [0, full) without a mask, then `edge` tiles from `full`
+    and the diagonal with one. Returns full, edge and the number of tiles with a mask."""
     full = row
     edge = 0
     if CANDIDATES:
@@ -284,11 +283,11 @@ def _add_key_gradients(
     INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """total_k [N, D_QK] and total_v [N, D_V] plus what the queries [query, query + M) add for the
-    keys j.
+    """total_k [N, D_QK] and total_v [N, D_V] plus the contributions of the queries
+    [query, query + M) to the keys j.
 
-    Without a mask the product with the values starts before tanh, which hides it; with one it comes
-    as late as possible, which saves registers.
+    Without a mask the product with the values starts before tanh and hides it. With a mask it comes
+    as late as possible to save registers.
     """
     start, length, history, _ = sample
     i = query + tl.arange(0, M)
@@ -332,8 +331,8 @@ def backward_kv_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys [row, row + N) and of their values, summed over the queries: tiles with
-    a mask first, then the others, each in their order. Only one of the two where KEYS or VALUES is
-    not set: wide heads leave registers for the sums of one."""
+    a mask first, then the others, each in order. Wide heads have registers for the sums of only one
+    of the two: KEYS or VALUES is then not set."""
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
     bias = (position_bias, farthest, time_bias, edges, times, buckets)
@@ -371,7 +370,7 @@ def _add_query_gradients(
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr,
     INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """total [M, D_QK] plus what the keys [key, key + N) add for the queries i."""
+    """total [M, D_QK] plus the contributions of the keys [key, key + N) to the queries i."""
     start, length, history, pairs = sample
     k = k_desc.load([start + key, head * D_QK])
     if MASKED:
@@ -409,8 +408,8 @@ def backward_q_kernel(
     STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries [row, row + M), summed over the keys in their order. Stores the
-    weights and the gradients of the scores where tables for them are given, for all pairs that it
-    visits; rows past a sample's end hold anything."""
+    weights and the gradients of the scores of all pairs that it visits, if there are tables for
+    them. Rows past a sample's end have arbitrary values."""
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
     bias = (position_bias, farthest, time_bias, edges, times, buckets)
@@ -441,8 +440,8 @@ def _add_stored(
     HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, CANDIDATES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """total [N, D] plus the rows of the queries [query, query + M), weighted for the keys j by what
-    is stored."""
+    """total [N, D] plus the rows of the queries [query, query + M), with stored weights for the
+    keys j."""
     start, length, history, pairs = sample
     at, column = _find_stored(pairs, query, row, head, HEADS)
     stored = stored_desc.load([at, column])
@@ -461,9 +460,9 @@ def backward_stored_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CANDIDATES: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What the queries' rows add up to for the keys [row, row + N), weighted by a stored table:
-    values' gradients by weights and the output's gradient, keys' by the scores' gradients and the
-    queries. In the order of `backward_kv_kernel`."""
+    """Sums of the queries' rows for the keys [row, row + N), weighted by a stored table, in the
+    order of `backward_kv_kernel`. The gradients of values are sums of the output's gradient with
+    the weights, those of keys sums of the queries with the scores' gradients."""
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
     j = row + tl.arange(0, N)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """Shape of one kernel's work."""
+    """Launch parameters of one kernel."""
 
     tile: int  # tokens of a program; a multiple of `inner`
-    inner: int  # tokens of one turn of its loop
+    inner: int  # tokens of one iteration of its loop
     warps: int
     stages: int  # of the loop over tiles without a mask
     masked_stages: int = 1
-    # per thread: a limit that lets one more program run on a multiprocessor
-    registers: int | None = None
+    registers: int | None = None  # limit per thread that fits one more program on an SM
 
 
 @dataclass(frozen=True)
 class KeyLaunch(AttentionLaunch):
-    """Of the kernel for the gradients of keys and values, or of one of the two."""
+    """The kernel for the gradients of keys, of values, or of both."""
 
     keys: bool = True
     values: bool = True
@@ -28,8 +28,8 @@ class KeyLaunch(AttentionLaunch):
 
 @dataclass(frozen=True)
 class StoredLaunch:
-    """Of a backward whose kernel for queries stores weights and gradients of the scores, of which
-    the gradients of keys and values are then products."""
+    """A backward whose kernel for queries stores the weights and the gradients of the scores. The
+    gradients of keys and values are then products with these."""
 
     q: AttentionLaunch
     kv: AttentionLaunch  # tiles of at most PAIR_QUERIES keys
@@ -37,14 +37,14 @@ class StoredLaunch:
 
 @dataclass(frozen=True)
 class PairLaunch:
-    """Of the kernel that fills the table of pair biases."""
+    """The kernel that fills the table of pair biases."""
 
     queries: int  # of a program
-    split: int  # programs that share the keys of these queries
+    split: int  # programs that share the keys of its queries
     warps: int
 
 
-# The fastest of those tried on an H200, by head width.
+# By head width: the fastest of those tried on an H200.
 FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3, registers=128),
     64: AttentionLaunch(128, 64, 4, 3, 2),
@@ -63,9 +63,9 @@ BACKWARD_Q = {
     128: AttentionLaunch(128, 64, 8, 3, 2),
     256: AttentionLaunch(64, 64, 4, 2, 2),
 }
-# Without biases storing the scores is slower at every width: 9.7 ms against 9.1 at 256.
+# Without biases, storing the scores is slower at every width: 9.7 ms against 9.1 at 256.
 STORED: dict[int, StoredLaunch] = {}
-# With a table of pair biases; the kernels for keys read it with at most PAIR_KEYS keys.
+# With a table of pair biases. The kernels for keys read at most PAIR_KEYS keys of it at a time.
 BIASED_FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3),
     64: AttentionLaunch(64, 64, 4, 3),
@@ -82,12 +82,12 @@ BIASED_Q = {
     32: AttentionLaunch(64, 64, 4, 2, registers=168),
     64: AttentionLaunch(64, 64, 4, 3, registers=168),
     128: AttentionLaunch(128, 64, 8, 3, 2),
-    # Stores nothing: `BIASED_STORED` does, in tiles of 32 keys. With 64 a kernel that Triton 3.6
-    # compiles writes a wrong table.
+    # Stores nothing; `BIASED_STORED` does, in tiles of 32 keys. With 64, the kernel compiled by
+    # Triton 3.6 writes a wrong table.
     256: AttentionLaunch(64, 64, 4, 1),
 }
 BIASED_STORED = {256: StoredLaunch(AttentionLaunch(64, 32, 4, 1), AttentionLaunch(128, 64, 8, 3))}
-# The sums of the biases' gradients, from the stored gradients of the scores; and without them.
+# The sums of the biases' gradients, with stored gradients of the scores and without.
 STORED_SUMS = AttentionLaunch(32, 32, 2, 3)
 BIAS_SUMS = {
     32: AttentionLaunch(64, 64, 4, 2),
@@ -95,20 +95,53 @@ BIAS_SUMS = {
     128: AttentionLaunch(64, 64, 4, 1, registers=168),
     256: AttentionLaunch(64, 64, 4, 1),
 }
-# Without it: the arithmetic of a bias, above all of time, takes registers of its own.
+# Without a table of pair biases: computing a bias, above all that of time, takes registers.
 COMPUTED_FORWARD = AttentionLaunch(64, 64, 4, 2)
 COMPUTED_KV, TIMED_KV = (KeyLaunch(64, 64, 4, 2),), (KeyLaunch(64, 32, 4, 3),)
 COMPUTED_WIDE_KV = (KeyLaunch(64, 32, 4, 2, values=False), KeyLaunch(64, 32, 4, 2, keys=False))
 COMPUTED_Q = AttentionLaunch(64, 64, 4, 2)
-# float32 operands are split in three bfloat16 each: six products on the tensor cores, exact to 24
-# bits.
+# float32 operands are split into three bfloat16: six products on tensor cores, exact to 24 bits.
 FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = (
     AttentionLaunch(64, 64, 4, 1),
     (KeyLaunch(64, 32, 4, 1),),
     AttentionLaunch(64, 64, 4, 1),
 )
 FLOAT32_PRECISION = "bf16x6"
-# Pairs of tokens, in whole blocks, of which a table may stand in memory during a call, 2 bytes
-# each: 4 GiB. Stored scores have a pair for every head.
+# Most pairs of tokens, in whole blocks, in a table that a call makes: 4 GiB at 2 bytes each. Stored
+# scores have an entry per pair and head.
 PAIR_BUDGET = 1 << 31
 PAIR_BIAS = PairLaunch(32, 2, 2)
+
+
+class Launches(NamedTuple):
+    """The launches of one attention."""
+
+    forward: AttentionLaunch
+    of_keys: tuple[KeyLaunch, ...]
+    of_queries: AttentionLaunch
+    stored: StoredLaunch | None = None  # instead of the two above, if there is memory for scores
+    tabled: bool = False  # whether they read a table of pair biases
+
+
+def choose_launches(
+    width: int, *, narrow: bool, biased: bool, timed: bool, tabled: bool
+) -> Launches:
+    """Chooses the launches for heads of this width.
+
+    Args:
+        width: Of a head.
+        narrow: Whether the inputs have 16 bits.
+        biased: Whether there is a bias.
+        timed: Whether there is a bias by time.
+        tabled: Whether there is memory for a table of pair biases.
+    """
+    if not narrow:
+        return Launches(FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q)
+    if not biased:
+        own = FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width]
+        return Launches(*own, STORED.get(width))
+    if tabled:
+        own = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
+        return Launches(*own, BIASED_STORED.get(width), tabled=True)
+    of_keys = TIMED_KV if timed else COMPUTED_KV
+    return Launches(COMPUTED_FORWARD, COMPUTED_WIDE_KV if width == 256 else of_keys, COMPUTED_Q)

@@ -1,7 +1,5 @@
-"""The plan of the Triton attention: from a batch's lengths to tables of tiles, longest first, that
-its kernels read.
-
-Made on the host, once per batch, for all layers of a step. Pure: no kernel is launched here.
+"""The plan of the Triton attention: from a batch's lengths to the tables of tiles that its kernels
+read, longest first. Made on the host; launches no kernel.
 """
 
 from __future__ import annotations
@@ -15,12 +13,9 @@ import torch
 from torch import Tensor
 
 from freescale.batch import HostSizes, compute_offsets
-from freescale.kernels.attention.checks import check_same_device, read_sizes
+from freescale.kernels.attention.checks import Plan, read_batch
 from freescale.kernels.attention.plan import BUCKET_WIDTH
-from freescale.kernels.attention.plan_columns import (
-    PAIR_QUERIES,
-    WalkColumn,
-)
+from freescale.kernels.attention.plan_columns import PAIR_QUERIES, WalkColumn
 from freescale.kernels.upload import upload
 
 MAX_BUCKETS = 4095
@@ -29,40 +24,27 @@ MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
 
 
 @dataclass(frozen=True)
-class TilePlan:
-    """What the layers of one step share. Made once from a batch's lengths: the only place that
-    reads the device."""
+class TilePlan(Plan):
+    """The plan of the Triton kernels. Its `times` count from the sample's first token: int32 if
+    they fit, else int64."""
 
-    lengths: Tensor  # [samples] int64
-    heads: int
-    tokens: int
     host: np.ndarray  # [samples] lengths
     history: np.ndarray  # [samples] tokens before the candidates
-    candidate_counts: Tensor | None
-    times: Tensor | None  # [tokens] since the sample's first token: int32 if they fit, else int64
-    buckets: int
-    distances: bool
-    longest_history: int
-    longest_distance: int
     kept: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def timed(self) -> bool:
-        return self.times is not None
 
     def samples(self) -> Tensor:
         """[samples, SampleColumn] int32."""
         return self._keep(("samples", 0))[0]
 
     def _keep(self, key: tuple[str, int]) -> tuple[Tensor, ...]:
-        """The tables of a kind and size of tile, on the device; made when they are first needed."""
+        """The tables of a (kind, tile size) on the device. The first call makes them."""
         tables: tuple[Tensor, ...] | None = self.kept.get(key)
         if tables is None:
             tables = self.kept[key] = tuple(map(self._upload, self.compute_tables(key)))
         return tables
 
     def compute_tables(self, key: tuple[str, int]) -> tuple[np.ndarray, ...]:
-        """The tables of a kind and size of tile, on the host."""
+        """The tables of a (kind, tile size) on the host."""
         of, size = key
         if of == "samples":
             starts = np.cumsum(self.host) - self.host
@@ -85,27 +67,27 @@ class TilePlan:
             if of == "queries"
             else np.where(row < history, length - row, size)
         )
-        # Longest first: the last programs to start are the shortest, so that no multiprocessor
-        # works on alone. In bands: within one, tiles of the same sample run together and find
-        # each other's keys in the cache.
-        within = (start << 32) - cost  # of a band: by sample, its longest first
+        # Longest first: the last programs to start are the shortest, and no SM is left running
+        # alone at the end. Within a band of costs, tiles of the same sample run together and share
+        # their keys in the cache.
+        within = (start << 32) - cost  # order in a band: by sample, longest first
         if int(cost.max(initial=0)) < BAND:
-            order = np.argsort(within, kind="stable")  # nearly in order: a fraction of a lexsort
+            order = np.argsort(within, kind="stable")  # nearly sorted: much faster than lexsort
         else:
             order = np.lexsort((within, -(cost // BAND)))
         ordered: np.ndarray = table[order]
         return ordered
 
     def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The tables by which the biases' gradients are summed.
+        """Tables for the sums of the biases' gradients.
 
-        A walk along a whole diagonal would run long after all others: samples are cut into pieces
-        by their keys, in a number that does not grow with the length.
+        A walk along a whole diagonal would run long after all others, so samples are cut into
+        pieces by their keys. The number of pieces does not grow with the length.
 
         Returns:
             walks [programs, WalkColumn] int32, longest first; pieces [pieces, PieceColumn] int32,
-            by falling number of tiles; counts [blocks] int32: how many pieces have more tiles than
-            the block's number.
+            those with most tiles first; counts [blocks] int32: the number of pieces with more tiles
+            than the block's number.
         """
         walks, pieces, counts = self._keep(("walks", size))
         return walks, pieces, counts
@@ -113,30 +95,24 @@ class TilePlan:
     def _compute_walks(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         table, tiles = self._build_rows(size)
         start = np.cumsum(self.host) - self.host
-        span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys in a piece
+        span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys per piece
         per_sample = -(-tiles // span)
         sample = np.repeat(np.arange(len(tiles)), per_sample)
         piece = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
         left = tiles[sample] - piece * span[sample]  # diagonals that cross the piece
         slots = np.cumsum(left) - left
-        owner = np.repeat(np.arange(len(sample)), left)  # of every walk, its piece
+        owner = np.repeat(np.arange(len(sample)), left)  # [walks]: the piece of each
         slot = np.arange(len(owner))
         diagonal = (slot - slots[owner]) * size
         of, key = sample[owner], piece[owner] * span[sample[owner]] * size
-        columns = [
-            start[of],
-            self.host[of],
-            self.history[of],
-            diagonal,
-            slot,
-            key,
-            np.minimum(key + span[of] * size, self.host[of]),
-            self._find_first_blocks()[of],
-        ]
-        walks = np.column_stack(columns)
+        stop = np.minimum(key + span[of] * size, self.host[of])
+        walks = np.column_stack(
+            [start[of], self.host[of], self.history[of], diagonal, slot, key, stop,
+             self._find_first_blocks()[of]]
+        )  # fmt: skip
         history = walks[:, WalkColumn.HISTORY]
         cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - key, 0)
-        cost *= np.where(diagonal <= size, 4, 1)  # short times fall in many buckets
+        cost *= np.where(diagonal <= size, 4, 1)  # short times fall into many buckets
         if self.candidate_counts is not None:
             _, length, history, row, pairs = table.T
             column = np.column_stack(
@@ -174,8 +150,8 @@ class TilePlan:
 
     @property
     def pair_blocks(self) -> int:
-        """Blocks of the table of pair biases: PAIR_QUERIES x PAIR_KEYS pairs each, of a query and
-        keys up to its block's last; by sample, query and key."""
+        """Number of blocks in the table of pair biases. A block has PAIR_QUERIES x PAIR_KEYS pairs.
+        Blocks are ordered by sample, query and key; queries have no blocks of later keys."""
         return int(self._count_blocks().sum())
 
     def _count_blocks(self) -> np.ndarray:
@@ -183,7 +159,7 @@ class TilePlan:
         return np.asarray(of_queries * (of_queries + 1))
 
     def _find_first_blocks(self) -> np.ndarray:
-        """[samples]: where each begins. Only tables within reach of 32 bits are ever made."""
+        """[samples]: each sample's first block. Only tables within reach of 32 bits are made."""
         blocks = self._count_blocks()
         return np.asarray(np.minimum(np.cumsum(blocks) - blocks, 2**31 - 1))
 
@@ -193,78 +169,48 @@ class TilePlan:
 
 @cache
 def _find_bucket_edges(buckets: int) -> Tensor:
-    """[buckets + 1] int64: the smallest time between two tokens that falls in each bucket, by the
-    reference's arithmetic."""
+    """[buckets + 1] int64: the shortest time in each bucket, by the reference's arithmetic."""
     number = torch.arange(buckets + 1)
     low, high = torch.zeros_like(number), torch.full_like(number, torch.iinfo(torch.int64).max)
-    while (high - low > 1).any():  # low: below the bucket; high: in it or the largest there is
+    while (high - low > 1).any():  # low: below the bucket; high: in it, or the largest integer
         middle = low + (high - low) // 2
-        inside = (
-            middle.clamp(min=1).to(torch.float64).log().div(BUCKET_WIDTH).to(torch.int64) >= number
-        )
+        bucket = middle.clamp(min=1).to(torch.float64).log().div(BUCKET_WIDTH).to(torch.int64)
+        inside = bucket >= number
         low, high = torch.where(inside, low, middle), torch.where(inside, middle, high)
     return high
 
 
 def plan_attention(
-    lengths: Tensor,
-    heads: int,
-    *,
-    candidate_counts: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    buckets: int = 0,
-    distances: bool = False,
+    lengths: Tensor, heads: int, *, candidate_counts: Tensor | None = None,
+    timestamps: Tensor | None = None, buckets: int = 0, distances: bool = False,
     host: HostSizes | None = None,
-) -> TilePlan:
-    """Tiles for these lengths. A time bias needs `timestamps` and `buckets`, a position bias
-    `distances`. Reads from the device what `host` does not know."""
-    if heads < 1:
-        raise ValueError(f"heads must be at least 1, not {heads}")
-    check_same_device(lengths=lengths, candidate_counts=candidate_counts, timestamps=timestamps)
+) -> TilePlan:  # fmt: skip
+    """As the reference, for the kernels."""
     if not 0 <= buckets <= MAX_BUCKETS:
         raise ValueError(f"there may be 0 to {MAX_BUCKETS} time buckets, not {buckets}")
-    sizes = read_sizes(lengths, candidate_counts, host)
+    sizes = read_batch(lengths, heads, candidate_counts, timestamps, host)
     tokens = int(sizes.lengths.sum())
     if tokens >= 2**31:
         raise ValueError(f"a batch may have fewer than 2^31 tokens, not {tokens}")
-    if timestamps is not None and (
-        timestamps.dtype != torch.int64 or timestamps.shape != (tokens,)
-    ):
-        raise ValueError(
-            f"timestamps must be int64 [{tokens}], one per token, not "
-            f"{timestamps.dtype} {list(timestamps.shape)}"
-        )
-    times = (
-        None
-        if timestamps is None
-        else subtract_first(timestamps, lengths, None if host is None else host.time_span)
-    )
+    times = None
+    if timestamps is not None:
+        times = subtract_first(timestamps, lengths, None if host is None else host.time_span)
     return TilePlan(
-        lengths=lengths,
-        heads=heads,
-        tokens=tokens,
-        host=sizes.lengths,
-        history=sizes.history,
-        candidate_counts=candidate_counts,
-        times=times,
-        buckets=buckets,
-        distances=distances,
-        longest_history=sizes.longest_history,
-        longest_distance=sizes.longest_distance,
-    )
+        lengths, heads, tokens, candidate_counts, times, buckets, distances,
+        sizes.longest_history, sizes.longest_distance, sizes.lengths, sizes.history,
+    )  # fmt: skip
 
 
 def subtract_first(timestamps: Tensor, lengths: Tensor, span: int | None) -> Tensor:
-    """[tokens] times since the sample's first token; in 32 bits, which the kernels are faster with,
-    if differences fit."""
+    """[tokens] times since the sample's first token; in 32 bits, which is faster, if their
+    differences fit."""
     tokens = timestamps.numel()
     if not tokens:
         return timestamps.to(torch.int32)
     first = timestamps[compute_offsets(lengths)[:-1].clamp(max=tokens - 1)]
     relative = timestamps - torch.repeat_interleave(first, lengths, output_size=tokens)
-    fits = (
-        bool(torch.logical_and(relative.min() > -(2**30), relative.max() < 2**30))
-        if span is None
-        else span < 2**30
-    )
+    if span is None:
+        fits = bool(torch.logical_and(relative.min() > -(2**30), relative.max() < 2**30))
+    else:
+        fits = span < 2**30
     return relative.to(torch.int32) if fits else relative

@@ -1,4 +1,4 @@
-"""The version of the attention that a batch runs, chosen with its plan."""
+"""Chooses the version of a batch's attention, together with its plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from freescale.kernels.attention import native_plan, reference, triton, triton_plan
 from freescale.kernels.attention import plan as reference_plan
+from freescale.kernels.attention.checks import Plan
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.versions import has_triton, is_on_gpu
-from freescale.kernels.layer import native as native_layer
 from freescale.kernels.summary_attention import reference as summary_reference
 from freescale.kernels.summary_attention import triton as summary_triton
 
@@ -27,7 +27,7 @@ def plan_attention(
     buckets: int = 0,
     **options: Any,
 ) -> AttentionPlan | TilePlan:
-    """Plans the attention for the version that fits.
+    """Plans the attention for the fastest version that can run.
 
     Args:
         lengths: [samples] int64, candidates included.
@@ -35,18 +35,17 @@ def plan_attention(
         widths: (d_qk, d_v) of a head.
         dtype: Of q, k and v.
         buckets: Of the time bias; 0 without one.
-        options: As in `plan_attention` of both versions.
+        options: The other arguments that all versions of `plan_attention` have.
     """
     if fits_triton_attention(is_on_gpu(lengths.device), has_triton(), widths, dtype, buckets):
         make = partial(triton_plan.plan_attention, lengths, heads, buckets=buckets, **options)
         host = options.get("host")
         if host is None or host.plans is None:
             return make()
-        plan: TilePlan = host.plans.find(
-            (heads, widths, dtype, buckets), make, options.get("timestamps")
-        )
+        key = heads, widths, dtype, buckets
+        plan: TilePlan = host.plans.find(key, make, options.get("timestamps"))
         return plan
-    listed = native_layer.LISTED_SCORES if native_layer.is_there(lengths, dtype) else None
+    listed = native_plan.LISTED_SCORES if native_plan.is_available(lengths, dtype) else None
     if listed is not None:
         few = native_plan.plan_attention(lengths, heads, listed, buckets=buckets, **options)
         if few is not None:
@@ -59,41 +58,23 @@ def plan_attention(
 def fits_triton_attention(
     gpu: bool, triton_there: bool, widths: tuple[int, int], dtype: torch.dtype, buckets: int = 0
 ) -> bool:
-    """Whether the Triton attention can run.
-
-    Args:
-        gpu: Whether the tensors are on a GPU.
-        triton_there: Whether Triton is installed.
-        widths: (d_qk, d_v) of a head.
-        dtype: Of q, k and v.
-        buckets: Of the time bias; 0 without one.
-    """
+    """Whether the Triton attention can run: `gpu` says whether the tensors are on a GPU,
+    `triton_there` whether Triton is installed, and the others are as in `plan_attention`."""
     fits = dtype in triton.DTYPES and all(
         triton.find_kernel_width(width, dtype) is not None for width in widths
     )
     return gpu and triton_there and fits and buckets <= triton_plan.MAX_BUCKETS
 
 
-def hstu_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    *,
-    plan: AttentionPlan | TilePlan,
-    **options: Any,
-) -> Tensor:
-    """`attention.reference.hstu_attention`, in the version that the plan is for."""
+def hstu_attention(*inputs: Tensor, plan: AttentionPlan | TilePlan, **options: Any) -> Tensor:
+    """`reference.hstu_attention`, in the version that made `plan`."""
     if isinstance(plan, TilePlan):
-        return triton.hstu_attention(q, k, v, lengths, plan=plan, **options)
-    return reference.hstu_attention(q, k, v, lengths, plan=plan, **options)
+        return triton.hstu_attention(*inputs, plan=plan, **options)
+    return reference.hstu_attention(*inputs, plan=plan, **options)
 
 
-def attend_to_summaries(plan: AttentionPlan | TilePlan, *inputs: Any, **options: Any) -> Tensor:
-    """`summary_attention.reference.summary_attention`, in the version that `plan` is for."""
-    compute = (
-        summary_triton.summary_attention
-        if isinstance(plan, TilePlan)
-        else summary_reference.summary_attention
-    )
-    return compute(*inputs, **options)
+def attend_to_summaries(plan: Plan, *inputs: Any, **options: Any) -> Tensor:
+    """`summary_attention.reference`, in the version that fits `plan`."""
+    if isinstance(plan, TilePlan):
+        return summary_triton.summary_attention(*inputs, **options)
+    return summary_reference.summary_attention(*inputs, **options)

@@ -1,4 +1,4 @@
-"""The version of the operations around the attention: the one that the batch's plan is for."""
+"""The operations around the attention, in the version that fits the batch's attention plan."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.checks import Plan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.layer import native, reference, triton, triton_fused
+from freescale.kernels.layer.parameters import LayerOptions, LayerParameters
 from freescale.kernels.positions import native as native_positions
 from freescale.kernels.positions import reference as positions
 from freescale.kernels.positions import triton as triton_positions
 
 
 def add_positions(
-    plan: AttentionPlan | TilePlan,
-    x: Tensor,
-    position: Tensor,
-    keys: Tensor | None,
-    **options: Any,
+    plan: Plan, x: Tensor, position: Tensor, keys: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`positions.reference.add_positions`, in the version that `plan` and x are for."""
+    """`positions.reference.add_positions`, in the version that fits `plan` and x."""
     if (
         isinstance(plan, TilePlan)
         and plan.tokens
@@ -31,40 +28,31 @@ def add_positions(
         and position.dtype in triton.DTYPES
     ):
         return triton_positions.add_positions(x, position, plan, keys, **options)
-    compute = (
-        native_positions.add_positions
-        if native.fits(plan, x, position.dtype)
-        else positions.add_positions
-    )
+    fits = native.fits(plan, x, position.dtype)
+    compute = native_positions.add_positions if fits else positions.add_positions
     return compute(x, position, plan.lengths, plan.candidate_counts, keys, **options)
 
 
-def layer_norm(plan: AttentionPlan | TilePlan, x: Tensor, *parameters: Any) -> Tensor:
-    """`layer.reference.layer_norm`, in the version that `plan` and x are for."""
+def layer_norm(plan: Plan, x: Tensor, *parameters: Any) -> Tensor:
+    """`layer.reference.layer_norm`, in the version that fits `plan` and x."""
     compute = triton.layer_norm if _fits_triton(plan, x) else reference.layer_norm
     return compute(x, *parameters)
 
 
-def silu_split(
-    plan: AttentionPlan | TilePlan, x: Tensor, sizes: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """`layer.reference.silu_split`, in the version that `plan` and x are for."""
+def silu_split(plan: Plan, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """`layer.reference.silu_split`, in the version that fits `plan` and x."""
     compute = triton.silu_split if _fits_triton(plan, x, widest=None) else reference.silu_split
     return compute(x, sizes)
 
 
-def gated_norm(
-    plan: AttentionPlan | TilePlan, x: Tensor, gate: Tensor, *parameters: Any, **options: Any
-) -> Tensor:
-    """`layer.reference.gated_norm`, in the version that `plan` and x are for."""
+def gated_norm(plan: Plan, x: Tensor, gate: Tensor, *parameters: Any, **options: Any) -> Tensor:
+    """`layer.reference.gated_norm`, in the version that fits `plan` and x."""
     compute = triton.gated_norm if _fits_triton(plan, x) else reference.gated_norm
     return compute(x, gate, *parameters, **options)
 
 
-def fits_fused_layer(
-    plan: AttentionPlan | TilePlan, x: Tensor, gate_width: int, dtype: torch.dtype
-) -> bool:
-    """Whether fused layers, of Triton or in C, take whole layers of this batch.
+def fits_fused_layer(plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype) -> bool:
+    """Whether whole layers of this batch can run fused, in Triton or C.
 
     Args:
         plan: Of the batch.
@@ -76,15 +64,14 @@ def fits_fused_layer(
     return (plan.tokens > 0 and fits) or native.fits(plan, x, dtype)
 
 
-def run_layers(x: Tensor, layers: Sequence[triton_fused.LayerParameters], **options: Any) -> Tensor:
-    """One `models.HSTULayer` after another, as fused kernels."""
-    chosen = triton_fused.LayerOptions(**options)
+def run_layers(x: Tensor, layers: Sequence[LayerParameters], **options: Any) -> Tensor:
+    """Runs one `models.HSTULayer` after another, as fused kernels."""
+    chosen = LayerOptions(**options)
     compute = triton_fused.run_layers if isinstance(chosen.plan, TilePlan) else native.run_layers
     return compute(x, layers, chosen)
 
 
-def _fits_triton(
-    plan: AttentionPlan | TilePlan, x: Tensor, widest: int | None = triton.MAX_WIDTH
-) -> bool:
+def _fits_triton(plan: Plan, x: Tensor, widest: int | None = triton.MAX_WIDTH) -> bool:
+    """Whether x [tokens, width] of this plan can go through kernels for rows up to `widest`."""
     narrow = widest is None or x.shape[1] <= widest
     return isinstance(plan, TilePlan) and x.dtype in triton.DTYPES and narrow

@@ -1,1 +1,1 @@
-"""What surrounds the attention in an HSTU layer, and whole fused layers."""
+"""The operations around the attention of an HSTU layer, and whole fused layers."""

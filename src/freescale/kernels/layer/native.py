@@ -1,8 +1,7 @@
-"""All HSTU layers on a CPU, for batches whose attention is a list of pairs: one call of C forward,
-one backward.
+"""All HSTU layers on a CPU in C, for batches whose attention is a list of pairs.
 
-What `models.HSTULayer` computes from separate operations, as one autograd function for the whole
-stack. The same inputs give the same bits.
+One autograd function for the whole stack of `models.HSTULayer`, with one call forward and one
+backward. The same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -17,51 +16,27 @@ from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from freescale.kernels.attention.checks import check_plan_sizes
+from freescale.kernels.attention.native_plan import is_available
 from freescale.kernels.attention.plan import AttentionPlan
-from freescale.kernels.layer.triton_fused import LayerOptions, LayerParameters
-from freescale.kernels.native import (
-    Shape,
-    address,
-    list_addresses,
-    load_native,
-    require_native,
-)
+from freescale.kernels.layer.parameters import LayerOptions, LayerParameters
+from freescale.kernels.native import Shape, address, list_addresses, require_native
 from freescale.random import compute_keep_threshold
 
-# Scores (heads * pairs of tokens) up to which a list of pairs pays here: matrix products of padded
-# groups compute a score in less time than C does.
-LISTED_SCORES = 1 << 15
 _EACH = len(LayerParameters._fields)
 
 
-def is_there(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for tensors where this one is, with products in `dtype`."""
-    return dtype == torch.float32 and tensor.device.type == "cpu" and load_native() is not None
-
-
 def fits(plan: object, x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether x [tokens, width] of this plan, with products in `dtype`, can go through here."""
+    """Whether x [tokens, width] of this plan, with products in `dtype`, can run in C."""
     listed = isinstance(plan, AttentionPlan) and plan.pairs is not None and plan.tokens > 0
-    return listed and x.dtype == dtype and is_there(x, dtype)
+    return listed and x.dtype == dtype and is_available(x, dtype)
 
 
 def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptions) -> Tensor:
-    """x [tokens, width], at least one token, through all layers. The number of a layer is the
+    """Runs x [tokens, width], at least one token, through all layers. The number of a layer is the
     stream of its dropout."""
-    plan, first = options.plan, layers[0]
-    assert isinstance(plan, AttentionPlan)
-    check_plan_sizes(
-        plan,
-        len(x),
-        options.heads,
-        plan.lengths,
-        plan.candidate_counts,
-        first.position_bias,
-        first.time_bias,
-    )
+    options.check(x, layers[0])
     inputs = x, options, *(parameter for layer in layers for parameter in layer)
-    # dropout is a function of keys: there is no generator state to keep
+    # dropout is a function of random keys: no generator state to preserve
     out: Tensor = (
         checkpoint(_Layers.apply, *inputs, use_reentrant=False, preserve_rng_state=False)
         if options.recompute
@@ -75,19 +50,12 @@ def _describe(x: Tensor, options: LayerOptions, first: LayerParameters) -> Shape
     assert isinstance(plan, AttentionPlan) and plan.pairs is not None
     pairs = plan.pairs
     return Shape(
-        *x.shape,
-        options.heads,
-        options.d_qk,
-        options.d_v,
-        pairs.query.numel(),
+        *x.shape, options.heads, options.d_qk, options.d_v, pairs.query.numel(),
         *(0 if bias is None else bias.numel() for bias in (first.position_bias, first.time_bias)),
         *map(address, (pairs.query, pairs.key, pairs.distance, plan.bucket, keys)),
-        0 if keys is None else compute_keep_threshold(options.keep),
-        1 / options.keep,
-        options.d_qk**-0.5,
-        1 / options.scale_length,
-        options.eps,
-    )
+        0 if keys is None else compute_keep_threshold(options.keep), 1 / options.keep,
+        options.d_qk**-0.5, 1 / options.scale_length, options.eps,
+    )  # fmt: skip
 
 
 class _Layers(torch.autograd.Function):
@@ -103,7 +71,7 @@ class _Layers(torch.autograd.Function):
             shape, count, list_addresses(own), address(x), address(kept), address(out)
         )
         ctx.save_for_backward(x, kept, *own)
-        # the plan and the keys, which `shape` points to, are held by the options
+        # `shape` points to the plan and the keys, which the options keep alive
         ctx.options, ctx.shape, ctx.room = options, shape, sizes[1].value
         return out
 
@@ -121,8 +89,8 @@ class _Layers(torch.autograd.Function):
 
 
 def _allocate_like(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Memory for their gradients, in one piece. Biases come last: where these have an odd size,
-    the matrices still begin where a cache line does."""
+    """Allocates their gradients in one piece. Biases come last: their sizes may be odd, and the
+    matrices still begin at a cache line."""
     biases = _EACH - 2
     order = sorted(
         (n for n, p in enumerate(parameters) if p is not None), key=lambda n: n % _EACH >= biases

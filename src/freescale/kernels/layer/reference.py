@@ -1,8 +1,7 @@
-"""What surrounds the attention in an HSTU layer, in plain torch: the norm before, SiLU and split,
-the gated norm after.
+"""The operations around the attention of an HSTU layer, in plain torch: the norm before it, SiLU
+and split, the gated norm after it.
 
-The reference of `triton.layer`, which rounds once where this rounds after each operation. `dtype`
-is that of the product that comes next.
+`dtype` is that of the next product. `layer.triton` rounds once; this rounds after each operation.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 
 
 def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """x [tokens, sum(sizes)] -> SiLU(x), cut into columns of these sizes."""
+    """x [tokens, sum(sizes)] -> SiLU(x), split into columns of these sizes."""
     return torch.split(F.silu(x), list(sizes), dim=1)
 
 
@@ -34,11 +33,11 @@ def gated_norm(
     eps: float,
     dtype: torch.dtype,
     *,
-    keys: Tensor | None = None,  # [tokens] int64; None: nothing is dropped
-    stream: int = 0,  # which of the draws that a key gives: layers drop different elements
-    keep: float = 1.0,  # the share that is kept
+    keys: Tensor | None = None,  # [tokens] int64: random keys; None: no dropout
+    stream: int = 0,  # number of the draw from a key; each layer has its own
+    keep: float = 1.0,  # share of the elements that is kept
 ) -> Tensor:  # [tokens, width], in `dtype`
-    """layer_norm(x) * gate, with dropout that is a function of the tokens' keys."""
+    """layer_norm(x) * gate, with dropout as a function of the tokens' random keys."""
     gated = F.layer_norm(x, weight.shape, weight, bias, eps) * gate
     if keys is not None:
         mask = draw_keep_mask(derive(keys, stream), gated.shape[1], keep)

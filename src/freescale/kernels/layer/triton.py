@@ -1,16 +1,17 @@
-"""What surrounds the attention in an HSTU layer as Triton kernels: the twins of `layer`, for NVIDIA
-GPUs.
+"""The operations around the attention of an HSTU layer as Triton kernels, for NVIDIA GPUs.
 
-Each reads its inputs and writes its outputs once. The dropout's mask is never in memory: forward
-and backward hash the tokens' keys to the bits of `random.draw_keep_mask`. SiLU itself is torch's,
-which moves no byte too many; its gradient is computed from those of the four parts, which are never
-concatenated. Gradients of weights are sums of parts of the tokens, in an order that depends on
-their number alone: the same inputs give the same bits.
+The same functions as `layer.reference`. Each reads its inputs and writes its outputs once. The
+dropout mask is never in memory: forward and backward hash the tokens' keys to the bits of
+`random.draw_keep_mask`. SiLU itself is torch's, which moves no more memory than needed. Its
+gradient is computed from those of the four parts, without concatenating them. Gradients of weights
+are sums over parts of the tokens, in an order that depends only on their number: the same inputs
+give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,21 +29,18 @@ from freescale.random import compute_keep_threshold
 
 MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_PARTS = 1024  # of the tokens, each with sums of its own: some for every multiprocessor
+MOST_PARTS = 1024  # parts of the tokens, each with its own sums: several per SM
 SILU_ROWS, SILU_COLUMNS = 8, 256  # of a program
-
-
-# 16 elements a thread for each tensor: two loads of 16 bytes in bfloat16. Backward keeps two sums
-# of a tile in registers.
-# A hash of the dropout yields four draws, hence four columns at least.
+# 16 elements per thread and tensor: two loads of 16 bytes in bfloat16. Backward keeps two sums of a
+# tile in registers. At least four columns: a hash of the dropout yields four draws.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
-WIDE = 2048  # from this width on a row has more warps
+WIDE = 2048  # rows at least this wide get more warps
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x [tokens, width] -> the same shape, in `dtype`."""
+    """As the reference."""
     _check(dtype, weight, bias, x=x)
-    require_gpu(x.device, "kernels.layer")
+    require_gpu(x.device, "kernels.layer.reference")
     out: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, float(eps), dtype
     )
@@ -50,7 +48,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
 
 
 def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """x [tokens, sum(sizes)] -> SiLU(x), cut into four parts of these columns."""
+    """As the reference, for four sizes."""
     if x.ndim != 2 or x.dtype not in DTYPES:
         raise ValueError(
             f"x must be [tokens, width] of {' or '.join(map(str, DTYPES))}, not "
@@ -60,7 +58,7 @@ def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         raise ValueError(
             f"sizes must be four widths that add up to {x.shape[1]}, not {list(sizes)}"
         )
-    require_gpu(x.device, "kernels.layer")
+    require_gpu(x.device, "kernels.layer.reference")
     parts: tuple[Tensor, ...] = _SiluSplit.apply(  # type: ignore[no-untyped-call]
         x, tuple(sizes)
     )
@@ -68,18 +66,10 @@ def silu_split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def gated_norm(
-    x: Tensor,  # [tokens, width]
-    gate: Tensor,  # [tokens, width], may be a slice of a wider projection
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    *,
-    keys: Tensor | None = None,  # [tokens] int64; None: nothing is dropped
-    stream: int = 0,  # which of the draws that a key gives: layers drop different elements
-    keep: float = 1.0,  # the share that is kept
-) -> Tensor:  # [tokens, width], in `dtype`
-    """layer_norm(x) * gate, with dropout that is a function of the tokens' keys."""
+    x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, *,
+    keys: Tensor | None = None, stream: int = 0, keep: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """As the reference."""
     _check(dtype, weight, bias, x=x, gate=gate)
     if keys is not None:
         if keys.dtype != torch.int64 or keys.shape != x.shape[:1]:
@@ -92,7 +82,7 @@ def gated_norm(
                 f"keep must be in (0, 1] and stream 0 or more, not {keep} and {stream}"
             )
         check_same_device(x=x, keys=keys)
-    require_gpu(x.device, "kernels.layer")
+    require_gpu(x.device, "kernels.layer.reference")
     out: Tensor = _GatedNorm.apply(  # type: ignore[no-untyped-call]
         x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep)
     )
@@ -100,7 +90,7 @@ def gated_norm(
 
 
 def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> None:
-    """Before any launch: rows [tokens, width], weight and bias [width], on one device."""
+    """Checks rows [tokens, width], weight and bias [width], on one device, before any launch."""
     x = rows["x"]
     for name, tensor in rows.items():
         if tensor.ndim != 2 or tensor.shape != x.shape or tensor.dtype not in DTYPES:
@@ -110,7 +100,8 @@ def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> 
             )
     if not 1 <= x.shape[1] <= MAX_WIDTH:
         raise ValueError(
-            f"the kernels are for rows 1 to {MAX_WIDTH} wide, not {x.shape[1]}; use kernels.layer"
+            f"the kernels are for rows 1 to {MAX_WIDTH} wide, not {x.shape[1]}; use "
+            "kernels.layer.reference"
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor.shape != x.shape[1:] or tensor.dtype not in DTYPES:
@@ -123,16 +114,28 @@ def _check(dtype: torch.dtype, weight: Tensor, bias: Tensor, **rows: Tensor) -> 
     check_same_device(weight=weight, bias=bias, **rows)
 
 
-def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
+@cache
+def choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
     shape = launch.shape(width)
     return shape | {"num_warps": 2 * shape["num_warps"]} if width >= WIDE else shape
 
 
+def choose_draws(stream: int, keep: float) -> dict[str, float]:
+    """Arguments of a kernel with dropout. Triton reserves the name `stream`."""
+    return {"layer": stream, "threshold": compute_keep_threshold(keep), "share": 1 / keep}
+
+
+def _allocate_statistics(x: Tensor) -> list[Tensor]:
+    """Mean and inverse deviation of each row."""
+    return [torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2)]
+
+
 class _Parts:
-    """How many programs share the tokens in backward, and their sums for weight and bias."""
+    """The parts of the tokens that programs share in backward, and their sums for weight and
+    bias."""
 
     def __init__(self, x: Tensor) -> None:
-        self.shape = _choose_shape(BACKWARD, x.shape[1])
+        self.shape = choose_shape(BACKWARD, x.shape[1])
         tiles = count_blocks(x.shape[0], self.shape["R"])
         self.steps = count_blocks(tiles, min(tiles, MOST_PARTS))
         self.count = count_blocks(tiles, self.steps)
@@ -151,12 +154,10 @@ class _LayerNorm(torch.autograd.Function):
 
         x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        mean, inverse = (
-            torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2)
-        )
+        mean, inverse = _allocate_statistics(x)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         if out.numel():
-            shape = _choose_shape(FORWARD, x.shape[1])
+            shape = choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
                 launch_kernel(
                     layer_norm_kernel, (count_blocks(x.shape[0], shape["R"]),), x, weight, bias,
@@ -189,17 +190,11 @@ class _GatedNorm(torch.autograd.Function):
         gate = gate if gate.stride(1) == 1 else gate.contiguous()
         keys = None if keys is None else keys.contiguous()
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        mean, inverse = (
-            torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2)
-        )
+        mean, inverse = _allocate_statistics(x)
         ctx.save_for_backward(x, gate, keys, weight, bias, mean, inverse)
-        ctx.drawn = {
-            "layer": stream,  # Triton takes `stream` for its own
-            "threshold": compute_keep_threshold(keep),
-            "share": 1 / keep,
-        }
+        ctx.drawn = choose_draws(stream, keep)
         if out.numel():
-            shape = _choose_shape(FORWARD, x.shape[1])
+            shape = choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
                 launch_kernel(
                     gated_norm_kernel, (count_blocks(x.shape[0], shape["R"]),), x, gate, keys,
@@ -213,21 +208,17 @@ class _GatedNorm(torch.autograd.Function):
         from freescale.kernels.layer.triton_kernels import gated_norm_backward_kernel
 
         x, gate, keys, weight, bias, mean, inverse = ctx.saved_tensors
-        grad_x, grad_gate = (
-            torch.empty_like(x),
-            torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
-        )
+        grad_x = torch.empty_like(x)
+        grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         if not x.numel():
             none = (None,) * 5
             return grad_x, grad_gate, torch.zeros_like(weight), torch.zeros_like(bias), *none
         parts = _Parts(x)
         with use_device(x.device):
             launch_kernel(
-                gated_norm_backward_kernel,
-                (parts.count,),
-                grad.contiguous(), x, gate, keys, weight, bias, mean, inverse,
-                grad_x, grad_gate, *parts.sums, x.shape[0], parts.steps, gate.stride(0),
-                **ctx.drawn, **parts.shape,
+                gated_norm_backward_kernel, (parts.count,), grad.contiguous(), x, gate, keys,
+                weight, bias, mean, inverse, grad_x, grad_gate, *parts.sums, x.shape[0],
+                parts.steps, gate.stride(0), **ctx.drawn, **parts.shape,
             )  # fmt: skip
         return grad_x, grad_gate, *parts.sum_up(weight, bias), None, None, None, None, None
 
@@ -249,8 +240,7 @@ class _SiluSplit(torch.autograd.Function):
             columns = sum(count_blocks(size, SILU_COLUMNS) for size in ctx.sizes)
             with use_device(x.device):
                 launch_kernel(
-                    silu_backward_kernel,
-                    (count_blocks(x.shape[0], SILU_ROWS), columns),
+                    silu_backward_kernel, (count_blocks(x.shape[0], SILU_ROWS), columns),
                     *(grad.contiguous() for grad in grads), x, out, x.shape[0], *ctx.sizes,
                     R=SILU_ROWS, C=SILU_COLUMNS, num_warps=4,
                 )  # fmt: skip

@@ -1,41 +1,36 @@
 """Whole HSTU layers on NVIDIA GPUs with few launches and few passes over memory: six launches a
 layer forward, ten backward without biases.
 
-What `models.HSTULayer` computes from separate operations, as one autograd function a layer. The
-residual stream x stays in the parameters' dtype. A layer takes it with the product of the layer
-before, not yet added, and leaves it with its own: the sum, the bias of that product and the norm
-are one kernel. Backward, the sum's gradient leaves one kernel twice: in the stream's dtype for the
-layer before, and in the products' dtype for its matrix products. Gradients of all vectors are sums
-of parts of the tokens, in an order that depends on their number alone; those of matrices leave the
-product in the parameters' dtype. The same inputs give the same bits.
+One autograd function per `models.HSTULayer`, instead of separate operations. The residual stream x
+stays in the parameters' dtype. A layer takes x and the previous layer's product, not yet added, and
+returns x and its own product: the sum, the bias of the product and the norm are one kernel.
+Backward, that kernel writes the sum's gradient twice: in the stream's dtype for the previous layer,
+and in the products' dtype for its matrix products. Gradients of vectors are sums over parts of the
+tokens, in an order that depends only on their number. Gradients of matrices leave the product in
+the parameters' dtype. The same inputs give the same bits.
 
-Heads whose width the attention's kernels do not have get columns of zeros from the projection: rows
-of zeros stand between those of its matrix where the values, queries and keys of a head end. Behind
-the attention they are cut off, so that the gated norm sees none of them.
+The projection pads heads of other widths than the attention's kernels with columns of zeros: its
+matrix gets rows of zeros behind the values, queries and keys of each head. After the attention the
+padding is cut off, so the gated norm does not see it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from freescale.kernels.attention.checks import check_plan
-from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton import (
     attend,
     cut_heads,
     differentiate_attention,
-    find_kernel_width,
     pad_heads,
 )
-from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.jit.launch import (
     RowLaunch,
     count_blocks,
@@ -44,101 +39,22 @@ from freescale.kernels.jit.launch import (
     round_up_to_power_of_two,
     use_device,
 )
-from freescale.kernels.layer.triton import WIDE
-from freescale.kernels.upload import upload
-from freescale.random import compute_keep_threshold
+from freescale.kernels.layer.parameters import LayerOptions, LayerParameters
+from freescale.kernels.layer.triton import WIDE, choose_draws, choose_shape
 
 # Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
-# Backward: so few registers that five programs run on a multiprocessor at a time, four of the gate
-# with several rows each; and no more parts of the tokens, each with sums of its own, than run so on
-# the 132 of an H200: none waits for others to end.
+# Backward: few enough registers for five programs per SM, or four of the gate with several rows
+# each. All parts of the tokens, each with its own sums, run at once on the 132 SMs of an H200.
 REGISTERS, GATE_REGISTERS, MOST_PARTS = 96, 128, 5 * 132
 SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
-class LayerParameters(NamedTuple):
-    """Of one layer, in the order in which its function takes them."""
-
-    input_weight: Tensor  # [width]
-    input_bias: Tensor
-    projection: Tensor  # [2 heads (d_qk + d_v), width]
-    projection_bias: Tensor
-    gate_weight: Tensor  # [heads d_v]
-    gate_bias: Tensor
-    output: Tensor  # [width, heads d_v]
-    output_bias: Tensor  # [width]: added with the product, by the layer that follows
-    position_bias: Tensor | None
-    time_bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """What the layers of a model share in a step."""
-
-    plan: TilePlan | AttentionPlan
-    heads: int
-    d_qk: int
-    d_v: int
-    scale_length: int
-    eps: float
-    dtype: torch.dtype  # of the products
-    keys: Tensor | None  # [tokens] int64; None: nothing is dropped
-    keep: float  # the share that is kept
-    recompute: bool  # a layer's activations in backward, instead of keeping them
-
-    @property
-    def kernel_widths(self) -> tuple[int, int]:
-        """Of queries and of values in the attention's kernels: at least d_qk and d_v."""
-        found = [find_kernel_width(width, self.dtype) for width in (self.d_qk, self.d_v)]
-        assert found[0] is not None and found[1] is not None
-        return found[0], found[1]
-
-    @property
-    def columns(self) -> tuple[int, int, int, int]:
-        """Of the projection: gate, values, queries, keys; zeros behind each head's are counted."""
-        of_queries, of_values = self.kernel_widths
-        return self.heads * self.d_v, self.heads * of_values, *(2 * (self.heads * of_queries,))
-
-    def locate_rows(self, device: torch.device) -> Tensor | None:
-        """[rows of the projection] int64: where they stand among `columns`; None: as they are."""
-        widths = self.d_qk, self.d_v
-        if self.kernel_widths == widths:
-            return None
-        return _locate_rows(self.heads, widths, self.kernel_widths, device)
-
-    @property
-    def attention(self) -> tuple[TilePlan, float, float]:
-        assert isinstance(self.plan, TilePlan)
-        return self.plan, self.d_qk**-0.5, float(self.scale_length)
-
-
-@cache
-def _locate_rows(
-    heads: int, widths: tuple[int, int], padded: tuple[int, int], device: torch.device
-) -> Tensor:
-    (d_qk, d_v), (of_queries, of_values) = widths, padded
-    pieces = [np.arange(heads * d_v)]
-    start = heads * d_v
-    for width, wide in ((d_v, of_values), (d_qk, of_queries), (d_qk, of_queries)):
-        pieces.append((start + wide * np.arange(heads)[:, None] + np.arange(width)).ravel())
-        start += heads * wide
-    return upload(np.concatenate(pieces), device)
-
-
 def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptions) -> Tensor:
-    """x [tokens, width], at least one token, through all layers. The number of a layer is the
+    """Runs x [tokens, width], at least one token, through all layers. The number of a layer is the
     stream of its dropout."""
     require_gpu(x.device, "models.HSTULayer")
-    first = layers[0]
-    check_plan(
-        options.plan,
-        x[:, None].expand(-1, options.heads, -1),
-        options.plan.lengths,
-        options.plan.candidate_counts,
-        first.position_bias,
-        first.time_bias,
-    )
+    options.check(x, layers[0])
     product: Tensor | None = None
     bias: Tensor | None = None
     x = x.contiguous()
@@ -147,7 +63,7 @@ def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptio
         for number, (layer, copied) in enumerate(zip(layers, copies, strict=True)):
             own = layer[:7] + layer[8:]
             inputs = x, product, bias, *own, copied, options, number
-            # dropout is a function of keys: there is no generator state to keep
+            # dropout is a function of random keys: no generator state to preserve
             x, product = (
                 checkpoint(_Layer.apply, *inputs, use_reentrant=False, preserve_rng_state=False)
                 if options.recompute
@@ -161,9 +77,9 @@ def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptio
 def _cast_weights(
     layers: Sequence[LayerParameters], dtype: torch.dtype
 ) -> list[tuple[Tensor, ...]]:
-    """(projection, projection_bias, output) of each layer in `dtype`, by one launch for all.
+    """Returns (projection, projection_bias, output) of each layer in `dtype`, cast by one launch.
 
-    Anew for each batch: an optimizer may have changed them since the last one.
+    Repeated for each batch: an optimizer may have changed them.
     """
     sources = [w.detach() for p in layers for w in (p.projection, p.projection_bias, p.output)]
     if any(source.dtype != dtype for source in sources):
@@ -176,7 +92,7 @@ def _cast_weights(
 def _pad_projections(
     copies: list[tuple[Tensor, ...]], options: LayerOptions
 ) -> list[tuple[Tensor, ...]]:
-    """Projections and their biases with rows of zeros where `options.columns` have them."""
+    """Pads projections and their biases with rows of zeros, to `options.columns`."""
     rows = options.locate_rows(copies[0][0].device)
     if rows is None:
         return copies
@@ -190,18 +106,12 @@ def _pad_projections(
 
 
 @cache
-def _choose_shape(launch: RowLaunch, width: int) -> dict[str, int]:
-    shape = launch.shape(width)
-    return shape | {"num_warps": 2 * shape["num_warps"]} if width >= WIDE else shape
-
-
-@cache
 def _choose_backward_shape(
     width: int, dtype: torch.dtype, registers: int = REGISTERS
 ) -> dict[str, Any]:
-    """`registers`: of programs with several rows at a time. Rows of eight warps and of float32 do
-    not fit in so few."""
-    shape = _choose_shape(BACKWARD, width)
+    """Limits the registers: to `registers` for programs with several rows, and not at all for rows
+    of eight warps or float32, which need more."""
+    shape = choose_shape(BACKWARD, width)
     if width >= WIDE or dtype == torch.float32:
         return {**shape, "maxnreg": None}
     return {**shape, "maxnreg": REGISTERS if shape["R"] == 1 else registers}
@@ -209,39 +119,33 @@ def _choose_backward_shape(
 
 @cache
 def _choose_silu_shape(widths: tuple[int, ...]) -> dict[str, int]:
-    """R tokens, C columns of one of the pieces."""
+    """R tokens and C columns of one of the pieces."""
     columns = min(SILU_COLUMNS, round_up_to_power_of_two(max(widths)))
     return {"R": SILU_ELEMENTS // columns, "C": columns, "num_warps": 4}
 
 
 class _Sums:
-    """Partial sums over the tokens, for the gradients of vectors: [parts, columns] float32. A part
-    has a multiple of `least` tokens."""
+    """Partial sums over the tokens for the gradients of vectors: [parts, columns] float32. The
+    tokens of a part are a multiple of `least`."""
 
     def __init__(self, tokens: int, device: torch.device, least: int, **widths: int) -> None:
-        self.widths = widths
-        self.tokens = tokens
-        self.places: dict[str, int] = {}
-        end = 0
-        for name, width in widths.items():
-            self.places[name], end = end, end + width
-        # a multiple of what any kernel takes at a time, all of them powers of two
-        rows = max(least, *(_choose_shape(BACKWARD, width)["R"] for width in widths.values()))
+        self.widths, ends = widths, np.cumsum([0, *widths.values()]).tolist()
+        self.places, end = dict(zip(widths, ends, strict=False)), ends[-1]
+        # a multiple of the rows of any kernel's iteration, all powers of two
+        rows = max(least, *(choose_shape(BACKWARD, width)["R"] for width in widths.values()))
         self.rows = count_blocks(count_blocks(tokens, MOST_PARTS), rows) * rows  # of a part
         self.count = count_blocks(tokens, self.rows)
         self.parts = torch.empty(self.count, end, dtype=torch.float32, device=device)
 
     def place(self, **names: str) -> dict[str, int]:
-        """Constants of a kernel that writes sums: the columns of those named, and of all."""
+        """Constants of a kernel that writes sums: their first columns, and the number of all
+        columns."""
         places = {constant: self.places[name] for constant, name in names.items()}
         return {"SUMS": self.parts.shape[1], **places}
 
     def sum_up(self) -> dict[str, Tensor]:
-        return dict(
-            zip(
-                self.widths, torch.split(self.parts.sum(0), list(self.widths.values())), strict=True
-            )
-        )
+        totals = torch.split(self.parts.sum(0), list(self.widths.values()))
+        return dict(zip(self.widths, totals, strict=True))
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -249,7 +153,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 
 def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, summed and returned in `dtype` where the product can."""
+    """a @ b in `dtype`, without an intermediate rounding if possible."""
     if a.dtype == dtype:
         return torch.mm(a, b)
     if dtype == torch.float32 and a.is_cuda:
@@ -273,10 +177,10 @@ class _Layer(torch.autograd.Function):
         gated_width, total = columns[0], sum(columns)
         total_x = x if added is None else torch.empty_like(x)
         normal = _empty((tokens, width), dtype, x)
-        # means and inverse deviations of both norms, each from a multiple of 16 bytes on
+        # means and inverse deviations of both norms, each aligned to 16 bytes
         statistics = _empty((4, count_blocks(tokens, 4) * 4), torch.float32, x)
         means, inverses, gate_means, gate_inverses = statistics.unbind()
-        shape = _choose_shape(FORWARD, width)
+        shape = choose_shape(FORWARD, width)
         launch_kernel(
             add_norm_kernel, (count_blocks(tokens, shape["R"]),),
             x, added, added_bias, input_weight, input_bias, total_x, normal, means, inverses,
@@ -285,21 +189,18 @@ class _Layer(torch.autograd.Function):
         projected = torch.addmm(copied[1], normal, copied[0].t())
         active = _empty((tokens, total - gated_width), dtype, x)
         silu = _choose_silu_shape(columns[1:])
+        grid = count_blocks(tokens, silu["R"]), count_blocks(total - gated_width, silu["C"])
         launch_kernel(
-            silu_kernel,
-            (count_blocks(tokens, silu["R"]), count_blocks(total - gated_width, silu["C"])),
-            projected, active, tokens, FIRST=gated_width, TOTAL=total, **silu,
-        )  # fmt: skip
-        biases = position_bias, time_bias
-        attended = cut_heads(
-            attend(*_split_heads(active, options), biases, *options.attention), options.d_v
+            silu_kernel, grid, projected, active, tokens, FIRST=gated_width, TOTAL=total, **silu
         )
+        inputs = *_split_heads(active, options), (position_bias, time_bias)
+        attended = cut_heads(attend(*inputs, *options.attention), options.d_v)
         gated = _empty((tokens, gated_width), dtype, x)
-        shape = _choose_shape(FORWARD, gated_width)
+        shape = choose_shape(FORWARD, gated_width)
         launch_kernel(
             gate_kernel, (count_blocks(tokens, shape["R"]),),
             attended, projected, options.keys, gate_weight, gate_bias, gated,
-            gate_means, gate_inverses, tokens, options.eps, **_choose_draws(options, number),
+            gate_means, gate_inverses, tokens, options.eps, **choose_draws(number, options.keep),
             TOTAL=total, **shape,
         )  # fmt: skip
         product = torch.mm(gated, copied[2].t())
@@ -342,16 +243,14 @@ class _Layer(torch.autograd.Function):
                 gate_backward_kernel, (sums.count,),
                 grad_gated, attended, projected, options.keys, gate_weight, gate_bias,
                 gate_means, gate_inverses, grad_attended, grad_projected, sums.parts,
-                tokens, sums.rows // shape["R"], **_choose_draws(options, ctx.number),
-                **sums.place(
+                tokens, sums.rows // shape["R"], **choose_draws(ctx.number, options.keep),
+                TOTAL=total, **shape, **sums.place(
                     WEIGHT_AT="gate_weight", BIAS_AT="gate_bias", GATE_AT="projection_bias"
                 ),
-                TOTAL=total, **shape,
             )  # fmt: skip
             grad_q, grad_k, grad_v, *grad_biases = differentiate_attention(
                 pad_heads(grad_attended), *_split_heads(active, options), tuple(biases),
-                *options.attention,
-                need_biases=any(ctx.needs_input_grad[10:12]),
+                *options.attention, need_biases=any(ctx.needs_input_grad[10:12]),
             )  # fmt: skip
             blocks = sum(count_blocks(size, silu["C"]) for size in columns[1:])
             launch_kernel(
@@ -378,33 +277,25 @@ class _Layer(torch.autograd.Function):
             if rows is not None:
                 grad_projection = grad_projection.index_select(0, rows)
                 found["projection_bias"] = found["projection_bias"].index_select(0, rows)
+        grad_added = grad_x if grad_added is None else grad_added
+        added = (grad_added, found["added_bias"].to(x.dtype)) if ctx.added else (None, None)
+        norm = (found[name].to(input_weight.dtype) for name in ("input_weight", "input_bias"))
         return (
-            grad_x,
-            (grad_x if grad_added is None else grad_added) if ctx.added else None,
-            found["added_bias"].to(x.dtype) if ctx.added else None,
-            found["input_weight"].to(input_weight.dtype),
-            found["input_bias"].to(input_weight.dtype),
-            grad_projection,
-            found["projection_bias"].to(ctx.dtypes[1]),
-            found["gate_weight"].to(gate_weight.dtype),
-            found["gate_bias"].to(gate_bias.dtype),
-            grad_output,
-            *grad_biases,
-            None,
-            None,
-            None,
-        )
+            grad_x, *added, *norm, grad_projection, found["projection_bias"].to(ctx.dtypes[1]),
+            found["gate_weight"].to(gate_weight.dtype), found["gate_bias"].to(gate_bias.dtype),
+            grad_output, *grad_biases, None, None, None,
+        )  # fmt: skip
 
 
 class _AddProduct(torch.autograd.Function):
-    """The last layer's product, added to the stream."""
+    """Adds the last layer's product to the stream."""
 
     @staticmethod
     def forward(ctx, x, added, added_bias):  # type: ignore[no-untyped-def]
         from freescale.kernels.layer.triton_fused_kernels import add_norm_kernel
 
         total, (tokens, width) = torch.empty_like(x), x.shape
-        shape = _choose_shape(FORWARD, width)
+        shape = choose_shape(FORWARD, width)
         launch_kernel(
             add_norm_kernel, (count_blocks(tokens, shape["R"]),),
             x, added, added_bias, None, None, total, None, None, None, tokens, 0.0, **shape,
@@ -420,7 +311,7 @@ class _AddProduct(torch.autograd.Function):
         with use_device(above.device):
             sums = _Sums(tokens, above.device, 1, added_bias=width)
             grad_added = None if ctx.added == above.dtype else _empty(above.shape, ctx.added, above)
-            shape = _choose_shape(BACKWARD, width)
+            shape = choose_shape(BACKWARD, width)
             launch_kernel(
                 add_norm_backward_kernel, (sums.count,),
                 None, above, None, None, None, None, None, grad_added,
@@ -433,15 +324,7 @@ class _AddProduct(torch.autograd.Function):
 
 
 def _split_heads(active: Tensor, options: LayerOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [tokens, heads, d] in [tokens, columns of v, q, k]."""
+    """[tokens, columns of v, q, k] -> queries, keys and values [tokens, heads, d]."""
     v, q, k = torch.split(active, list(options.columns[1:]), dim=1)
     q, k, v = (part.view(len(active), options.heads, -1) for part in (q, k, v))
     return q, k, v
-
-
-def _choose_draws(options: LayerOptions, number: int) -> dict[str, Any]:
-    return {
-        "layer": number,
-        "threshold": compute_keep_threshold(options.keep),
-        "share": 1 / options.keep,
-    }

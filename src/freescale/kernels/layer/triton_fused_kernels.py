@@ -1,11 +1,11 @@
-"""The Triton kernels of `triton.fused_layer`: residual sum and norm, SiLU, the gated norm from the
+"""The Triton kernels of `layer.triton_fused`: residual sum and norm, SiLU, the gated norm from the
 gate before its SiLU, and their gradients.
 
 A program works on R tokens of up to W columns, a power of two, at a time. In the backward kernels
 it works on a whole part of the tokens, `steps` times R, and writes the part's sums over tokens to
-its own row of `parts` [parts, SUMS], each sum at its column: one reduction over the parts then
-makes the gradients of all vectors of the layer. All arithmetic is in float32. Tokens are 64-bit
-numbers.
+its own row of `parts` [parts, SUMS], each sum at its columns. One reduction over the parts then
+gives the gradients of all vectors of the layer. All arithmetic is in float32. Token indices have 64
+bits.
 """
 
 # mypy: ignore-errors
@@ -30,7 +30,7 @@ def _load_vector(vector, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store_sum(parts, column, total, SUMS: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr):
-    """total [W] of this program's part, at the columns from AT."""
+    """Stores total [W] of this program's part at the columns from AT."""
     row = parts + tl.program_id(0).to(tl.int64) * SUMS
     tl.store(row + AT + column, total, mask=column < WIDTH)
 
@@ -43,8 +43,8 @@ def add_norm_kernel(
     x, added, added_bias, weight, bias, total, out, means, inverses, tokens, eps,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """total = x + added + added_bias, or x itself where nothing is added; out = its norm. Without
-    `out` the sum alone."""
+    """total = x + added + added_bias, or x itself if `added` is None; out = its norm. Without `out`
+    only the sum."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -54,7 +54,7 @@ def add_norm_kernel(
         values += tl.load(added + place, mask=there, other=0.0).to(tl.float32)
         values += _load_vector(added_bias, column, WIDTH)[None, :]
         tl.store(total + place, values.to(total.dtype.element_ty), mask=there)
-        # what is stored is what the norm sees, in backward too
+        # the norm sees the stored values, as in backward
         values = values.to(total.dtype.element_ty).to(tl.float32)
     if out is not None:
         mean, inverse = _statistics(values, column, eps, WIDTH)
@@ -72,9 +72,8 @@ def add_norm_backward_kernel(
     ADDED: tl.constexpr, SUMS: tl.constexpr, WEIGHT_AT: tl.constexpr, BIAS_AT: tl.constexpr,
     ADDED_AT: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """grad: of the norm's output, or None where there was no norm; above: of the sum, from the
-    layers that follow. grad_x is None where it is `above`; grad_added is a copy of it in another
-    dtype."""
+    """grad: of the norm's output, or None without a norm; above: of the sum, from later layers.
+    grad_x is None if it equals `above`; grad_added is a copy of it in another dtype."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, W)
     added_sum = tl.zeros([R, W], tl.float32)
@@ -157,8 +156,8 @@ def silu_backward_kernel(
     SUMS: tl.constexpr, AT: tl.constexpr, FIRST: tl.constexpr, FIRST_WIDTH: tl.constexpr,
     SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Programs (p, c): a part of the tokens, C columns of one of the three pieces that follow the
-    FIRST columns of x; blocks of columns are counted piece after piece."""
+    """Programs (p, c): a part of the tokens, C columns of one of the three pieces after the FIRST
+    columns of x. Blocks of columns are numbered piece by piece."""
     block = tl.program_id(1)
     second_start: tl.constexpr = FIRST + FIRST_WIDTH
     third_start: tl.constexpr = second_start + SECOND_WIDTH
@@ -191,8 +190,8 @@ def gate_kernel(
     x, gate, keys, weight, bias, out, means, inverses, tokens, eps, layer, threshold, share,
     TOTAL: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """norm(x) * SiLU(gate), of which `share` = 1 / what is kept; gate is the first columns of
-    [tokens, TOTAL]; keys is None where nothing is dropped."""
+    """out = norm(x) * SiLU(gate) after dropout, with share = 1 / kept share. gate is the first
+    columns of [tokens, TOTAL]. keys is None without dropout."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -219,7 +218,7 @@ def gate_backward_kernel(
     SUMS: tl.constexpr, WEIGHT_AT: tl.constexpr, BIAS_AT: tl.constexpr, GATE_AT: tl.constexpr,
     TOTAL: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """grad_gate is the first columns of [tokens, TOTAL], as gate is."""
+    """grad_gate is the first columns of [tokens, TOTAL], like gate."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, W)
     scale = _load_vector(weight, column, WIDTH)

@@ -1,9 +1,9 @@
-"""The Triton kernels of `triton_layer`: layer norm, gated norm with dropout, the gradient of SiLU
-from that of its parts.
+"""The Triton kernels of `layer.triton`: layer norm, gated norm with dropout, and the gradient of
+SiLU from those of its parts.
 
-A program works on R tokens of up to W columns, a power of two, at a time; in the backward kernels
-of the norms on a whole part of the tokens, for which it also adds up the gradients of weight and
-bias. All arithmetic is in float32. Tokens are 64-bit numbers.
+A program works on R tokens of up to W columns, a power of two, at a time. In the backward kernels
+of the norms it works on a whole part of the tokens and also sums the gradients of weight and bias.
+All arithmetic is in float32. Token indices have 64 bits.
 """
 
 # mypy: ignore-errors
@@ -15,12 +15,12 @@ import triton.language as tl
 from freescale.kernels.jit.interpreter import INTERPRETED
 
 INLINE = tl.constexpr(not INTERPRETED)  # assembly
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of kernels.random
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of freescale.random
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
-# ---- the draws of kernels.random, in unsigned 64 bits
+# ---- the draws of freescale.random, in unsigned 64 bits
 
 
 @triton.jit
@@ -57,8 +57,8 @@ def _draw_kept(key, layer, threshold, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _statistics(x, column, eps, WIDTH: tl.constexpr):
-    """(mean, 1 / standard deviation) of rows, each [R]. x is 0 where there is no column; rows that
-    are not there have statistics that nobody reads."""
+    """(mean, 1 / standard deviation) of rows, each [R]. x is 0 beyond WIDTH. The statistics of rows
+    beyond the tokens are never read."""
     mean = tl.sum(x, 1) / WIDTH
     apart = x - mean[:, None]
     if x.shape[1] != WIDTH:
@@ -68,8 +68,8 @@ def _statistics(x, column, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm_gradient(grad, normal, weight, inverse, WIDTH: tl.constexpr):
-    """Of the norm's input: grad, 0 where there is no column, normal (input, normalised), finite
-    everywhere, both [R, W], weight [W], inverse standard deviation [R]."""
+    """Gradient of the norm's input, from grad [R, W], 0 beyond WIDTH, normal (the normalised input,
+    finite everywhere) [R, W], weight [W] and inverse standard deviation [R]."""
     grad = grad * weight[None, :]
     # one reduction for both sums: half the barriers
     along, level = tl.split(tl.sum(tl.join(grad * normal, grad), 1))
@@ -79,7 +79,7 @@ def _norm_gradient(grad, normal, weight, inverse, WIDTH: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """Without Triton's care for denormal numbers, which takes eight instructions more."""
+    """Without Triton's handling of denormal numbers, which takes eight more instructions."""
     if INLINE:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; "
@@ -92,24 +92,15 @@ def _sigmoid(x):
 
 @triton.jit
 def _silu_slope(x, part):
-    """SiLU's derivative; part: the sigmoid of x."""
+    """SiLU's derivative. part: the sigmoid of x."""
     return part + x * part * (1 - part)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def layer_norm_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    means,
-    inverses,
-    tokens,
-    eps,
-    WIDTH: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-):
+    x, weight, bias, out, means, inverses, tokens, eps,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -161,7 +152,7 @@ def gated_norm_kernel(
     tokens, gate_stride, eps, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """share = 1 / what is kept; keys is None where nothing is dropped."""
+    """share = 1 / kept share; keys is None without dropout."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -249,8 +240,8 @@ def silu_backward_kernel(
     THIRD_WIDTH: tl.constexpr, FOURTH_WIDTH: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Programs (r, c): R tokens, C columns of one of the four parts; blocks of columns are counted
-    part after part."""
+    """Programs (r, c): R tokens, C columns of one of the four parts. Blocks of columns are numbered
+    part by part."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     block = tl.program_id(1)
     second_start: tl.constexpr = FIRST_WIDTH
@@ -265,37 +256,16 @@ def silu_backward_kernel(
         _silu_gradient(first_grad, x, out, row, block * C + column, tokens, total, 0, FIRST_WIDTH)
     elif block < third:
         _silu_gradient(
-            second_grad,
-            x,
-            out,
-            row,
-            (block - second) * C + column,
-            tokens,
-            total,
-            second_start,
+            second_grad, x, out, row, (block - second) * C + column, tokens, total, second_start,
             SECOND_WIDTH,
-        )
+        )  # fmt: skip
     elif block < fourth:
         _silu_gradient(
-            third_grad,
-            x,
-            out,
-            row,
-            (block - third) * C + column,
-            tokens,
-            total,
-            third_start,
+            third_grad, x, out, row, (block - third) * C + column, tokens, total, third_start,
             THIRD_WIDTH,
-        )
+        )  # fmt: skip
     else:
         _silu_gradient(
-            fourth_grad,
-            x,
-            out,
-            row,
-            (block - fourth) * C + column,
-            tokens,
-            total,
-            fourth_start,
+            fourth_grad, x, out, row, (block - fourth) * C + column, tokens, total, fourth_start,
             FOURTH_WIDTH,
-        )
+        )  # fmt: skip

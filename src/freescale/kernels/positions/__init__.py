@@ -1,1 +1,1 @@
-"""The encoder's inputs: values, positions, dropout."""
+"""The inputs of the encoder: values plus positions, with dropout."""

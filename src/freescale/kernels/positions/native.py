@@ -1,4 +1,4 @@
-"""`reference.positions.add_positions` in C."""
+"""`positions.reference.add_positions` in C, in float32."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from freescale.random import compute_keep_threshold
 
 
 def add_positions(
-    x: Tensor,  # [tokens, width] float32
-    position: Tensor,  # [positions, width] float32
-    lengths: Tensor,  # [samples] int64, candidates included
-    candidate_counts: Tensor | None,  # [samples] int64
-    keys: Tensor | None,  # [samples] int64
-    *,
-    scale: float = 1.0,
-    keep: float = 1.0,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, position: Tensor, lengths: Tensor, candidate_counts: Tensor | None,
+    keys: Tensor | None, *, scale: float = 1.0, keep: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As the reference."""
     token_keys = None if keys is None else keys.new_empty(x.shape[0])
     counts = None if candidate_counts is None else candidate_counts.contiguous()

@@ -1,8 +1,5 @@
-"""The encoder's inputs, in plain torch: the tokens' values, scaled, with the row of each token's
-position, and what dropout leaves of them; and the keys from which what is dropped follows.
-
-The reference of `triton.positions`.
-"""
+"""The inputs of the encoder, in plain torch: scaled values plus the rows of their positions, with
+dropout, and the tokens' random keys, which determine the dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch import Tensor
 from freescale.batch import compute_offsets
 from freescale.random import derive, draw_keep_mask
 
-STREAM = 1 << 20  # which of the draws that a key gives: beyond those of any layer
+STREAM = 1 << 20  # number of the draw from a key, beyond those of the layers
 
 
 def compute_positions(lengths: Tensor, tokens: int) -> Tensor:
@@ -22,7 +19,7 @@ def compute_positions(lengths: Tensor, tokens: int) -> Tensor:
 
 
 def derive_token_keys(keys: Tensor, lengths: Tensor, slots: Tensor) -> Tensor:
-    """[samples] keys and lengths, [tokens] places in the sample -> [tokens] keys."""
+    """[samples] keys and lengths, [tokens] slots in the sample -> [tokens] keys."""
     return derive(torch.repeat_interleave(keys, lengths, output_size=slots.numel()), slots)
 
 
@@ -31,30 +28,26 @@ def add_positions(
     position: Tensor,  # [positions, width]
     lengths: Tensor,  # [samples] int64, candidates included
     candidate_counts: Tensor | None,  # [samples] int64
-    keys: Tensor | None,  # [samples] int64; None: nothing is dropped
+    keys: Tensor | None,  # [samples] int64: random keys; None: no dropout
     *,
     scale: float = 1.0,  # of x, before positions are added
-    keep: float = 1.0,  # the share of the sum that is kept, if there are keys
+    keep: float = 1.0,  # share of the elements that is kept, if there are keys
 ) -> tuple[Tensor, Tensor | None]:
-    """(scale * x with the rows of the tokens' positions added, in their dtype, after dropout;
-    [tokens] int64 keys).
-
-    All candidates of a sample stand right after its history.
-    """
+    """Returns scale * x plus the rows of the tokens' positions, in their dtype, after dropout, and
+    [tokens] int64 keys. All candidates of a sample have the position right after its history."""
     slots = compute_positions(lengths, x.shape[0])
     positions = slots
     if candidate_counts is not None:
-        history = torch.repeat_interleave(
-            lengths - candidate_counts, lengths, output_size=x.shape[0]
-        )
-        positions = torch.minimum(slots, history)
+        history = lengths - candidate_counts
+        after = torch.repeat_interleave(history, lengths, output_size=x.shape[0])
+        positions = torch.minimum(slots, after)
     token_keys = None if keys is None else derive_token_keys(keys, lengths, slots)
     inputs = x.to(position.dtype) * scale + position[positions]
     return drop_inputs(inputs, token_keys, keep), token_keys
 
 
 def drop_inputs(x: Tensor, token_keys: Tensor | None, keep: float) -> Tensor:
-    """x [tokens, width] with dropout that is a function of the tokens' keys."""
+    """x [tokens, width] with dropout as a function of the tokens' random keys."""
     if token_keys is None or keep == 1:
         return x
     mask = draw_keep_mask(derive(token_keys, STREAM), x.shape[1], keep)

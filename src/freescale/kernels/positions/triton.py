@@ -1,7 +1,7 @@
-"""The encoder's inputs as Triton kernels: the twin of `reference.positions`, for NVIDIA GPUs.
+"""The inputs of the encoder as Triton kernels, for NVIDIA GPUs.
 
 One launch forward, one backward, and one more each for dropout and for candidates. The gradient of
-a position is a sum over the samples in their order, without a sort: the same inputs give the same
+a position is a sum over the samples in their order, without sorting: the same inputs give the same
 bits.
 """
 
@@ -18,23 +18,17 @@ from freescale.kernels.jit.launch import (
     require_gpu,
     use_device,
 )
+from freescale.kernels.layer.triton import choose_draws
 from freescale.kernels.positions.reference import STREAM
-from freescale.random import compute_keep_threshold
 
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
 
 
 def add_positions(
-    x: Tensor,  # [tokens, width]
-    position: Tensor,  # [positions, width]
-    plan: TilePlan,
-    keys: Tensor | None,  # [samples] int64; None: nothing is dropped
-    *,
-    scale: float = 1.0,  # of x, before positions are added
-    keep: float = 1.0,  # the share of the sum that is kept, if there are keys
-) -> tuple[Tensor, Tensor | None]:
-    """(scale * x with the rows of the tokens' positions added, in their dtype, after dropout;
-    [tokens] int64 keys)."""
+    x: Tensor, position: Tensor, plan: TilePlan, keys: Tensor | None, *, scale: float = 1.0,
+    keep: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As the reference, with lengths and candidates from the plan."""
     require_gpu(x.device, "kernels.positions.reference")
     out, token_keys = _AddPositions.apply(  # type: ignore[no-untyped-call]
         x, position, plan, keys, float(scale), float(keep)
@@ -48,10 +42,8 @@ class _AddPositions(torch.autograd.Function):
         from freescale.kernels.positions.triton_kernels import add_positions_kernel
 
         tokens, shape = x.shape[0], FORWARD.shape(x.shape[1])
-        ctx.plan, ctx.dtype, ctx.shape, ctx.position_dtype = (
-            plan, x.dtype, position.shape, position.dtype
-        )  # fmt: skip
-        ctx.scale, ctx.keep = scale, keep
+        ctx.plan, ctx.dtype, ctx.scale, ctx.keep = plan, x.dtype, scale, keep
+        ctx.shape, ctx.position_dtype = position.shape, position.dtype
         out = torch.empty(x.shape, dtype=position.dtype, device=x.device)
         token_keys, drops = None, keys is not None and keep < 1
         if keys is not None:
@@ -63,7 +55,7 @@ class _AddPositions(torch.autograd.Function):
                 add_positions_kernel, (count_blocks(tokens, shape["R"]),),
                 x.contiguous(), position.contiguous(), None if keys is None else keys.contiguous(),
                 plan.samples(), out, token_keys, tokens, samples, samples.bit_length(), scale,
-                **_choose_draws(keep), DROPS=drops, **shape,
+                **choose_draws(STREAM, keep), DROPS=drops, **shape,
             )  # fmt: skip
         ctx.save_for_backward(*([token_keys] if drops else []))
         return out, token_keys
@@ -86,7 +78,7 @@ class _AddPositions(torch.autograd.Function):
                 launch_kernel(
                     drop_gradient_kernel, (count_blocks(tokens, shape["R"]),),
                     grad, *ctx.saved_tensors, dropped, grad_x, tokens, ctx.scale,
-                    **_choose_draws(ctx.keep), **shape,
+                    **choose_draws(STREAM, ctx.keep), **shape,
                 )  # fmt: skip
             grad = dropped
         if ctx.needs_input_grad[0] and grad_x is None:
@@ -105,7 +97,3 @@ class _AddPositions(torch.autograd.Function):
                 grad, plan.samples(), sums, out, samples, plan.longest_history, **shape,
             )  # fmt: skip
         return grad_x, out, *[None] * 4
-
-
-def _choose_draws(keep: float) -> dict[str, float]:
-    return {"layer": STREAM, "threshold": compute_keep_threshold(keep), "share": 1 / keep}

@@ -1,4 +1,4 @@
-"""The Triton kernels of `triton.positions`: inputs with rows of positions, after dropout, token
+"""The Triton kernels of `positions.triton`: inputs plus rows of positions after dropout, token
 keys, and the gradients."""
 
 # mypy: ignore-errors
@@ -16,15 +16,15 @@ HISTORY = tl.constexpr(int(SampleColumn.HISTORY))
 COLUMNS = tl.constexpr(len(SampleColumn))
 
 
-# keys: those of a part of a batch begin anywhere
+# keys: a slice of a batch's keys may have any alignment
 @triton.jit(do_not_specialize=["tokens", "count", "steps"], do_not_specialize_on_alignment=["keys"])
 def add_positions_kernel(
     x, position, keys, samples, out, token_keys, tokens, count, steps, scale,
     layer, threshold, share,
     DROPS: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """A program's R tokens find their samples by bisection in `steps`; keys is None where nothing
-    is dropped."""
+    """R tokens per program. They find their samples by bisection in `steps`. keys is None without
+    dropout."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     low = tl.zeros([R], tl.int32)  # the sample is in [low, high)
     high = low + count
@@ -57,8 +57,8 @@ def drop_gradient_kernel(
     grad, token_keys, out, scaled, tokens, scale, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out = grad where dropout kept the value, over the share that it keeps; scaled, unless it is
-    None, is that times scale."""
+    """out = the gradient before dropout: grad / kept share, or 0 for dropped elements. scaled =
+    out * scale, unless it is None."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -76,7 +76,7 @@ def drop_gradient_kernel(
 def sum_candidates_kernel(
     grad, samples, sums, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
 ):
-    """sums [samples, WIDTH]: the gradients of each sample's candidates, added up."""
+    """sums [samples, WIDTH] = the sum of the gradients of each sample's candidates."""
     number = tl.program_id(0).to(tl.int64)
     sample = samples + number * COLUMNS
     start = tl.load(sample + START).to(tl.int64)
@@ -96,8 +96,8 @@ def position_gradient_kernel(
     grad, samples, candidates, out, count, last,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """A program's position: over the samples, R at a time. No token stands behind `last`.
-    `candidates` [samples, WIDTH] are sums of their gradients, or None."""
+    """One position per program, summed over the samples, R at a time. No token has a position above
+    `last`. `candidates` [samples, WIDTH] are sums of their gradients, or None."""
     position = tl.program_id(0)
     column = tl.arange(0, W)
     total = tl.zeros([R, W], tl.float32)

@@ -15,8 +15,8 @@ class SummaryPlan:
     """Which rows see which summaries.
 
     Row i of a sample sees the first (known + min(i // period, closed)) * tokens summaries of that
-    sample. Rows lie sample after sample, and so do summaries: first those of segments that are
-    known from an earlier run, then those of the sample's own segments. Arrays are [samples] int64
+    sample. Rows and summaries are ordered by sample. A sample's summaries are first those of
+    segments known from an earlier run, then those of its own segments. Arrays are [samples] int64
     on the host.
     """
 
@@ -24,7 +24,7 @@ class SummaryPlan:
     lengths: np.ndarray  # rows of each sample
     closed: np.ndarray  # full segments among them
     known: np.ndarray  # segments before the first row
-    kept: dict[Any, Any] = field(default_factory=dict)  # tables that the kernels derive from it
+    kept: dict[Any, Any] = field(default_factory=dict)  # tables derived from the plan
 
     @property
     def rows(self) -> int:
@@ -36,17 +36,17 @@ class SummaryPlan:
 
     @property
     def counts(self) -> np.ndarray:
-        """[samples] summaries of each."""
+        """[samples]: the number of summaries."""
         counts: np.ndarray = (self.known + self.closed) * self.segments.tokens
         return counts
 
     @property
     def starts(self) -> tuple[np.ndarray, np.ndarray]:
-        """[samples] first row and first summary of each."""
+        """[samples] twice: the first row and the first summary."""
         return np.cumsum(self.lengths) - self.lengths, np.cumsum(self.counts) - self.counts
 
     def find_blocks(self) -> np.ndarray:
-        """Blocks of rows that see the same summaries.
+        """Finds the blocks of rows that see the same summaries.
 
         Returns:
             [blocks, 4] int64: first row, number of rows, first summary, number of summaries seen.
@@ -54,19 +54,13 @@ class SummaryPlan:
         """
         per_sample = self.closed + 1
         sample = np.repeat(np.arange(len(self.lengths)), per_sample)
-        # of the segment in its sample
+        # of the segment, within its sample
         number = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
         period, tokens = self.segments.period, self.segments.tokens
         row, summary = self.starts
         rows = np.where(
             number < self.closed[sample], period, self.lengths[sample] - number * period
         )
-        table = np.column_stack(
-            [
-                row[sample] + number * period,
-                rows,
-                summary[sample],
-                (self.known[sample] + number) * tokens,
-            ]
-        )
+        seen = (self.known[sample] + number) * tokens
+        table = np.column_stack([row[sample] + number * period, rows, summary[sample], seen])
         return table[(table[:, 1] > 0) & (table[:, 3] > 0)]

@@ -1,11 +1,11 @@
-"""What rows of later segments see of earlier ones, the reference in plain torch: SiLU attention to
-summaries.
+"""SiLU attention from the rows of later segments to summaries of earlier ones, the reference in
+plain torch.
 
-    out_i = sum over the summaries j that i sees of SiLU(alpha * q_i . k_j) * v_j / scale_length
+    out_i = sum over visible summaries j of SiLU(alpha * q_i . k_j) * v_j / scale_length
 
-`SummaryPlan` says which; rows that see none get 0. There is no bias by position or time: a summary
-carries its position. Scores exist one group of blocks at a time, in forward and in backward, which
-computes them again.
+A `SummaryPlan` determines who sees which; rows that see none get 0. There is no bias by position or
+time: a summary carries its position. Only one group of blocks has scores at a time. Backward
+recomputes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import concat_ranges
-from freescale.kernels.attention.checks import check_same_device
+from freescale.kernels.attention.checks import check_dtype_and_scale, check_same_device
 from freescale.kernels.attention.plan import TILE_BUDGET
 from freescale.kernels.attention.reference import split_heads, split_heads_transposed, write_heads
 from freescale.kernels.groups import Group, plan_groups
@@ -43,79 +43,50 @@ def summary_attention(
 def check_summary_inputs(
     q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, scale_length: float
 ) -> None:
-    """Refuses inputs that fit neither each other nor the plan.
-
-    Raises:
-        ValueError: With the shapes, dtypes or sizes that differ.
-    """
-    if (
-        not q.ndim == k.ndim == v.ndim == 3
-        or q.shape[1:] != k.shape[1:]
-        or k.shape[:2] != v.shape[:2]
-    ):
+    """Raises ValueError, with the values, for inputs that do not fit each other and the plan."""
+    same = q.shape[1:] == k.shape[1:] and k.shape[:2] == v.shape[:2]
+    if not q.ndim == k.ndim == v.ndim == 3 or not same:
         raise ValueError(
             "q [rows, heads, d_qk], k [summaries, heads, d_qk] and v [summaries, heads, d_v] do "
-            "not fit: "
-            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+            f"not fit: {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
-    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(
-            f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if scale_length < 1:
-        raise ValueError(
-            f"scale_length must be at least 1 (the configured maximum length), not {scale_length}"
-        )
+    check_dtype_and_scale(q, k, v, scale_length)
     check_same_device(q=q, k=k, v=v)
     if (plan.rows, plan.summaries) != (q.shape[0], k.shape[0]):
         raise ValueError(
             f"the plan is for {plan.rows} rows and {plan.summaries} summaries, not {q.shape[0]} "
-            f"and {k.shape[0]}; make it for these"
+            f"and {k.shape[0]}; make a plan for these"
         )
 
 
 def _group_blocks(plan: SummaryPlan, heads: int, device: torch.device) -> list[tuple[Group, Group]]:
-    """Rows and summaries of the blocks that are computed together. Summaries that pad a block are
-    zero: they add nothing."""
+    """Groups blocks that are computed together: their rows and their summaries. Summaries that pad
+    a block are zero and add nothing."""
     groups: list[tuple[Group, Group]] | None = plan.kept.get("groups")
     if groups is None:
         table = plan.find_blocks()
         cost = lambda seen: heads * plan.segments.period * seen  # noqa: E731
         indices = plan_groups(table[:, 3], cost, TILE_BUDGET)
         groups = [
-            (
-                _build_group(row, rows, plan.rows, device),
-                _build_group(summary, seen, plan.summaries, device),
-            )
+            (_group(row, rows, plan.rows, device), _group(summary, seen, plan.summaries, device))
             for row, rows, summary, seen in (table[i].T for i in indices)
         ]
         plan.kept["groups"] = groups
     return groups
 
 
-def _build_group(
-    starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.device
-) -> Group:
-    """Of these blocks of `total` rows or summaries."""
-    longest = int(lengths.max())
-    if (
-        longest * len(lengths) == total
-        and (starts == np.arange(len(lengths)) * longest).all()
-        and lengths.min() == longest
-    ):
+def _group(starts: np.ndarray, lengths: np.ndarray, total: int, device: torch.device) -> Group:
+    """Makes a group of these blocks of the `total` rows or summaries."""
+    samples, longest = np.arange(len(lengths)), int(lengths.max())
+    regular = (starts == samples * longest).all() and lengths.min() == longest
+    if regular and longest * len(lengths) == total:
         return Group.all(len(lengths), longest, device)
-    samples = np.arange(len(lengths))
     tokens, slots = (
         concat_ranges(torch.from_numpy(first), torch.from_numpy(lengths)).numpy()
         for first in (starts, samples * longest)
     )
-    return Group(
-        upload(samples, device),
-        longest,
-        upload(tokens, device),
-        upload(slots, device),
-        lengths,
-    )
+    numbers, own, places = (upload(table, device) for table in (samples, tokens, slots))
+    return Group(numbers, longest, own, places, lengths)
 
 
 class _SummaryAttention(torch.autograd.Function):
@@ -128,29 +99,23 @@ class _SummaryAttention(torch.autograd.Function):
             for rows, seen in _group_blocks(plan, q.shape[1], q.device):
                 # [n * heads, rows, summaries]
                 scores = torch.bmm(split_heads(rows, q) * alpha, split_heads_transposed(seen, k))
-                weights = torch.nn.functional.silu(_widen(scores), inplace=True)
-                write_heads(
-                    out, rows, torch.bmm(weights.to(v.dtype), split_heads(seen, v)).div_(scale)
-                )
+                weights = torch.nn.functional.silu(_widen(scores), inplace=True).to(v.dtype)
+                write_heads(out, rows, torch.bmm(weights, split_heads(seen, v)).div_(scale))
         return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v = ctx.saved_tensors
         grad_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        # a summary is in many blocks
+        # wide sums: a summary is in many blocks
         grad_k, grad_v = (
             torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
             for x in (k, v)
         )
         with torch.autocast(q.device.type, enabled=False):
             for rows, seen in _group_blocks(ctx.plan, q.shape[1], q.device):
-                q_g, k_g, v_t = (
-                    split_heads(rows, q) * ctx.alpha,
-                    split_heads(seen, k),
-                    split_heads_transposed(seen, v),
-                )
-                grad_g = split_heads(rows, grad) / ctx.scale
+                q_g, grad_g = split_heads(rows, q) * ctx.alpha, split_heads(rows, grad) / ctx.scale
+                k_g, v_t = split_heads(seen, k), split_heads_transposed(seen, v)
                 scores = _widen(torch.bmm(q_g, split_heads_transposed(seen, k)))
                 sigmoid = torch.sigmoid(scores)
                 weights = scores.mul_(sigmoid)
@@ -167,7 +132,7 @@ def _widen(scores: Tensor) -> Tensor:
 
 
 def _accumulate(total: Tensor, group: Group, values: Tensor) -> None:
-    """[n * heads, length, d] onto [summaries, heads, d]."""
+    """Adds [n * heads, length, d] to [summaries, heads, d]."""
     heads, width = total.shape[1:]
     rows = values.view(len(group), heads, group.length, width).transpose(1, 2)
     total.index_add_(0, group.tokens, group.unpad(rows).to(total.dtype))

@@ -1,9 +1,7 @@
-"""SiLU attention to summaries as Triton kernels: the twin of `reference.summary_attention`, for
-NVIDIA GPUs.
+"""SiLU attention to summaries as Triton kernels, for NVIDIA GPUs.
 
-Same arguments, same function. Programs exist for rows that see a summary and for summaries, and no
-others. No sum depends on an order that may change: the same inputs give the same bits, gradients
-too.
+The same function as `summary_attention.reference`. Only rows that see a summary and summaries have
+programs. Sums have a fixed order: the same inputs give the same bits, including gradients.
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ from freescale.kernels.attention.triton import (
     DTYPES,
     WIDTHS,
     build_descriptor,
+    choose_constants,
     cut_heads,
     find_kernel_width,
     make_readable,
     pad_heads,
 )
-from freescale.kernels.attention.triton_launch import FLOAT32_PRECISION, AttentionLaunch
-from freescale.kernels.jit.launch import is_interpreted, launch_kernel, require_gpu, use_device
+from freescale.kernels.attention.triton_launch import AttentionLaunch
+from freescale.kernels.jit.launch import launch_kernel, require_gpu, use_device
 from freescale.kernels.summary_attention.plan import SummaryPlan
 from freescale.kernels.summary_attention.reference import check_summary_inputs
 from freescale.kernels.upload import upload
@@ -34,22 +33,16 @@ LAUNCH, FLOAT32_LAUNCH = AttentionLaunch(64, 32, 4, 2), AttentionLaunch(64, 32, 
 
 
 def summary_attention(
-    q: Tensor,  # [rows, heads, d_qk]
-    k: Tensor,  # [summaries, heads, d_qk]
-    v: Tensor,  # [summaries, heads, d_v]
-    plan: SummaryPlan,
-    *,
-    scale_length: float,
-    alpha: float,
-) -> Tensor:  # [rows, heads, d_v]
-    """In the inputs' dtype; scores, SiLU and sums in float32."""
+    q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, *, scale_length: float, alpha: float
+) -> Tensor:
+    """As the reference, with scores, SiLU and sums in float32."""
     check_summary_inputs(q, k, v, plan, scale_length)
     if q.dtype not in DTYPES or any(find_kernel_width(x.shape[2], x.dtype) is None for x in (q, v)):
         raise ValueError(
             f"the kernels are for {DTYPES} and heads up to {WIDTHS[-1]} wide, not {q.dtype}, "
-            f"{q.shape[2]} and {v.shape[2]}; use kernels.summary_attention"
+            f"{q.shape[2]} and {v.shape[2]}; use kernels.summary_attention.reference"
         )
-    require_gpu(q.device, "kernels.summary_attention")
+    require_gpu(q.device, "kernels.summary_attention.reference")
     padded = (pad_heads(x) for x in (q, k, v))
     out: Tensor = _SummaryAttention.apply(  # type: ignore[no-untyped-call]
         *padded, plan, float(alpha), float(scale_length)
@@ -58,26 +51,19 @@ def summary_attention(
 
 
 class _Call:
-    """What the launches of one attention have in common."""
+    """The launches of one attention and their common arguments."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan, alpha: float, scale: float
     ) -> None:
-        narrow, compiled = q.dtype != torch.float32, not is_interpreted()
-        self.plan, self.launch = plan, LAUNCH if narrow else FLOAT32_LAUNCH
+        self.plan, self.launch = plan, FLOAT32_LAUNCH if q.dtype == torch.float32 else LAUNCH
         self.q, self.k, self.v = q, k, v
         self.half_alpha, self.scale = alpha / 2, scale
-        self.constants = {
-            "HEADS": q.shape[1],
-            "D_QK": q.shape[2],
-            "D_V": v.shape[2],
+        self.constants = choose_constants(q, v) | {
             "M": self.launch.tile,
             "N": self.launch.inner,
             "PERIOD": plan.segments.period,
             "TOKENS": plan.segments.tokens,
-            "FAST": narrow and compiled,
-            # of float32 operands alone
-            "PRECISION": FLOAT32_PRECISION if compiled and not narrow else "ieee",
             "STAGES": self.launch.stages,
             "num_warps": self.launch.warps,
         }
@@ -94,16 +80,11 @@ class _Call:
         )
 
         described = [*self._describe(), build_descriptor(grad, self.launch.tile)]
-        factor = self.half_alpha / self.scale
+        factor, inverse = self.half_alpha / self.scale, 1 / self.scale
         self._launch(
-            backward_kv_kernel,
-            "summaries",
-            described,
-            grad_k,
-            grad_v,
-            factor=factor,
-            inverse_scale=1 / self.scale,
-        )
+            backward_kv_kernel, "summaries", described, grad_k, grad_v, factor=factor,
+            inverse_scale=inverse,
+        )  # fmt: skip
         self._launch(backward_q_kernel, "rows", described, grad_q, factor=factor)
 
     def _describe(self) -> list[Any]:
@@ -122,10 +103,9 @@ class _Call:
             kept[of, size] = upload(plan_tiles(self.plan, of, size).astype(np.int32), self.q.device)
         table = kept[of, size]
         if len(table):
-            programs = (len(table) * self.q.shape[1],)
             launch_kernel(
-                kernel, programs, *described, *results, table, half_alpha=self.half_alpha,
-                **scalars, **self.constants,
+                kernel, (len(table) * self.q.shape[1],), *described, *results, table,
+                half_alpha=self.half_alpha, **scalars, **self.constants,
             )  # fmt: skip
 
 
@@ -135,7 +115,7 @@ class _SummaryAttention(torch.autograd.Function):
         q, k, v = make_readable(q), make_readable(k), make_readable(v)
         ctx.save_for_backward(q, k, v)
         ctx.plan, ctx.alpha, ctx.scale = plan, alpha, scale
-        # rows of a first segment see nothing and have no program
+        # zeros: rows of a first segment see nothing and have no program
         out = q.new_zeros(*q.shape[:2], v.shape[2])
         if q.shape[0] and k.shape[0]:
             with use_device(q.device):
@@ -153,7 +133,7 @@ class _SummaryAttention(torch.autograd.Function):
 
 
 def plan_tiles(plan: SummaryPlan, of: str, size: int) -> np.ndarray:
-    """Tiles of `size` rows that see some summary (`of` "rows") or of `size` summaries.
+    """Lists tiles of `size` rows that see a summary (`of` "rows") or of `size` summaries.
 
     Returns:
         [tiles, SummaryTileColumn] int64, the tile with the longest loop first.

@@ -1,9 +1,10 @@
-"""The Triton kernels of `summary_attention`: forward, and the gradients of summaries and queries.
+"""The Triton kernels of `summary_attention.triton`: forward, and the gradients of summaries and
+queries.
 
 One program works on one tile of one head: rows in forward and for the queries' gradient, summaries
-for theirs. A tile goes through exactly the tiles that see it or that it sees; the mask is
-arithmetic on row numbers. SiLU and descriptors as in `attention_kernels`: tiles at a
-sample's end read the next sample's rows, which are zeroed where a product would meet them.
+for their own gradient. It visits only the tiles that see its tile or that its tile sees. The mask
+is arithmetic on row numbers. SiLU and descriptors are as in `attention.triton_kernels`: tiles at a
+sample's end read the next sample's rows, which are zeroed before a product.
 """
 
 # mypy: ignore-errors
@@ -38,7 +39,7 @@ def _load_tile(tiles, HEADS: tl.constexpr):
 
 @triton.jit
 def _count_seen(i, closed, known, PERIOD: tl.constexpr, TOKENS: tl.constexpr):
-    """How many summaries row i of its sample sees."""
+    """The number of summaries that row i of its sample sees."""
     return (known + tl.minimum(i // PERIOD, closed)) * TOKENS
 
 
