@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -87,6 +88,19 @@ class RowLaunch:
         }
 
 
+class KernelModule:
+    """A module of Triton kernels, imported when the first of them is used: importing Triton takes
+    long, and it may be missing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(import_module(self._name), name)
+        setattr(self, name, kernel)  # found without this function from now on
+        return kernel
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch as it was asked for: what `record_launches` keeps."""
@@ -132,6 +146,15 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: 
     read by blocks come as `Block`. All arguments lie on the current device.
     """
     _find_launcher(kernel)(grid, arguments, named)
+
+
+def launch_blocks(
+    kernel: Any, device: torch.device, items: int, block: int, *arguments: Any, **named: Any
+) -> None:
+    """Launches one program for each `block` of items on a device, and nothing without items."""
+    if items:
+        with use_device(device):
+            launch_kernel(kernel, (count_blocks(items, block),), *arguments, **named)
 
 
 def prepare_launch(launch: Launch) -> None:
