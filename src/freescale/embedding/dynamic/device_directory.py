@@ -128,7 +128,7 @@ class DeviceDirectory:
                 missing,
                 batch=batch,
                 by_count=evict == "lfu",
-                told=self._told,
+                host_sums=self._told,
                 **bounds,
             )
             kernels.swap_contents(self.map, placed, sums, came)

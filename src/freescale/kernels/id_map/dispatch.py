@@ -1,4 +1,4 @@
-"""The version of the map from ids to rows, and of the sums of draws, for a device."""
+"""Chooses the version of the map from ids to rows, and of the sums of draws, for a device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from freescale.kernels.versions import runs_triton
 
 
 class IdMapVersion(Protocol):
-    """The functions on a map, as `id_map.reference` defines them. What one returns about a batch
-    (entries, missing ids, contents) is of the version's own types, for its other functions."""
+    """The functions of `id_map.reference`. A version has its own types for the results about a
+    batch (entries, missing ids, contents), which it passes to its other functions."""
 
     def allocate(
         self, shards: int, rows: int, first_shard: int, device: torch.device, bits: int
@@ -48,7 +48,7 @@ class IdMapVersion(Protocol):
 
 
 class DrawSums(Protocol):
-    """The functions on sums of draws, as `draws.reference` defines them."""
+    """The functions of `draws.reference`."""
 
     def add_draws(
         self, sums: Tensor, keys: Tensor, worth: Tensor, lowest: int, *, take_back: bool = False
@@ -57,7 +57,7 @@ class DrawSums(Protocol):
 
 
 def choose_id_map(device: torch.device) -> IdMapVersion:
-    """The functions that keep the ids of a dynamic table on this device."""
+    """The functions on the map of a dynamic table on this device."""
     return triton if runs_triton(device) else reference
 
 

@@ -18,8 +18,8 @@ from freescale.kernels.jit.launch import KernelModule, launch_blocks, require_gp
 from freescale.kernels.requests.reference import MarkedRows, Unique, check_keys, find_first_tags
 from freescale.kernels.upload import upload
 
-# Entries of a program: 8 a thread with 4 warps, with a few loads and stores each. Searches are bound
-# by latency and want many warps.
+# Entries of a program: 8 a thread with 4 warps, each with a few loads and stores. Searches are
+# bound by latency and want many warps.
 BLOCK = 1024
 SEARCH_BLOCK = 256
 EDGES = 128

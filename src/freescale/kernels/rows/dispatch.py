@@ -1,4 +1,4 @@
-"""The versions of what is done with rows of a table: by device, dtype and width of the table."""
+"""Chooses the version of each operation on table rows, by device, dtype and width of the table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from freescale.kernels.versions import Versions, runs_triton
 
 
 class RowUpdates(Protocol):
-    """The updates of rows, as `row_updates.reference` defines them."""
+    """The functions of `row_updates.reference`."""
 
     @property
     def clip_rows(self) -> Callable[..., Tensor]: ...
@@ -38,7 +38,7 @@ class RowUpdates(Protocol):
 
 
 class RowExchange(Protocol):
-    """The exchange of rows, as `row_moves.reference` defines it."""
+    """The functions of `row_moves.reference`."""
 
     def swap_rows(self, table: Tensor, slots: Tensor, kept: Tensor) -> None: ...
 
@@ -74,8 +74,8 @@ def choose_row_exchange(weight: Tensor) -> RowExchange:
 
 
 def keeps_gradients(table: Tensor) -> bool:
-    """Whether `read_rows` can leave the gradients of a table's rows to `RowGradients`, and sums of
-    rows may have row numbers of -1, which the optimizers skip."""
+    """Whether `read_rows` can leave gradients of this table to `RowGradients`, and the optimizers
+    skip row numbers of -1."""
     return choose_optimizers(table) is triton_updates
 
 
@@ -88,8 +88,8 @@ def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = Non
 def read_rows(
     table: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
 ) -> Tensor:
-    """table [u, width], index [...] into it -> [..., width]. With `gradients`, which needs
-    `keeps_gradients`, backward leaves them there, as those of a part."""
+    """table [u, width], index [...] into it -> [..., width]. With `gradients`, if the table
+    `keeps_gradients`, backward adds to their part."""
     if _fits_triton(table):
         return triton.read_rows(table, index, gradients, part)
     assert gradients is None
@@ -104,8 +104,8 @@ def sum_by_row(values: Tensor, numbers: Tensor, count: int, onto: Tensor | None 
 
 
 def sum_sorted(numbers: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_sums.reference.sum_sorted`. If the optimizers skip rows of -1, these come between the
-    unique ones, so nothing is read from the device."""
+    """`row_sums.reference.sum_sorted`. If the optimizers skip rows of -1, the result has them
+    between the unique rows, and nothing is read from the device."""
     compute = triton_row_sums.sum_sorted if keeps_gradients(values) else row_sums.sum_sorted
     return compute(numbers, values)
 
@@ -118,14 +118,14 @@ def sum_in_order(parts: Tensor, copies: int) -> Tensor:
 
 
 def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows.reference.sum_duplicates`. If the optimizers skip rows of -1, these fill the end, so
-    nothing is read from the device."""
+    """`rows.reference.sum_duplicates`. If the optimizers skip rows of -1, the result ends with
+    them, and nothing is read from the device."""
     return group_duplicates(numbers, gradients)(gradients)
 
 
 def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`sum_duplicates` in two steps: groups now, and returns a function that sums gradients which
-    are `like` this tensor."""
+    """The part of `sum_duplicates` that needs no gradients; returns the function that sums
+    gradients with the dtype and device of `like`."""
     if keeps_gradients(like):
         return triton.group_duplicates(numbers, cut=False)
     summed = native_requests.group_duplicates(numbers) if native_updates.fits(like) else None
@@ -133,8 +133,8 @@ def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[
 
 
 def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """marks [n] and gradients [n, width] of all rows -> numbers of the marked rows, and their
-    gradients. If that saves a read, all n rows, with a number of -1 for those not marked."""
+    """marks [n], gradients [n, width] of all rows -> numbers and gradients of the marked rows. If
+    that saves a read from the device: all n rows, with numbers of -1 for unmarked ones."""
     if keeps_gradients(gradients):
         every = torch.arange(marks.numel(), device=marks.device)
         return torch.where(marks > 0, every, -1), gradients
