@@ -1,4 +1,4 @@
-"""Puts small tables, made on the host, on the device."""
+"""Uploads small tables from the host to the device."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     rows = TableRange(TableSpec("item", ITEMS, width, weight.dtype, ()), 0, 0, ITEMS)
     storage = DeviceStorage([rows], ITEMS, build_row_optimizer(config), device)
     call_updates(storage, numbers, gradients, train.row_clip)
-    if train.full_every > 1 or train.snapshot_every is not None:  # rows are marked after the first one
+    if train.full_every > 1 or train.snapshot_every is not None:  # rows are marked
         storage.changed.follow("consumer")
         call_updates(storage, numbers, gradients, train.row_clip)
     if "direct" in train.placement:
@@ -163,7 +163,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
     """Calls what the map of a dynamic table does for a batch, and when it is loaded."""
     kernels = choose_id_map(device)
-    rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # of a shard: larger ones launch the same
+    rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # larger shards launch the same
     held = kernels.allocate(ACTIONS, rows, 0, device, rules.shard_bits)
     keys = torch.arange(ITEMS, device=device)
     order = {"by_count": rules.evict == "lfu", "evicts": not isinstance(rules.evict, After)}
@@ -206,8 +206,9 @@ def call_row_exchange(config: RunConfig, device: torch.device) -> None:
     states = [torch.zeros(ITEMS, *shape, device=device) for shape in shapes]
     narrow = next((state for state in states if state.dim() == 1), None)
     for total in (keys, None):
-        options = {"state": narrow, "total": total}
-        kept, _ = row_moves.insert_drawn(weight, keys, keys, keys[:1], 0.5, **options)
+        kept, _ = row_moves.insert_drawn(
+            weight, keys, keys, keys[:1], 0.5, state=narrow, total=total
+        )
         for state in states:
             if state is not narrow:
                 row_moves.insert_zeros(state, keys, total=total)

@@ -175,11 +175,11 @@ def _compile(missing: Sequence[Version], report: Report, workers: int | None) ->
 
 
 def _run_worker(versions: Sequence[Version], count_one: Callable[[], None]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command, pipe = [sys.executable, "-m", compile_worker.__name__], subprocess.PIPE
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment) as worker,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environ) as worker,
     ):
         assert worker.stdin is not None and worker.stdout is not None
         with suppress(BrokenPipeError):  # the worker's own message is clearer
