@@ -1,4 +1,4 @@
-/* reference/positions.py */
+/* positions/reference.py */
 
 #pragma once
 #include "numbers.h"
