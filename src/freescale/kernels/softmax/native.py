@@ -64,18 +64,10 @@ def _is_small(tokens: int, negatives: Negatives) -> bool:
 
 
 def sampled_softmax(
-    outputs: Tensor,  # [tokens, width]
-    rows: Tensor,  # [u, width]
-    targets: Tensor,  # [tokens] int64: indices into rows
-    negatives: Negatives,
-    lengths: Tensor,  # [samples] int64
-    *,
-    temperature: float,
-    normalize: bool,
-    host_lengths: Tensor | None = None,
-    weights: Tensor | None = None,  # [tokens]
-    targets_log_q: Tensor | None = None,  # [tokens]
-) -> Tensor:
+    outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor, *,
+    temperature: float, normalize: bool, host_lengths: Tensor | None = None,
+    weights: Tensor | None = None, targets_log_q: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As the reference."""
     check_inputs(outputs, rows, targets, negatives, lengths, weights, targets_log_q)
     columns = [  # [tokens], [tokens], of the shape of the negatives

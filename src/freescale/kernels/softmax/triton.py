@@ -58,20 +58,15 @@ SHORTEST_CHUNK, LONGEST_CHUNK, PROGRAMS = 256, 4096, 528
 
 
 def sampled_softmax(
-    outputs: Tensor,  # [tokens, width]
-    rows: Tensor,  # [u, width]
-    targets: Tensor,  # [tokens] int64: indices into rows
-    negatives: Negatives,
-    lengths: Tensor,  # [samples] int64
-    *,
-    temperature: float,
-    normalize: bool,
-    dtype: torch.dtype | None = None,  # of the products' operands; None: that of the outputs
-    host_lengths: Tensor | None = None,
-    weights: Tensor | None = None,  # [tokens]
-    targets_log_q: Tensor | None = None,  # [tokens]
-) -> Tensor:
-    """As the reference, in float32. Products of float32 operands are exact to 24 bits."""
+    outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor, *,
+    temperature: float, normalize: bool, dtype: torch.dtype | None = None,
+    host_lengths: Tensor | None = None, weights: Tensor | None = None,
+    targets_log_q: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As the reference, in float32. Products of float32 operands are exact to 24 bits.
+
+    `dtype`: of the products' operands; None: that of the outputs.
+    """
     check_inputs(outputs, rows, targets, negatives, lengths, weights, targets_log_q)
     dtype = dtype or outputs.dtype
     for name, kind in (("outputs", outputs.dtype), ("rows", rows.dtype), ("products", dtype)):
