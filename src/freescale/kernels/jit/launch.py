@@ -32,11 +32,12 @@ def require_gpu(device: torch.device, instead: str) -> None:
         raise ValueError(f"the Triton kernels need tensors on a GPU, not {device}; use {instead}")
 
 
+@cache
 def is_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter, on the CPU."""
-    from freescale.kernels.rows.triton_kernels import INTERPRETED
+    """Whether kernels run in Triton's interpreter, on the CPU. Kernels never change their mode."""
+    from triton import knobs
 
-    return INTERPRETED
+    return bool(knobs.runtime.interpret)
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:

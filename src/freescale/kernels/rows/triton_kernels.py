@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED: bool = triton.knobs.runtime.interpret  # when the kernels below were created
-
 
 @triton.jit
 def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
