@@ -27,6 +27,7 @@ UNROLL = 4  # values of a row in flight
 # two, and so a multiple of a tile's rows.
 CHUNK = 128
 BLOCK = 1024
+MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.float64)  # of ranks' parts: torch adds these without a wider type
 _kernels = KernelModule("freescale.kernels.row_sums.triton_kernels")
 
@@ -113,3 +114,37 @@ def sum_in_order(parts: Tensor, copies: int) -> Tensor:
         copies, BLOCK=BLOCK,
     )  # fmt: skip
     return total
+
+
+def check_rows(
+    numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor
+) -> None:
+    """Checks row numbers and tables [n, width] before a launch: dtypes, one GPU, contiguity."""
+    if numbers is not None and (
+        numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim != 1
+    ):
+        raise ValueError(
+            "row numbers must be a 1-d tensor of int64 or int32, not "
+            f"{numbers.dtype} with {numbers.ndim} axes"
+        )
+    for name, table in tables.items():
+        if table.ndim != 2 or table.dtype not in dtypes:
+            raise ValueError(
+                f"{name} must be [n, width] of {' or '.join(map(str, dtypes))}, not "
+                f"{table.dtype} {list(table.shape)}"
+            )
+        if not 1 <= table.shape[1] <= MAX_WIDTH:
+            raise ValueError(
+                f"the kernels are for rows 1 to {MAX_WIDTH} wide, not "
+                f"{table.shape[1]}; use kernels.rows"
+            )
+        if name != "gradients" and not table.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous: {list(table.shape)} has strides {table.stride()}"
+            )
+    devices = {table.device for table in tables.values()} | (
+        {numbers.device} if numbers is not None else set()
+    )
+    if len(devices) > 1:
+        raise ValueError(f"tensors lie on different devices: {sorted(map(str, devices))}")
+    require_gpu(devices.pop(), "kernels.rows")

@@ -16,6 +16,17 @@ import triton.language as tl
 
 
 @triton.jit
+def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """(places in the table, places in the gradients, mask of both, rows, mask of rows) of a
+    program's rows."""
+    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    row = tl.load(rows + number, mask=number < count, other=-1).to(tl.int64)
+    columns = tl.arange(0, W)[None, :]
+    there = (row >= 0)[:, None] & (columns < WIDTH)
+    return row[:, None] * WIDTH + columns, number[:, None] * WIDTH + columns, there, row, row >= 0
+
+
+@triton.jit
 def _find_first(rows, row, at, steps):
     """The first position of `row` among sorted rows; `at` is one of its positions."""
     low, high = at * 0, at

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from freescale.kernels.jit.launch import KernelModule, RowLaunch, launch_blocks
 from freescale.kernels.row_sums.reference import SortedRows
-from freescale.kernels.row_sums.triton import shape_sums, sum_chunks
-from freescale.kernels.rows.triton import check_rows
+from freescale.kernels.row_sums.triton import check_rows, shape_sums, sum_chunks
 
 # The more tensors an optimizer has, the smaller its tile for the same number of registers.
 CLIP = RowLaunch(1024, 4)

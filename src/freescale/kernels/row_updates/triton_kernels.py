@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.row_sums.triton_kernels import sum_rows
-from freescale.kernels.rows.triton_kernels import _locate_rows
+from freescale.kernels.row_sums.triton_kernels import _locate_rows, sum_rows
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def _fits_triton(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton.DTYPES)
     return (
         runs_triton(table.device)
         and table.dtype in dtypes
-        and 1 <= table.shape[1] <= triton.MAX_WIDTH
+        and 1 <= table.shape[1] <= triton_row_sums.MAX_WIDTH
     )
 
 

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from freescale.kernels.jit.launch import KernelModule, RowLaunch, launch_blocks, require_gpu
-from freescale.kernels.row_sums.triton import sum_by_row
+from freescale.kernels.jit.launch import KernelModule, RowLaunch, launch_blocks
+from freescale.kernels.row_sums.triton import check_rows, sum_by_row
 from freescale.kernels.rows.gradients import RowGradients
 
-MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _kernels = KernelModule("freescale.kernels.rows.triton_kernels")
 # A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048
@@ -132,37 +131,3 @@ def _sum_segments(values: Tensor, order: Tensor, starts: Tensor, count: int | Te
         count, KEPT=isinstance(count, Tensor), UNROLL=UNROLL, **shape,
     )  # fmt: skip
     return out
-
-
-def check_rows(
-    numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor
-) -> None:
-    """Checks row numbers and tables [n, width] before a launch: dtypes, one GPU, contiguity."""
-    if numbers is not None and (
-        numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim != 1
-    ):
-        raise ValueError(
-            "row numbers must be a 1-d tensor of int64 or int32, not "
-            f"{numbers.dtype} with {numbers.ndim} axes"
-        )
-    for name, table in tables.items():
-        if table.ndim != 2 or table.dtype not in dtypes:
-            raise ValueError(
-                f"{name} must be [n, width] of {' or '.join(map(str, dtypes))}, not "
-                f"{table.dtype} {list(table.shape)}"
-            )
-        if not 1 <= table.shape[1] <= MAX_WIDTH:
-            raise ValueError(
-                f"the kernels are for rows 1 to {MAX_WIDTH} wide, not "
-                f"{table.shape[1]}; use kernels.rows"
-            )
-        if name != "gradients" and not table.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous: {list(table.shape)} has strides {table.stride()}"
-            )
-    devices = {table.device for table in tables.values()} | (
-        {numbers.device} if numbers is not None else set()
-    )
-    if len(devices) > 1:
-        raise ValueError(f"tensors lie on different devices: {sorted(map(str, devices))}")
-    require_gpu(devices.pop(), "kernels.rows")
