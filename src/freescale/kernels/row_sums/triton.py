@@ -27,7 +27,7 @@ UNROLL = 4  # values of a row in flight
 # two, and so a multiple of a tile's rows.
 CHUNK = 128
 BLOCK = 1024
-MAX_WIDTH = 4096
+MAX_WIDTH = 4096  # of rows in `check_rows`
 DTYPES = (torch.float32, torch.float64)  # of ranks' parts: torch adds these without a wider type
 _kernels = KernelModule("freescale.kernels.row_sums.triton_kernels")
 
