@@ -381,7 +381,7 @@ def test_the_installed_triton_takes_addresses_and_blocks(monkeypatch, descriptor
     x = torch.zeros(64, 16)
     block = Block(x, [64, 16], [16, 1], [16, 16])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
-    launch._run(0, (5, 2), run, 7, "packed", (x.data_ptr(), block, 3, 4))
+    launch._run(0, (5, 2), (run, 7, "packed"), (x.data_ptr(), block, 3, 4))
     run(5, 2, 1, 99, 7, "packed", None, None, None, x, launch.describe_block(block), 3, 4)
     ours, theirs = (flatten(call) for call in calls)
     assert ours == theirs and {5, 2, 99, 7, "packed", x.data_ptr(), 64, 3} <= set(ours)

@@ -1,6 +1,6 @@
-"""The operations that have more than one version, a folder each: `reference` in plain torch defines
-the result, `triton` launches `triton_kernels` on a GPU, `native` is C for small batches on a CPU.
+"""Operations with more than one version, a folder each.
 
-`dispatch` chooses between them. The folders import nothing by themselves: processes that compile
-kernels import the kernels without torch.
+`reference` defines the result in plain torch, `triton` launches the `triton_kernels` on a GPU, and
+`native` is C for small batches on a CPU. `dispatch` chooses between them. The folders' `__init__`
+files import nothing: processes that compile kernels import the kernels without torch.
 """

@@ -1,4 +1,4 @@
-"""The functions of csrc/, as Python calls them; and whether this process has them."""
+"""The C kernels of csrc/, compiled when they are first needed, if there is a compiler."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from torch import Tensor
 from freescale.compiled import compile_and_load
 
 SOURCE = Path(__file__).with_name("csrc") / "native.c"
-# Compiled for the processor that it runs on. Sums are vectorised where the source says so.
+# Compiled for this processor. Sums are vectorised only where the source allows it.
 FLAGS = (
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp-simd",
-    "-pthread",
-    "-shared",
-    "-fPIC",
-)
+    "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-pthread",
+    "-shared", "-fPIC",
+)  # fmt: skip
 
 
 class Shape(Structure):
@@ -40,105 +34,85 @@ class Shape(Structure):
     ]
 
 
-class NativeLibrary:
-    """The compiled kernels. A call releases Python's lock."""
-
-    def __init__(self, path: str) -> None:
-        library = ctypes.CDLL(path)
-        if not _declare(library.adopt_sgemm, c_void_p, returns=c_int32)(_find_sgemm()):
-            raise OSError("the matrix product of torch's BLAS is not as expected")
-        shape, size, at, flag = POINTER(Shape), c_int64, c_void_p, c_int32
-        self.add_positions = _declare(
-            library.add_positions, *[size] * 3, *[at] * 5, c_float, c_int32, c_float, *[at] * 4
-        )
-        self.differentiate_positions = _declare(
-            library.differentiate_positions, *[size] * 2, *[at] * 3, c_float, *[at] * 2
-        )
-        self.measure_samples = _declare(library.measure_samples, size, *[at] * 3, returns=c_int32)
-        self.list_pairs = _declare(
-            library.list_pairs, size, *[at] * 3, c_double, c_int32, *[at] * 4
-        )
-        self.count_room = _declare(library.count_room, shape, size, *[at] * 2)
-        self.run_layers = _declare(library.run_layers, shape, size, *[at] * 4)
-        self.differentiate_layers = _declare(library.differentiate_layers, shape, size, *[at] * 6)
-        self.count_softmax_room = _declare(
-            library.count_softmax_room, *[size] * 4, at, returns=size
-        )
-        self.sampled_softmax = _declare(
-            library.sampled_softmax, *[size] * 5, *[at] * 8, c_float, flag, *[at] * 4
-        )
-        self.gather_units = _declare(library.gather_units, *[size] * 2, *[at] * 2, flag, *[at] * 2)
-        self.compare_at_positions = _declare(
-            library.compare_at_positions, *[size] * 3, *[at] * 8, c_float, flag, *[at] * 4
-        )
-        self.pass_norms = _declare(library.pass_norms, *[size] * 2, *[at] * 2, flag, at)
-        self.adam_rows = _declare(library.adam_rows, *[size] * 2, *[at] * 5, *[c_float] * 6, size)
-        self.adam_tensors = _declare(
-            library.adam_tensors, size, *[at] * 6, *[c_float] * 8, size, returns=flag
-        )
-        self.rowwise_adagrad_rows = _declare(
-            library.rowwise_adagrad_rows, *[size] * 2, *[at] * 4, *[c_float] * 2, size
-        )
-        self.deduplicate_keys = _declare(
-            library.deduplicate_keys, size, at, size, *[at] * 5, returns=c_int64
-        )
-        self.mark_shared_rows = _declare(
-            library.mark_shared_rows, *[size, at] * 2, *[at] * 2, returns=c_int32
-        )
-        self.divide_marked_rows = _declare(
-            library.divide_marked_rows, size, *[at] * 3, size, *[at] * 3
-        )
-        self.sum_by_place = _declare(library.sum_by_place, *[size] * 2, *[at] * 2, size, at)
-        self.copy_rows = _declare(library.copy_rows, *[size] * 2, *[at] * 4, size)
-        self.put_rows = _declare(library.put_rows, *[size] * 2, *[at] * 3)
-        self.mark_rows = _declare(library.mark_rows, *[size, at] * 2)
-        self.count_marks = _declare(library.count_marks, size, at, size, returns=size)
-        self.find_marks = _declare(library.find_marks, size, at, size, at)
-        self.sum_blocks = _declare(library.sum_blocks, size, *[at] * 4)
-        self.sum_file = _declare(library.sum_file, flag, *[size] * 2, *[at] * 2, returns=size)
-        self.replace_rows = _declare(
-            library.replace_rows, *[size] * 2, *[at] * 2, flag, at, size, *[at] * 2
-        )
+_SHAPE, _SIZE, _AT, _FLAG = POINTER(Shape), c_int64, c_void_p, c_int32
+# (type of the result, types of the arguments) of each function
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "adopt_sgemm": (_FLAG, [_AT]),
+    "add_positions": (None, [*[_SIZE] * 3, *[_AT] * 5, c_float, _FLAG, c_float, *[_AT] * 4]),
+    "differentiate_positions": (None, [*[_SIZE] * 2, *[_AT] * 3, c_float, *[_AT] * 2]),
+    "measure_samples": (_FLAG, [_SIZE, *[_AT] * 3]),
+    "list_pairs": (None, [_SIZE, *[_AT] * 3, c_double, _FLAG, *[_AT] * 4]),
+    "count_room": (None, [_SHAPE, _SIZE, *[_AT] * 2]),
+    "run_layers": (None, [_SHAPE, _SIZE, *[_AT] * 4]),
+    "differentiate_layers": (None, [_SHAPE, _SIZE, *[_AT] * 6]),
+    "count_softmax_room": (_SIZE, [*[_SIZE] * 4, _AT]),
+    "sampled_softmax": (None, [*[_SIZE] * 5, *[_AT] * 8, c_float, _FLAG, *[_AT] * 4]),
+    "gather_units": (None, [*[_SIZE] * 2, *[_AT] * 2, _FLAG, *[_AT] * 2]),
+    "compare_at_positions": (None, [*[_SIZE] * 3, *[_AT] * 8, c_float, _FLAG, *[_AT] * 4]),
+    "pass_norms": (None, [*[_SIZE] * 2, *[_AT] * 2, _FLAG, _AT]),
+    "adam_rows": (None, [*[_SIZE] * 2, *[_AT] * 5, *[c_float] * 6, _SIZE]),
+    "adam_tensors": (_FLAG, [_SIZE, *[_AT] * 6, *[c_float] * 8, _SIZE]),
+    "rowwise_adagrad_rows": (None, [*[_SIZE] * 2, *[_AT] * 4, *[c_float] * 2, _SIZE]),
+    "deduplicate_keys": (_SIZE, [_SIZE, _AT, _SIZE, *[_AT] * 5]),
+    "mark_shared_rows": (_FLAG, [*[_SIZE, _AT] * 2, *[_AT] * 2]),
+    "divide_marked_rows": (None, [_SIZE, *[_AT] * 3, _SIZE, *[_AT] * 3]),
+    "sum_by_place": (None, [*[_SIZE] * 2, *[_AT] * 2, _SIZE, _AT]),
+    "copy_rows": (None, [*[_SIZE] * 2, *[_AT] * 4, _SIZE]),
+    "put_rows": (None, [*[_SIZE] * 2, *[_AT] * 3]),
+    "mark_rows": (None, [*[_SIZE, _AT] * 2]),
+    "count_marks": (_SIZE, [_SIZE, _AT, _SIZE]),
+    "find_marks": (None, [_SIZE, _AT, _SIZE, _AT]),
+    "sum_blocks": (None, [_SIZE, *[_AT] * 4]),
+    "sum_file": (_SIZE, [_FLAG, *[_SIZE] * 2, *[_AT] * 2]),
+    "replace_rows": (None, [*[_SIZE] * 2, *[_AT] * 2, _FLAG, _AT, _SIZE, *[_AT] * 2]),
+}
 
 
-def _declare(function: Any, *arguments: Any, returns: Any = None) -> Any:
-    function.restype, function.argtypes = returns, arguments
-    return function
+def _load(path: str) -> ctypes.CDLL:
+    """Loads the compiled kernels. A call of one releases Python's lock."""
+    library = ctypes.CDLL(path)
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if not library.adopt_sgemm(_find_sgemm()):
+        raise OSError("the matrix product of torch's BLAS is not as expected")
+    return library
 
 
 def _find_sgemm() -> int | None:
-    """The address of the matrix product that torch itself calls, of whatever BLAS it has."""
+    """The address of the matrix product that torch itself calls, whatever its BLAS is."""
     torch_library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
     return ctypes.cast(torch_library.sgemm_, c_void_p).value
 
 
 @cache
-def _load_once() -> tuple[NativeLibrary | None, str]:
-    return compile_and_load(SOURCE, NativeLibrary, FLAGS)
+def _load_once() -> tuple[ctypes.CDLL | None, str]:
+    return compile_and_load(SOURCE, _load, FLAGS)
 
 
-def load_native() -> NativeLibrary | None:
-    """The kernels, compiled at the first call; None where they cannot be."""
+def load_native() -> ctypes.CDLL | None:
+    """The kernels, compiled by the first call; None if they cannot be compiled."""
     return _load_once()[0]
 
 
 def explain_missing_native() -> str:
-    """Why there are none, or nothing."""
+    """Why there are no kernels, or an empty string."""
     return _load_once()[1]
 
 
-def require_native() -> NativeLibrary:
+def require_native() -> ctypes.CDLL:
+    """The kernels, for callers that know they are there."""
     library = load_native()
     assert library is not None, explain_missing_native()
     return library
 
 
 def list_addresses(tensors: Sequence[Tensor | None]) -> Any:
-    """As an array of C."""
+    """The addresses of some tensors, as a C array."""
     return (c_void_p * len(tensors))(*map(address, tensors))
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Of a contiguous tensor's first element; None, C's NULL, without one. Whoever calls holds the
-    tensor until C has returned."""
+    """The address of a contiguous tensor's first element; None (NULL) for None. The caller keeps
+    the tensor alive until C returns."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""Copies small tables from the host to the device."""
+"""Uploads small tables from the host to the device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Compiles every GPU kernel that a run can need before its first step.
 
-To find them, the run's operations are called on a few tokens while launches are recorded instead of
-executed: a model of the same configuration with small tables, trained and evaluated, and the
-operations of the tables. Kernels are not specialised by properties that change from batch to batch,
-so these calls select the versions for all batches.
+To find them, this module trains and evaluates a model of the same configuration with small tables
+on a few tokens, and calls the operations of the tables, while launches are recorded instead of
+executed. Kernels are not specialised on values that change from batch to batch, so these calls need
+the same versions as all batches.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from freescale.kernels.dispatch.versions import has_triton
 from freescale.kernels.id_map import triton as triton_id_map
 from freescale.kernels.jit.compile import compile_recorded
 from freescale.kernels.requests.reference import MarkedRows
-from freescale.kernels.row_moves import triton as row_copies
-from freescale.kernels.row_moves import triton as row_exchange
+from freescale.kernels.row_moves import triton as row_moves
 from freescale.kernels.row_sums import triton as triton_row_sums
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.train.build import build_module, build_row_optimizer, parse_tables
@@ -52,16 +51,16 @@ def compile_kernels(
     precision: str,
     actions: bool,
     device: torch.device,
-    tell: Callable[[int, int], None] = lambda done, all: None,
+    report: Callable[[int, int], None] = lambda done, all: None,
 ) -> int:
-    """Makes all kernels of a run ready on a GPU.
+    """Compiles and loads all kernels of a run on a GPU.
 
     Args:
         config: the run's settings.
         precision: the chosen precision.
         actions: whether the data has actions.
         device: the device of the run; on a CPU there is nothing to do.
-        tell: called with (compiled, total) at the start and after each kernel, unless all are in
+        report: called with (compiled, total) at the start and after each kernel, unless all are in
             Triton's cache folder.
 
     Returns:
@@ -72,7 +71,7 @@ def compile_kernels(
     config = replace(config, train=replace(config.train, precision=precision))
     try:
         with torch.cuda.device(device):
-            return compile_recorded(lambda: call_kernels(config, actions, device), tell)
+            return compile_recorded(lambda: call_kernels(config, actions, device), report)
     except Exception as error:  # perhaps in a kernel that the data never needs
         warnings.warn(
             f"GPU kernels could not be compiled beforehand, a step waits for each: {error}",
@@ -92,8 +91,8 @@ def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None
         if has_triton():
             call_row_exchange(config, device)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # the run's own draws stay as they are
-        # the first layer differs from the others; these are alike
+    with torch.random.fork_rng(devices):  # the run's own draws do not change
+        # two layers: the first differs from the others, which are alike
         small = replace(config, model=replace(config.model, layers=min(2, config.model.layers)))
         module = build_module(small, ITEMS, ACTIONS if actions else 0)
         for name, rows in (("item", ITEMS), ("action", ACTIONS)):
@@ -113,12 +112,12 @@ def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None
 def call_model(
     module: nn.Module, batch: SequenceBatch, config: RunConfig, device: torch.device
 ) -> None:
-    """A step and an evaluation."""
+    """Calls the model as a training step and an evaluation do."""
     dtype = torch.bfloat16 if config.train.precision == "bf16" else None
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
         losses: dict[str, Tensor] = module.train()(batch)
     torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
-    # an evaluation computes in the precision of the parameters, a first check in that of training
+    # evaluations run in the precision of the parameters, a first check in that of training
     for enabled in (False, dtype is not None):
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=enabled):
             module.eval()(batch)
@@ -153,18 +152,18 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     rows = TableRange(TableSpec("item", ITEMS, width, weight.dtype, ()), 0, 0, ITEMS)
     storage = DeviceStorage([rows], ITEMS, build_row_optimizer(config), device)
     call_updates(storage, numbers, gradients, train.row_clip)
-    if train.full_every > 1 or train.snapshot_every is not None:  # from the first of them on
-        storage.changed.follow("whoever wants to know")
+    if train.full_every > 1 or train.snapshot_every is not None:  # rows are marked
+        storage.changed.follow("consumer")
         call_updates(storage, numbers, gradients, train.row_clip)
     if "direct" in train.placement:
         for table in (weight, *storage.state.values()):
-            row_copies.copy_rows(table, numbers[:ITEMS], table.clone(), numbers[:ITEMS])
+            row_moves.copy_rows(table, numbers[:ITEMS], table.clone(), numbers[:ITEMS])
 
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
     """Calls the operations of a dynamic table's map, for a batch and when it is loaded."""
     kernels = choose_id_map(device)
-    rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # of a shard: more make no difference
+    rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # larger shards launch the same
     held = kernels.allocate(ACTIONS, rows, 0, device, rules.shard_bits)
     keys = torch.arange(ITEMS, device=device)
     order = {"by_count": rules.evict == "lfu", "evicts": not isinstance(rules.evict, After)}
@@ -177,8 +176,9 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
             missing = kernels.order(held, missing)
             kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
             missing = replace(missing, counts=missing.wanted)
-        told = torch.zeros(3, dtype=torch.int64)
-        new, came, sums = kernels.place(held, missing, batch=0, limit=0, told=told, **order)
+        new, came, sums = kernels.place(
+            held, missing, batch=0, limit=0, host_sums=torch.zeros(3, dtype=torch.int64), **order
+        )
         for known in ((sums, came), ()):
             kernels.swap_contents(held, new, *known)
         kernels.find_again(held, keys, looked)
@@ -206,15 +206,15 @@ def call_row_exchange(config: RunConfig, device: torch.device) -> None:
     states = [torch.zeros(ITEMS, *shape, device=device) for shape in shapes]
     narrow = next((state for state in states if state.dim() == 1), None)
     for total in (keys, None):
-        kept, _ = row_exchange.insert_drawn(
+        kept, _ = row_moves.insert_drawn(
             weight, keys, keys, keys[:1], 0.5, state=narrow, total=total
         )
         for state in states:
             if state is not narrow:
-                row_exchange.insert_zeros(state, keys, total=total)
-    row_exchange.swap_rows(weight, keys, kept)
+                row_moves.insert_zeros(state, keys, total=total)
+    row_moves.swap_rows(weight, keys, kept)
     for state in states:
-        row_exchange.swap_rows(state, keys, torch.zeros_like(state[: keys.numel()]))
+        row_moves.swap_rows(state, keys, torch.zeros_like(state[: keys.numel()]))
 
 
 def call_local_tables(numbers: Tensor, weight: Tensor, gradients: Tensor) -> None:
@@ -235,7 +235,7 @@ def call_updates(
     fewer = numbers.to(torch.int32)
     for step in (1, 10**9):  # Adam's correction is computed in two ways
         options: UpdateOptions = {"step": step, "factor": 0.5, "clip": clip}
-        for rows in (numbers, fewer):  # of other ranks; of a copy on one rank
+        for rows in (numbers, fewer):  # from other ranks; from a copy on one rank
             storage.update(rows, gradients, **options)
         for count in (numbers.numel(), ITEMS):  # long sums go in chunks
             storage.update_readings(SortedRows.of(fewer[:count]), gradients[:count], **options)

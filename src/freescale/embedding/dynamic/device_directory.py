@@ -119,7 +119,12 @@ class DeviceDirectory(BatchClock):
                 admitted = self._waiting.count(missing, room, batch)
                 missing = admitted.missing
             placed, came, sums = kernels.place(
-                self.map, missing, batch=batch, by_count=evict == "lfu", told=self._sums, **bounds
+                self.map,
+                missing,
+                batch=batch,
+                by_count=evict == "lfu",
+                host_sums=self._sums,
+                **bounds,
             )
             kernels.swap_contents(self.map, placed, sums, came)
             kernels.find_again(self.map, keys, looked, absent)

@@ -1,4 +1,4 @@
-"""Checksums of host memory in C: sums, copies and replaced rows, each in one pass over memory."""
+"""Checksums of host memory in C: sums, copies and row replacements, each in one pass."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from freescale.kernels.native import address, load_native, require_native
 from freescale.packed import view_bytes
 
 _FACTORS = FACTORS.ctypes.data
-_PART = 1024 * BYTES  # that is worth a thread
+_PART = 1024 * BYTES  # worth a thread
 
 
 def is_there() -> bool:
-    """Whether this process has them."""
+    """Whether this process has the C functions."""
     return load_native() is not None
 
 
 def sum_blocks(value: Tensor) -> Words:
-    """As the reference. Large tensors by as many threads as torch uses: whoever sums them has
-    nothing else to do, and one thread alone does not get the memory's speed."""
+    """As the reference. Large tensors use as many threads as torch: the caller is idle meanwhile,
+    and one thread does not reach the memory's bandwidth."""
     data, threads = view_bytes(value), torch.get_num_threads()
     return _divide(data.numel(), threads, lambda begin, end: _pass_over(data[begin:end], None))
 
@@ -44,7 +44,8 @@ def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
 
 
 def _divide(size: int, most: int, add: Callable[[int, int], Words]) -> Words:
-    """The sums of (begin, end), of so many bytes, by several threads where it is worth one."""
+    """Calls add(begin, end) on parts of `size` bytes, in up to `most` threads, and joins the
+    sums."""
     threads = min(most, size // _PART)
     if threads < 2:
         return add(0, size)

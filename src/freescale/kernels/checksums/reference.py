@@ -1,9 +1,9 @@
-"""Checksums of host memory that stay right while rows in it are replaced.
+"""Checksums of host memory that stay right while its rows are replaced.
 
-Memory is cut into blocks of 4,096 words of 64 bits. The sum of a block is that of its words, each
-multiplied by an odd number of its own place, modulo 2**64: no change of one word leaves it as it
-is, and the change of a row changes it by what the row's own words tell. The last block is filled
-up with zeros.
+Memory is cut into blocks of 4,096 words of 64 bits. The sum of a block is the sum of its words,
+each multiplied by an odd factor of its place, modulo 2**64. Any change of one word changes the sum,
+and the words of a row are enough to update it when the row changes. The last block is padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from freescale.packed import view_bytes
 
 WORDS = 4096  # of a block
 BYTES = 8 * WORDS
-_READ = 32 * BYTES  # of a file, at a time
+_READ = 32 * BYTES  # read from a file at a time
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def _draw_factors() -> Words:
-    """Odd numbers, the same everywhere: splitmix64 of the place."""
+    """Odd factors, the same on every machine: splitmix64 of the place."""
     place = np.arange(1, WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (place ^ (place >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -36,7 +36,7 @@ FACTORS = _draw_factors()
 
 
 def as_bytes(value: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes [n] of a tensor on the host, contiguous, which shares its memory."""
+    """The bytes [n] of a contiguous tensor on the host, sharing its memory."""
     return view_bytes(value).numpy()
 
 
@@ -53,8 +53,8 @@ def sum_blocks(value: Tensor) -> Words:
 
 
 def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
-    """The sums of blocks in bytes [place, place + size) of a file; others may use several threads.
-    OSError if it ends before."""
+    """The sums of the blocks in bytes [place, place + size) of a file, by up to `threads` threads
+    in C. OSError if the file ends before."""
     parts = [np.empty(0, np.uint64)]
     for begin in range(0, size, _READ):
         count = min(_READ, size - begin)
@@ -66,12 +66,12 @@ def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
 
 
 def cut_short(place: int) -> OSError:
-    """The error of a file that ends there."""
+    """The error for a file that ends there."""
     return OSError(f"a file ends at byte {place}, where more of it was expected")
 
 
 def copy_blocks(value: Tensor, into: Tensor) -> Words:
-    """Copies a tensor, and returns the sums of its blocks."""
+    """Copies a tensor and returns the sums of its blocks."""
     into.copy_(value)
     return sum_blocks(into)
 
@@ -79,14 +79,14 @@ def copy_blocks(value: Tensor, into: Tensor) -> Words:
 def replace_rows(
     into: Tensor, sums: Words, rows: Tensor, source: Tensor, packed: bool = False
 ) -> None:
-    """into[rows] = source[rows], and the sums of its blocks follow.
+    """Sets into[rows] = source[rows] and updates the sums.
 
     Args:
         into: [size, ...], contiguous.
-        sums: of its blocks; changed in place.
+        sums: The sums of the blocks of `into`, changed in place.
         rows: [n] int64, each once.
-        source: as `into`; where it is `packed`, [n, ...]: one for each of `rows`.
-        packed: see there.
+        source: [size, ...], or [n, ...] if `packed`.
+        packed: Whether `source` has one row for each of `rows`.
     """
     into.index_copy_(0, rows, source if packed else source.index_select(0, rows))
     sums[:] = sum_blocks(into)

@@ -1,4 +1,4 @@
-/* reference/checksums.py: sums of blocks of words, each word multiplied by an odd factor of its place
+/* checksums/reference.py: sums of blocks of words, each word multiplied by an odd factor of its place
    in the block. Rows are replaced and the sums kept right in one pass: memory bounds it. */
 
 #pragma once
@@ -9,8 +9,8 @@
 
 #define BLOCK_WORDS 4096
 #define BLOCK_BYTES (8 * BLOCK_WORDS)
-#define FILE_BLOCKS 8 /* that are read at a time */
-#define ROWS_AHEAD 8 /* that memory is asked for before they are needed */
+#define FILE_BLOCKS 8 /* blocks read at a time */
+#define ROWS_AHEAD 8 /* prefetch distance */
 
 static uint64_t sum_words(const uint64_t *words, const uint64_t *factors, int64_t count) {
     uint64_t sum = 0;
@@ -18,15 +18,15 @@ static uint64_t sum_words(const uint64_t *words, const uint64_t *factors, int64_
     return sum;
 }
 
-/* The word at byte `at` of data; what lies behind its end counts as 0. */
+/* The word at byte `at` of data, padded with zeros behind its end. */
 static uint64_t read_word(const char *data, int64_t at, int64_t bytes) {
     uint64_t word = 0;
     memcpy(&word, data + at, bytes - at < 8 ? bytes - at : 8);
     return word;
 }
 
-/* Sums of the blocks of data, of which the last may be a part; where `into` is given, data is copied
-   there on the way. */
+/* Sums of the blocks of data; the last one may be partial. Also copies data to `into` if that is
+   given. */
 void sum_blocks(int64_t bytes, const char *data, char *into, const uint64_t *factors,
                 uint64_t *sums) {
     for (int64_t at = 0; at < bytes; at += BLOCK_BYTES) {
@@ -38,8 +38,8 @@ void sum_blocks(int64_t bytes, const char *data, char *into, const uint64_t *fac
     }
 }
 
-/* The same of bytes [place, place + bytes) of a file, read while a core's cache has them. Returns how
-   many there were: fewer if the file ends, or cannot be read. */
+/* The same for bytes [place, place + bytes) of a file, summed while they are in a core's cache.
+   Returns how many were read: fewer if the file ends, or cannot be read. */
 int64_t sum_file(int32_t file, int64_t place, int64_t bytes, const uint64_t *factors,
                  uint64_t *sums) {
     char *room = malloc(FILE_BLOCKS * BLOCK_BYTES);
@@ -57,8 +57,8 @@ int64_t sum_file(int32_t file, int64_t place, int64_t bytes, const uint64_t *fac
     return at;
 }
 
-/* Adds the words of bytes [from, to) of data, or takes them away; a word of which a part lies outside
-   counts whole. */
+/* Adds the words of bytes [from, to) of data to the sums, or subtracts them; partial words count
+   whole. */
 static void count_words(const char *data, int64_t from, int64_t to, int64_t bytes, int add,
                         const uint64_t *factors, uint64_t *sums) {
     for (int64_t w = from / 8; w < (to + 7) / 8; w++) {
@@ -71,8 +71,8 @@ static void fetch_row(const char *row, int64_t size) {
     for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + at);
 }
 
-/* into[rows[i]] = source[rows[i]], or source[i] where it is `packed`: rows of `size` bytes, count of
-   them. `into` has so many bytes, and these sums. */
+/* into[rows[i]] = source[rows[i]], or source[i] if it is `packed`, for `count` rows of `size` bytes.
+   `into` has `bytes` bytes; updates its sums. */
 void replace_rows(int64_t count, int64_t size, const int64_t *rows, const char *source,
                   int32_t packed, char *into, int64_t bytes, const uint64_t *factors,
                   uint64_t *sums) {

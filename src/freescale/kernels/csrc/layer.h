@@ -1,10 +1,10 @@
-/* A layer of HSTU but for its matrix products: the norm before the projection, and all that is
-   between the two projections (SiLU, attention over listed pairs, gated norm, dropout). */
+/* An HSTU layer without its matrix products: the norm before the projection, and everything between
+   the two projections (SiLU, attention over listed pairs, gated norm, dropout). */
 
 #pragma once
 #include "numbers.h"
 
-/* What the layers of a step share; of pairs [pairs], by query. */
+/* The common values of the layers of a step; pairs [pairs] are sorted by query. */
 typedef struct {
     int64_t tokens, width, heads, d_qk, d_v, pairs;
     int64_t distances, buckets; /* entries of the biases */
@@ -12,8 +12,8 @@ typedef struct {
     const int32_t *bucket;
     const int64_t *token_keys; /* NULL: nothing is dropped */
     int32_t threshold;         /* 16-bit draws below it are kept */
-    float keep_scale;          /* of what is kept */
-    float alpha, scale, eps;   /* scale: 1 / the length that attention is divided by */
+    float keep_scale;          /* the factor of kept values */
+    float alpha, scale, eps;   /* scale: 1 / the length that divides attention */
 } Shape;
 
 static inline void measure_row(const float *x, int64_t n, float eps, float *mean, float *rstd) {
@@ -27,7 +27,7 @@ static inline void measure_row(const float *x, int64_t n, float eps, float *mean
     *rstd = 1.0f / sqrtf(square / (float)n + eps);
 }
 
-/* Factors [n] of a token's gate. */
+/* The dropout factors [n] of a token's gate. */
 static inline void draw_gate(const Shape *s, int64_t token, int64_t stream, int64_t n,
                              float *kept) {
     const int64_t *key = s->token_keys ? s->token_keys + token : NULL;
@@ -47,7 +47,7 @@ static void norm_rows(const Shape *s, const float *x, const float *weight, const
     }
 }
 
-/* Gradients of norm_rows: added to grad_x, written to those of weight and bias. */
+/* Backward of norm_rows: adds to grad_x, writes the gradients of weight and bias. */
 static void differentiate_norm(const Shape *s, const float *grad, const float *x,
                                const float *stats, const float *weight, float *grad_x,
                                float *grad_weight, float *grad_bias) {
@@ -118,9 +118,9 @@ static void attend_and_gate(const Shape *s, int64_t stream, const float *project
     }
 }
 
-/* Gradients of attend_and_gate, from grad [tokens, heads d_v]. `slope`: room for a row of heads d_v.
-   Writes grad_projected, its sum over the tokens, and the gradients of weight and bias; adds to
-   those of the biases. */
+/* Backward of attend_and_gate, from grad [tokens, heads d_v]. `slope`: room for a row of heads d_v.
+   Writes grad_projected, its sum over the tokens, and the gradients of weight and bias; adds to the
+   gradients of the attention biases. */
 static void differentiate_attention(const Shape *s, const float *grad, const float *projected,
                                     const float *shares, const float *activated,
                                     const float *scores, const float *score_shares,

@@ -10,13 +10,13 @@ typedef struct {
         *output, *output_bias, *position_bias, *time_bias;
 } Layer;
 
-/* What the backward of a layer reads. */
+/* Values that the backward of a layer reads. */
 typedef struct {
     float *normed, *input_stats, *projected, *shares, *activated, *scores, *score_shares, *attended,
         *gate_stats, *factors, *gated, *out;
 } Kept;
 
-/* What the backward of a layer needs for itself. */
+/* Scratch memory for the backward of a layer. */
 typedef struct {
     float *slope, *of_gated, *of_attended, *of_projected, *of_normed;
 } Spent;
@@ -52,7 +52,7 @@ static Spent take_spent(const Shape *s, float **room) {
     return spent;
 }
 
-/* Numbers of the room that run_layers wants, and of that of its backward. */
+/* The sizes of the room for run_layers and for its backward, in floats. */
 void count_room(const Shape *s, int64_t layers, int64_t *forward, int64_t *backward) {
     float *end = NULL;
     for (int64_t number = 0; number < layers; number++) take_kept(s, &end);
@@ -69,8 +69,8 @@ static void project(int64_t m, int64_t n, int64_t k, const float *a, const float
     multiply(m, n, k, a, 0, weight, 1, 1.0f, to);
 }
 
-/* x [tokens, width] -> out. `room`: for what the layers keep. The number of a layer is the stream of
-   its dropout. */
+/* x [tokens, width] -> out. `room`: for the values that layers keep. The number of a layer is the
+   stream of its dropout. */
 void run_layers(const Shape *s, int64_t layers, const Layer *layer, const float *x, float *room,
                 float *out) {
     int64_t tokens = s->tokens, width = s->width, wide = s->heads * s->d_v;
@@ -90,8 +90,8 @@ void run_layers(const Shape *s, int64_t layers, const Layer *layer, const float 
     }
 }
 
-/* Gradients of run_layers: of_x [tokens, width], which holds those of the outputs before, and those
-   of the parameters. `kept`: the room of run_layers. */
+/* Backward of run_layers: of_x [tokens, width], which holds the gradients of the outputs first, and
+   the gradients of the parameters. `kept`: the room of run_layers. */
 void differentiate_layers(const Shape *s, int64_t layers, const Layer *layer, const float *x,
                           float *kept, float *room, float *of_x, const Layer *grads) {
     int64_t tokens = s->tokens, width = s->width, wide = s->heads * s->d_v;

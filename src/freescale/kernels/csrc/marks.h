@@ -1,13 +1,13 @@
-/* reference/marks.py: a byte for each row, whose bits are set where it is marked. */
+/* kernels/marks.py: a byte for each row, with the bits of its marks. */
 
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
-#define MARKS_AHEAD 24 /* that memory is asked for before they are set */
+#define MARKS_AHEAD 24 /* prefetch distance */
 #define EVERY_BYTE 0x0101010101010101u
 
-/* Rows [count] in marks [size]; a negative row counts from their end. */
+/* Marks rows [count] in marks [size]; a negative row counts from the end. */
 void mark_rows(int64_t count, const int64_t *rows, int64_t size, uint8_t *marks) {
     for (int64_t i = 0; i < count; i++) {
         if (i + MARKS_AHEAD < count) {
@@ -24,7 +24,7 @@ int64_t count_marks(int64_t size, const uint8_t *marks, int64_t bit) {
     return count;
 }
 
-/* Which of marks [size] have a bit set, ascending: eight at a time, of which most have not. */
+/* The marks [size] with a bit set, ascending. Tests eight at a time: most have none. */
 void find_marks(int64_t size, const uint8_t *marks, int64_t bit, int64_t *rows) {
     for (int64_t begin = 0; begin < size; begin += 8) {
         uint64_t set = 0; /* a bit of each byte, the first row's lowest */

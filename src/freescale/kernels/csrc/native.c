@@ -1,7 +1,7 @@
-/* Kernels for one core, except copies and optimizers: what a small batch computes, without an
-   operation of torch for each line.
-   Matrices are row by row and contiguous. Each function is the plain-torch reference's twin; sums go
-   by token, then by pair, so the same inputs give the same bits. */
+/* Kernels for small batches, without an operation of torch for each line. All use one core, except
+   copies and optimizers.
+   Matrices are row-major and contiguous. Each function is a version of a plain-torch reference. Sums
+   go by token, then by pair: the same inputs give the same bits. */
 
 #include "checksums.h"
 #include "layers.h"

@@ -1,5 +1,5 @@
-/* Functions of numbers, written so that compilers vectorise the loops around them. simdlen(16) stands
-   where no sum depends on the length of a vector: the widest that a processor has. */
+/* Functions of numbers, written for compilers to vectorise the loops around them. Loops use
+   simdlen(16), the widest vector of any processor, if no sum depends on the vector length. */
 
 #pragma once
 #include <math.h>
@@ -38,7 +38,7 @@ static inline void add_scaled(float *into, const float *from, float factor, int6
     for (int64_t i = 0; i < n; i++) into[i] += factor * from[i];
 }
 
-/* random.py: the key that a key and a counter give. */
+/* `random.derive`: the key derived from a key and a counter. */
 static inline int64_t derive(int64_t key, int64_t counter) {
     uint64_t x = (uint64_t)key * 0x9E3779B97F4A7C15u + (uint64_t)counter + 1;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -46,8 +46,8 @@ static inline int64_t derive(int64_t key, int64_t counter) {
     return (int64_t)(x ^ (x >> 31));
 }
 
-/* `random.draw_keep_mask`, four draws of 16 bits a hash: factors [n] of a token's values, 0 where a
-   value is dropped. Without a key nothing is. */
+/* `random.draw_keep_mask`, with four draws of 16 bits from each hash: factors [n] of a token's
+   values, 0 for dropped ones. Without a key nothing is dropped. */
 static inline void draw_kept(const int64_t *token_key, int64_t stream, int64_t n, int32_t threshold,
                              float keep_scale, float *kept) {
     if (!token_key) {

@@ -1,10 +1,10 @@
-/* reference/attention_pairs.py, and the buckets of reference/attention_plan.py */
+/* attention/pairs.py, and the buckets of attention/plan.py */
 
 #pragma once
 #include "numbers.h"
 
-/* Of samples: tokens, pairs, the longest history, the longest distance between two positions.
-   Returns 0 where a length is negative or a sample has more candidates than tokens. */
+/* found: tokens, pairs, the longest history, the longest distance between two positions. Returns 0
+   if a length is negative or a sample has more candidates than tokens. */
 int32_t measure_samples(int64_t samples, const int64_t *lengths, const int64_t *candidates,
                         int64_t *found) {
     int64_t tokens = 0, pairs = 0, longest = 0, apart = 0;
@@ -21,8 +21,8 @@ int32_t measure_samples(int64_t samples, const int64_t *lengths, const int64_t *
     return 1;
 }
 
-/* Queries and the keys that they see, by the query and then the key: the history up to the token,
-   and the token itself. With timestamps [tokens], the buckets of their difference in time. */
+/* Lists pairs of a query and a key, by query and then by key. A token sees the history before it and
+   itself. With timestamps [tokens], also lists the buckets of the pairs' time differences. */
 void list_pairs(int64_t samples, const int64_t *lengths, const int64_t *candidates,
                 const int64_t *timestamps, double bucket_width, int32_t buckets, int64_t *query,
                 int64_t *key, int64_t *distance, int32_t *bucket) {
@@ -30,7 +30,7 @@ void list_pairs(int64_t samples, const int64_t *lengths, const int64_t *candidat
     for (int64_t s = 0; s < samples; start += lengths[s], s++) {
         int64_t history = lengths[s] - (candidates ? candidates[s] : 0);
         for (int64_t slot = 0; slot < lengths[s]; slot++) {
-            int64_t position = slot < history ? slot : history; /* of all candidates: after it */
+            int64_t position = slot < history ? slot : history; /* candidates share one */
             for (int64_t before = 0; before <= position; before++, pair++) {
                 query[pair] = start + slot;
                 key[pair] = start + (before < position ? before : slot);

@@ -1,5 +1,5 @@
-/* reference/sampled_softmax.py where each token has negatives of its own. Rows come up many times:
-   they are brought to unit length once, and read where they are instead of gathered. */
+/* softmax/reference.py with negatives for each token. Rows occur many times: they are normalised
+   once, and read in place instead of gathered. */
 
 #pragma once
 #include "softmax.h"
@@ -35,7 +35,7 @@ void compare_at_positions(int64_t tokens, int64_t negatives, int64_t width, cons
     }
 }
 
-/* The gradients of units [rows, width] become those of the rows. */
+/* Turns the gradients of units [rows, width] into those of the rows. */
 void pass_norms(int64_t rows, int64_t width, const float *units, const float *inverse,
                 int32_t normalize, float *grads) {
     for (int64_t i = 0; i < rows; i++)

@@ -1,11 +1,11 @@
-/* reference/positions.py */
+/* positions/reference.py */
 
 #pragma once
 #include "numbers.h"
 
-/* out = (scale * x + position[place of each token]) * kept; keys of the tokens from those of the
-   samples, if any; kept [tokens, width], if it is not NULL, from these. Candidates stand right after
-   the history. */
+/* out = (scale * x + position[place of each token]) * kept. Derives the keys of tokens from the keys
+   of samples, if any, and from them kept [tokens, width], if it is not NULL. Candidates come right
+   after the history. */
 void add_positions(int64_t samples, int64_t width, int64_t stream, const int64_t *lengths,
                    const int64_t *candidates, const float *x, const float *position,
                    const int64_t *keys, float scale, int32_t threshold, float keep_scale,

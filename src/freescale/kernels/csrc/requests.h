@@ -1,5 +1,5 @@
-/* reference/unique.py, reference/rows.py and embedding/collision.py: the rows of requests, found,
-   divided and summed. */
+/* requests/reference.py, rows/reference.py and embedding/collision.py: deduplicates, divides and sums
+   the rows of requests. */
 
 #pragma once
 #include <stdint.h>
@@ -14,8 +14,8 @@ static int count_bits(uint64_t number) {
     return bits;
 }
 
-/* Sorts numbers [n] by their bits from `shift` up to `end`, equal ones in their order. Returns
-   where they are: in `numbers`, or in `other` [n]. */
+/* Sorts numbers [n] stably by their bits from `shift` up to `end`. Returns the buffer that holds the
+   result: `numbers`, or `other` [n]. */
 static uint64_t *sort_by_bits(int64_t n, uint64_t *numbers, uint64_t *other, int shift, int end) {
     for (; shift < end; shift += DIGIT_BITS) {
         int64_t places[DIGITS] = {0}, place = 0;
@@ -33,9 +33,10 @@ static uint64_t *sort_by_bits(int64_t n, uint64_t *numbers, uint64_t *other, int
     return numbers;
 }
 
-/* keys [n], none negative -> unique, sorted, in the front of [n]; inverse [n]; counts [edge_count]:
-   of unique keys below each of the rising edges and not below the one before. scratch [2, n].
-   Returns how many are unique; -1 if a key and its place do not fit into 64 bits. */
+/* keys [n], not negative -> unique: the distinct keys, sorted, at the front of [n]; inverse [n];
+   counts [edge_count]: distinct keys below each of the ascending edges and not below the previous
+   one. scratch [2, n]. Returns the number of distinct keys; -1 if a key and its place do not fit
+   into 64 bits. */
 int64_t deduplicate_keys(int64_t n, const int64_t *keys, int64_t edge_count, const int64_t *edges,
                          uint64_t *scratch, int64_t *unique, int64_t *inverse, int64_t *counts) {
     uint64_t all = 0;
@@ -75,8 +76,8 @@ static void read_bits(int64_t n, const int64_t *rows, const uint64_t *bits, uint
     for (int64_t i = 0; i < n; i++) marks[i] = bits[rows[i] >> 6] >> (rows[i] & 63) & 1;
 }
 
-/* rows of two batches -> marks of those that both have. By a bit for each row up to the largest:
-   whether that takes no more memory than the rows do. */
+/* rows of two batches -> marks of the rows in both, with a bit for each row up to the largest.
+   Returns 0, and does nothing, if the bits would take more memory than the rows. */
 int32_t mark_shared_rows(int64_t current_count, const int64_t *current, int64_t following_count,
                          const int64_t *following, uint8_t *current_marks,
                          uint8_t *following_marks) {
@@ -117,8 +118,8 @@ void divide_marked_rows(int64_t ranks, const int64_t *sizes, const uint8_t *mark
     }
 }
 
-/* values [n, width] -> sums [count, width] of those with the same place [n], added in their order to
-   a negative zero, which changes no bit. */
+/* values [n, width] -> sums [count, width] of values with the same place [n], in order, starting from
+   negative zero, which changes no bit. */
 void sum_by_place(int64_t n, int64_t width, const int64_t *places, const float *values,
                   int64_t count, float *sums) {
     for (int64_t i = 0; i < count * width; i++) sums[i] = -0.0f;
@@ -129,7 +130,7 @@ void sum_by_place(int64_t n, int64_t width, const int64_t *places, const float *
     }
 }
 
-/* rows [n] of `bytes` each, to their places [n]. */
+/* Copies rows [n] of `bytes` each to their places [n]. */
 void put_rows(int64_t n, int64_t bytes, const int32_t *places, const char *rows, char *into) {
     for (int64_t i = 0; i < n; i++)
         memcpy(into + (int64_t)places[i] * bytes, rows + i * bytes, (size_t)bytes);

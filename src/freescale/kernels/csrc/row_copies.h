@@ -1,5 +1,5 @@
-/* Rows of a table that are copied by their numbers, by several threads: a core alone does not keep
-   the memory busy. */
+/* Copies rows of a table by their numbers, in several threads: one core does not saturate the
+   memory. */
 
 #pragma once
 #include <stdint.h>
@@ -9,10 +9,10 @@
 #endif
 #include "work_pool.h"
 
-#define COPIES_AHEAD 4      /* rows that memory is asked for before they are copied */
-#define LEAST_COPY (1 << 18) /* bytes that are worth a thread */
+#define COPIES_AHEAD 4      /* prefetch distance, in rows */
+#define LEAST_COPY (1 << 18) /* bytes worth a thread */
 #define PIECE (1 << 17)      /* bytes */
-#define LEAST_STREAM (8 << 20) /* bytes that nobody reads before they have left the caches */
+#define LEAST_STREAM (8 << 20) /* bytes: larger copies leave the caches before they are read */
 
 typedef struct {
     int64_t begin, end, bytes; /* of a row */
@@ -20,14 +20,14 @@ typedef struct {
     const int64_t *to_rows;
     const char *from;
     const int64_t *from_rows;
-    int streams;   /* past the caches */
-    int64_t piece; /* rows that a thread takes at a time */
+    int streams;   /* whether to bypass the caches */
+    int64_t piece; /* rows of a piece of work */
 } RowCopy;
 
 static inline int64_t copied_row(const int64_t *rows, int64_t i) { return rows ? rows[i] : i; }
 
-/* Whether rows can be written past the caches. A processor reads a line before it writes to a part
-   of it, and plain copies are a row of parts: that is a third of their traffic. */
+/* Whether rows can be written with streaming stores. Plain stores read each cache line before they
+   write it, which is a third of a copy's traffic. */
 static int can_stream(const char *to, int64_t bytes) {
 #ifdef __AVX__
     return ((uintptr_t)to | (uintptr_t)bytes) % 32 == 0;
@@ -47,7 +47,7 @@ static void stream_rows(const RowCopy *copy) {
         for (int64_t at = 0; at < copy->bytes; at += 32)
             _mm256_stream_si256((__m256i *)(to + at), _mm256_loadu_si256((const __m256i *)(from + at)));
     }
-    _mm_sfence(); /* before anybody is told that they are there */
+    _mm_sfence(); /* before the copy is reported as done */
 }
 #endif
 
@@ -76,8 +76,8 @@ static void copy_piece(void *whole, int64_t piece) {
     copy_some_rows(&part);
 }
 
-/* to[to_rows[i]] = from[from_rows[i]] for i in [0, count), rows of `bytes`; numbers that are not
-   there (NULL) are 0, 1, ... No row of `to` comes twice. */
+/* to[to_rows[i]] = from[from_rows[i]] for i in [0, count), rows of `bytes`; NULL stands for the
+   numbers 0, 1, ... The rows of `to` are distinct. */
 void copy_rows(int64_t count, int64_t bytes, char *to, const int64_t *to_rows, const char *from,
                const int64_t *from_rows, int64_t threads) {
     int64_t worth = count * bytes / LEAST_COPY + 1;

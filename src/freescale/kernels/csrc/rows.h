@@ -1,22 +1,22 @@
-/* reference/row_updates.py: rows of a table are read and written once; and torch.optim.AdamW. Each
-   element is computed on its own, so the number of threads does not change a bit. */
+/* row_updates/reference.py: each row of a table is read and written once; and torch.optim.AdamW.
+   Each element is computed on its own: the bits do not depend on the number of threads. */
 
 #pragma once
 #include "numbers.h"
 #include "work_pool.h"
 
-#define UPDATE_PIECE (1 << 15) /* elements of a piece: what is worth a thread */
+#define UPDATE_PIECE (1 << 15) /* elements of a piece: worth a thread */
 
 typedef struct {
     int64_t count, width;
-    const int64_t *rows; /* NULL: one after another, from the first */
+    const int64_t *rows; /* NULL: 0, 1, ... */
     const float *gradients;
     float *weight, *first, *second;
     float gain, decay_square, gain_square, root, eps, rate, keep;
     int64_t piece; /* rows */
 } Update;
 
-/* The rows of a piece. */
+/* The range of rows of a piece. */
 static inline int64_t begin_of(const Update *update, int64_t piece) { return piece * update->piece; }
 static inline int64_t end_of(const Update *update, int64_t piece) {
     int64_t end = (piece + 1) * update->piece;
@@ -44,9 +44,9 @@ static void adam_piece(void *about, int64_t piece) {
     }
 }
 
-/* Rows [count] of weight and of both moments [any, width], by gradients [count, width]. `gain` and
-   `gain_square`: 1 - the decay of the moments; `root`: of the second moment's bias correction;
-   `rate`: the learning rate over the first one's. */
+/* Updates rows [count] of weight and both moments [any, width] with gradients [count, width].
+   `gain`, `gain_square`: 1 - the decay of each moment; `root`: the square root of the second moment's
+   bias correction; `rate`: the learning rate over the first moment's bias correction. */
 void adam_rows(int64_t count, int64_t width, const int64_t *rows, const float *gradients,
                float *weight, float *first, float *second, float gain, float decay_square,
                float gain_square, float root, float eps, float rate, int64_t threads) {
@@ -71,9 +71,9 @@ static void adam_tensor_piece(void *about, int64_t piece) {
     }
 }
 
-/* torch.optim.AdamW of whole tensors of these sizes, rounded as torch does; `keep`: what weight decay
-   leaves of a weight. The step count of each becomes `step`; returns 0, with nothing done, if one
-   has not made all steps before. */
+/* torch.optim.AdamW of whole tensors of these sizes, with torch's rounding; `keep`: the factor of
+   weight decay. Sets the step count of each tensor to `step`. Returns 0, and does nothing, if a
+   tensor has not made all previous steps. */
 int32_t adam_tensors(int64_t count, const int64_t *sizes, const float *const *gradients,
                      float *const *weight, float *const *first, float *const *second,
                      float *const *steps, float step, float keep, float gain, float decay_square,
@@ -105,8 +105,8 @@ static void adagrad_piece(void *about, int64_t piece) {
     }
 }
 
-/* Rows [count] of weight [any, width], by gradients [count, width]; total [any]: the running sum of
-   a row's mean squared gradient. The order of the sum is the same for every row. */
+/* Updates rows [count] of weight [any, width] with gradients [count, width]; total [any]: the running
+   sum of each row's mean squared gradient. The order of summation is the same for every row. */
 void rowwise_adagrad_rows(int64_t count, int64_t width, const int64_t *rows,
                           const float *gradients, float *weight, float *total, float eps,
                           float rate, int64_t threads) {

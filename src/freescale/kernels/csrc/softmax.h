@@ -1,12 +1,12 @@
-/* reference/sampled_softmax.py: with products by BLAS for one list of negatives; for a list of each
-   sample, with which they are too small for a library, with loops. */
+/* softmax/reference.py: products with BLAS for one list of negatives. For a list of each sample the
+   products are too small for a library: loops. */
 
 #pragma once
 #include "numbers.h"
 #include "products.h"
 
-/* units = rows [index] / their norms, inverse [count] 1 / norm; without `normalize` the rows
-   themselves and 1. Without an index, rows in their order. */
+/* units = rows[index] / their norms, inverse [count] = 1 / norm; without `normalize`, the rows
+   themselves and 1. Without an index, all rows in order. */
 void gather_units(int64_t count, int64_t width, const float *rows, const int64_t *index,
                   int32_t normalize, float *units, float *inverse) {
     for (int64_t i = 0; i < count; i++) {
@@ -18,8 +18,8 @@ void gather_units(int64_t count, int64_t width, const float *rows, const int64_t
     }
 }
 
-/* products [tokens, negatives] of x with the negatives, y the units of the targets -> loss of each
-   token, and the slopes of the loss: of the products (in their place) and of x.y [tokens]. */
+/* products [tokens, negatives] of x and the negatives, y: the units of the targets -> loss of each
+   token, and its slopes by the products (in place) and by x.y [tokens]. */
 static void compare_with_negatives(int64_t tokens, int64_t negatives, int64_t width,
                                    float *products, const float *x, const float *y,
                                    const int64_t *targets, const int64_t *index,
@@ -52,9 +52,9 @@ static void compare_with_negatives(int64_t tokens, int64_t negatives, int64_t wi
     }
 }
 
-/* The same for a list of negatives of each sample: others and index are [samples, negatives], tokens
-   stand sample by sample. `products`: room for the longest sample. With grad_x, writes the products'
-   part of the slopes of x [tokens, width] and of the negatives. */
+/* The same with a list of negatives for each sample: others and index are [samples, negatives], and
+   tokens are in order of samples. `products`: room for the longest sample. With grad_x, writes the
+   products' part of the gradients of x [tokens, width] and of the negatives. */
 static void compare_in_samples(int64_t samples, int64_t negatives, int64_t width,
                                const int64_t *lengths, const float *x, const float *y,
                                const float *others, const int64_t *targets, const int64_t *index,
@@ -85,7 +85,7 @@ static void compare_in_samples(int64_t samples, int64_t negatives, int64_t width
     }
 }
 
-/* Through the norm: what points along the row itself is taken away. */
+/* Backward through the norm: removes the part of the gradient along the row. */
 static inline void pass_norm(float *grad, const float *unit, float inverse, int32_t normalize,
                              int64_t width) {
     if (!normalize) return;
@@ -93,9 +93,9 @@ static inline void pass_norm(float *grad, const float *unit, float inverse, int3
     for (int64_t c = 0; c < width; c++) grad[c] = (grad[c] - along * unit[c]) * inverse;
 }
 
-/* grad_x [tokens, width], the products' part of the slope of x: completed in place. Adds the
-   gradients of targets and negatives (grad_others [negatives, width], overwritten) to those of the
-   rows. `room`: a row. */
+/* Completes grad_x [tokens, width], which holds the products' part, in place. Adds the gradients of
+   targets and negatives (grad_others [negatives, width], overwritten) to those of the rows. `room`:
+   a row. */
 static void spread_slopes(int64_t tokens, int64_t negatives, int64_t width, const int64_t *targets,
                           const int64_t *index, const float *slope, const float *x,
                           const float *x_inverse, const float *y, const float *y_inverse,
@@ -116,14 +116,14 @@ static void spread_slopes(int64_t tokens, int64_t negatives, int64_t width, cons
     }
 }
 
-/* What is needed in between. */
+/* Intermediate results. */
 typedef struct {
     float *x, *y, *others;                            /* units of the tokens, targets, negatives */
     float *x_inverse, *y_inverse, *others_inverse;    /* 1 / norm */
     float *products, *slope, *grad_others, *row;
 } Between;
 
-/* `longest`: tokens that are compared at a time; `count`: of all negatives. */
+/* `longest`: tokens compared at a time; `count`: all negatives. */
 static Between take_between(int64_t tokens, int64_t longest, int64_t count, int64_t negatives,
                             int64_t width, float **room) {
     Between own;
@@ -145,7 +145,7 @@ static int64_t find_longest(int64_t tokens, int64_t samples, const int64_t *leng
     return longest;
 }
 
-/* Numbers of the room that sampled_softmax wants. */
+/* The size of the room for sampled_softmax, in floats. */
 int64_t count_softmax_room(int64_t tokens, int64_t samples, int64_t negatives, int64_t width,
                            const int64_t *lengths) {
     float *end = NULL;
@@ -155,8 +155,8 @@ int64_t count_softmax_room(int64_t tokens, int64_t samples, int64_t negatives, i
 }
 
 /* outputs [tokens, width], rows [size, width], targets [tokens] and index [samples, negatives] into
-   them -> the loss of each token; with grad_x, gradients of outputs and rows. Without lengths
-   [samples] all tokens have one list of negatives. */
+   rows -> the loss of each token; with grad_x, the gradients of outputs and rows. Without lengths
+   [samples] all tokens share one list of negatives. */
 void sampled_softmax(int64_t tokens, int64_t samples, int64_t negatives, int64_t width,
                      int64_t size, const int64_t *lengths, const float *outputs, const float *rows,
                      const int64_t *targets, const int64_t *index, const float *weights,

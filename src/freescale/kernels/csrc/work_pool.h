@@ -1,6 +1,6 @@
-/* Threads that stay, and help a caller with what it has to do in pieces. The caller takes pieces,
-   too, and goes on when all are done. A thread that is woken late, because others have the cores,
-   finds nothing left, and nobody waits for it. */
+/* Persistent threads that help a caller with work in pieces. The caller works on pieces, too, and
+   returns when all are done. A thread that wakes up late, because the cores are busy, finds nothing
+   left, and nobody waits for it. */
 
 #pragma once
 #include <pthread.h>
@@ -12,9 +12,9 @@
 typedef struct Job {
     void (*work)(void *, int64_t);
     void *about;
-    int64_t pieces, next; /* the next one that nobody has */
-    int64_t helpers;      /* that may still come */
-    int64_t working;      /* helpers that are at it */
+    int64_t pieces, next; /* the next free piece */
+    int64_t helpers;      /* helpers that may still join */
+    int64_t working;      /* helpers at work */
     struct Job *after;
 } Job;
 
@@ -57,7 +57,7 @@ static void *help_others(void *nothing) {
     return nothing;
 }
 
-/* A process that is forked has none of the threads, nor what they were at. */
+/* A forked process has neither the threads nor their jobs. */
 static void lock_pool(void) { pthread_mutex_lock(&pool.lock); }
 static void unlock_pool(void) { pthread_mutex_unlock(&pool.lock); }
 static void forget_pool(void) {
@@ -67,7 +67,7 @@ static void forget_pool(void) {
     pool.first = 0, pool.threads = 0;
 }
 
-/* With the lock held: there are so many threads, if they can be had. */
+/* Starts threads up to `wanted`, if possible. The caller holds the lock. */
 static void start_helpers(int64_t wanted) {
     if (!pool.follows_forks)
         pool.follows_forks = !pthread_atfork(lock_pool, unlock_pool, forget_pool);
@@ -80,7 +80,7 @@ static void start_helpers(int64_t wanted) {
     }
 }
 
-/* work(about, piece) for all pieces, by up to `threads` threads, the caller's among them. */
+/* Calls work(about, piece) for all pieces, in up to `threads` threads including the caller's. */
 static void share_work(void (*work)(void *, int64_t), void *about, int64_t pieces,
                        int64_t threads) {
     int64_t helpers = (threads < pieces ? threads : pieces) - 1;

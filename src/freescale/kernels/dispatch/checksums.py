@@ -1,4 +1,4 @@
-"""The version of the checksums for this process: C if there is a compiler."""
+"""Chooses the version of the checksums for this process: C if there is a compiler."""
 
 from __future__ import annotations
 

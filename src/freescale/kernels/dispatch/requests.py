@@ -1,4 +1,4 @@
-"""The version of the operations on requests for rows: Triton on a GPU, C on a CPU."""
+"""Chooses the version of the operations on requests for rows: Triton on a GPU, C on a CPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The versions of what is done with rows of a table: by device, dtype and width of the table."""
+"""Chooses the version of each operation on table rows, by device, dtype and width of the table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,22 +23,17 @@ from freescale.kernels.rows.gradients import RowGradients
 
 
 class RowUpdates(Protocol):
-    """The updates of rows, as `row_updates.reference` defines them."""
+    """The functions of `row_updates.reference`."""
 
-    @property
-    def clip_rows(self) -> Callable[..., Tensor]: ...
-    @property
-    def sgd(self) -> Callable[..., None]: ...
-    @property
-    def adagrad(self) -> Callable[..., None]: ...
-    @property
-    def rowwise_adagrad(self) -> Callable[..., None]: ...
-    @property
-    def adam(self) -> Callable[..., None]: ...
+    def clip_rows(self, *arguments: Any, **named: Any) -> Tensor: ...
+    def sgd(self, *arguments: Any, **named: Any) -> None: ...
+    def adagrad(self, *arguments: Any, **named: Any) -> None: ...
+    def rowwise_adagrad(self, *arguments: Any, **named: Any) -> None: ...
+    def adam(self, *arguments: Any, **named: Any) -> None: ...
 
 
 class RowExchange(Protocol):
-    """The exchange of rows, as `row_moves.reference` defines it."""
+    """The functions of `row_moves.reference`."""
 
     def swap_rows(self, table: Tensor, slots: Tensor, kept: Tensor) -> None: ...
 
@@ -47,7 +42,7 @@ def _fits_triton(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton.DTYPES)
     return (
         runs_triton(table.device)
         and table.dtype in dtypes
-        and 1 <= table.shape[1] <= triton.MAX_WIDTH
+        and 1 <= table.shape[1] <= triton_row_sums.MAX_WIDTH
     )
 
 
@@ -74,8 +69,8 @@ def choose_row_exchange(weight: Tensor) -> RowExchange:
 
 
 def keeps_gradients(table: Tensor) -> bool:
-    """Whether `read_rows` can leave the gradients of a table's rows to `RowGradients`, and sums of
-    rows may have row numbers of -1, which the optimizers skip."""
+    """Whether `read_rows` can leave gradients of this table to `RowGradients`, and the optimizers
+    skip row numbers of -1."""
     return choose_optimizers(table) is triton_updates
 
 
@@ -88,8 +83,8 @@ def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = Non
 def read_rows(
     table: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
 ) -> Tensor:
-    """table [u, width], index [...] into it -> [..., width]. With `gradients`, which needs
-    `keeps_gradients`, backward leaves them there, as those of a part."""
+    """table [u, width], index [...] into it -> [..., width]. With `gradients`, if the table
+    `keeps_gradients`, backward adds to their part."""
     if _fits_triton(table):
         return triton.read_rows(table, index, gradients, part)
     assert gradients is None
@@ -104,8 +99,8 @@ def sum_by_row(values: Tensor, numbers: Tensor, count: int, onto: Tensor | None 
 
 
 def sum_sorted(numbers: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_sums.reference.sum_sorted`. If the optimizers skip rows of -1, these come between the
-    unique ones, so nothing is read from the device."""
+    """`row_sums.reference.sum_sorted`. If the optimizers skip rows of -1, the result has them
+    between the unique rows, and nothing is read from the device."""
     compute = triton_row_sums.sum_sorted if keeps_gradients(values) else row_sums.sum_sorted
     return compute(numbers, values)
 
@@ -118,14 +113,14 @@ def sum_in_order(parts: Tensor, copies: int) -> Tensor:
 
 
 def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows.reference.sum_duplicates`. If the optimizers skip rows of -1, these fill the end, so
-    nothing is read from the device."""
+    """`rows.reference.sum_duplicates`. If the optimizers skip rows of -1, the result ends with
+    them, and nothing is read from the device."""
     return group_duplicates(numbers, gradients)(gradients)
 
 
 def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`sum_duplicates` in two steps: groups now, and returns a function that sums gradients which
-    are `like` this tensor."""
+    """The part of `sum_duplicates` that needs no gradients; returns the function that sums
+    gradients with the dtype and device of `like`."""
     if keeps_gradients(like):
         return triton.group_duplicates(numbers, cut=False)
     summed = native_requests.group_duplicates(numbers) if native_updates.fits(like) else None
@@ -133,8 +128,8 @@ def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[
 
 
 def select_marked_rows(marks: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """marks [n] and gradients [n, width] of all rows -> numbers of the marked rows, and their
-    gradients. If that saves a read, all n rows, with a number of -1 for those not marked."""
+    """marks [n], gradients [n, width] of all rows -> numbers and gradients of the marked rows. If
+    that saves a read from the device: all n rows, with numbers of -1 for unmarked ones."""
     if keeps_gradients(gradients):
         every = torch.arange(marks.numel(), device=marks.device)
         return torch.where(marks > 0, every, -1), gradients

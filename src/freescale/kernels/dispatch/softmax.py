@@ -1,4 +1,4 @@
-"""The version of the sampled softmax that a batch runs."""
+"""Chooses the version of the sampled softmax for a batch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from freescale.kernels.softmax.reference import Negatives
 
 
 def sampled_softmax(
-    outputs: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    negatives: Negatives,
-    lengths: Tensor,
+    outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor,
     **options: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`softmax.reference.sampled_softmax`.
 
-    In Triton on a GPU, with the products in autocast's dtype. In C on a CPU for small batches that
+    On a GPU in Triton, with products in autocast's dtype. On a CPU in C for small batches that
     share their negatives, and for negatives of each token.
     """
     inputs = (outputs, rows, targets, negatives, lengths)

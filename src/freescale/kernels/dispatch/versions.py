@@ -1,8 +1,8 @@
 """Chooses between the versions of an operation: Triton on a GPU, C for small batches on a CPU if
 there is a compiler, the reference in plain torch otherwise.
 
-For the model this is decided once per batch, with its plan: the operations around the attention run
-where the attention runs. For a table it depends on device, dtype and width alone.
+The model chooses once per batch, with its plan: the operations around the attention use the version
+of the attention. For a table the choice depends on device, dtype and width alone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Version = TypeVar("Version", covariant=True)
 
 
 class Versions(Generic[Version]):
-    """The versions of an operation: modules with the same functions."""
+    """The versions of an operation, each a module with the same functions."""
 
     def __init__(self, reference: Version, *faster: tuple[Version, Callable[..., bool]]) -> None:
         """`faster`: versions with their conditions, the fastest first."""
         self._reference, self._faster = reference, faster
 
-    def choose(self, *given: object) -> Version:
-        """The first version whose condition holds for what is `given`."""
+    def choose(self, *arguments: object) -> Version:
+        """The first version whose condition holds for these arguments."""
         for version, fits in self._faster:
-            if fits(*given):
+            if fits(*arguments):
                 return version
         return self._reference
 
@@ -40,10 +40,10 @@ def has_triton() -> bool:
 
 
 def is_on_gpu(device: torch.device) -> bool:
-    """Whether versions for a GPU are wanted. While launches are recorded, they always are."""
+    """Whether to use versions for a GPU; always while launches are recorded."""
     return device.type == "cuda" or is_recording()
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton kernels are wanted and can be had."""
+    """Whether to use Triton kernels: on a GPU, if Triton is installed."""
     return is_on_gpu(device) and has_triton()

@@ -1,5 +1,7 @@
-"""Which buckets the draws of an id are counted in. Without torch, which processes that compile
-kernels do not import."""
+"""The buckets in which the draws of an id are counted.
+
+Imports no torch: neither do the processes that compile kernels.
+"""
 
 from __future__ import annotations
 

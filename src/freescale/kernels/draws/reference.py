@@ -1,5 +1,7 @@
-"""Sums of what ids are worth as draws, in the buckets of virtual shards (embedding/dynamic/draws.py
-says what they are for). The functions of a GPU are in `triton.draws`."""
+"""Sums of what ids are worth as draws, in the buckets of virtual shards, in plain torch.
+
+embedding/dynamic/draws.py explains what they are for.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,21 @@ from freescale.kernels.draws.buckets import HALF, ROWS, SHARD
 def add_draws(
     sums: Tensor, keys: Tensor, worth: Tensor, lowest: int, *, take_back: bool = False
 ) -> None:
-    """Adds what keys [n], as often as they come, are worth, [n] int64, to sums [shards, ROWS *
-    buckets]; or takes it back. `lowest`: what keys of the first shard begin with."""
+    """Adds the worth [n] int64 of keys [n], which may repeat, to sums [shards, ROWS * buckets];
+    with `take_back`, subtracts it. `lowest`: the first shard, as the keys' upper bits."""
     places = _find_places(sums, keys, lowest).view(-1)
     sums.view(-1).index_add_(0, places, worth.repeat(ROWS), alpha=-1 if take_back else 1)
 
 
 def estimate_log(sums: Tensor, keys: Tensor, lowest: int) -> Tensor:
-    """[n] float32: the logarithm of the least sum of each of keys [n]; sums are at least 1."""
+    """[n] float32: the logarithm of the least sum of each of keys [n]; a sum counts as at least
+    1."""
     least = sums.view(-1)[_find_places(sums, keys, lowest)].amin(0)
     return least.clamp(min=1).double().log().float()
 
 
 def _find_places(sums: Tensor, keys: Tensor, lowest: int) -> Tensor:
-    """[ROWS, n] of keys [n]: where their sums are."""
+    """[ROWS, n]: the places of the sums of keys [n]."""
     buckets, low = sums.shape[1] // ROWS, (1 << HALF) - 1
     shards = (keys >> SHARD) - lowest
     parts = torch.stack([(keys >> HALF) & low, keys & low])

@@ -1,46 +1,44 @@
-"""Sums of what ids are worth as draws, on a GPU: the twin of `reference.draws`, by two launches
-where that takes thirty. They are made while a step computes, by a thread whose every launch takes
-the interpreter from the one that launches the step."""
+"""Sums of draws as Triton kernels, for NVIDIA GPUs: the functions of `draws.reference`.
+
+Each takes two launches at most, where plain torch takes thirty. They run while a step computes, in
+a thread whose every launch takes the interpreter's lock from the thread that launches the step.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.kernels.draws.buckets import ROWS
-from freescale.kernels.jit.launch import count_blocks, launch_kernel, require_gpu, use_device
+from freescale.kernels.jit.launch import KernelModule, launch_blocks, require_gpu
 
 BLOCK = 256  # keys of a program
+_kernels = KernelModule("freescale.kernels.draws.triton_kernels")
 
 
 def add_draws(
     sums: Tensor, keys: Tensor, worth: Tensor, lowest: int, *, take_back: bool = False
 ) -> None:
-    """As `reference.draws.add_draws`: integers, the same in whatever order they are added."""
-    from freescale.kernels.draws.triton_kernels import add_draws_kernel
-
+    """As the reference. Sums of integers do not depend on the order of the additions."""
     assert worth.dtype == torch.int64 and worth.is_contiguous()
-    _launch(add_draws_kernel, sums, keys, worth, lowest, SIGN=-1 if take_back else 1)
+    _launch("add_draws_kernel", sums, keys, worth, lowest, SIGN=-1 if take_back else 1)
 
 
 def estimate_log(sums: Tensor, keys: Tensor, lowest: int) -> Tensor:
-    """As `reference.draws.estimate_log`, up to the last bit of a logarithm."""
-    from freescale.kernels.draws.triton_kernels import estimate_log_kernel
-
+    """As the reference, up to the last bit of a logarithm."""
     found = torch.empty(keys.numel(), dtype=torch.float32, device=keys.device)
-    _launch(estimate_log_kernel, sums, keys, found, lowest)
+    _launch("estimate_log_kernel", sums, keys, found, lowest)
     return found
 
 
 def _launch(
-    kernel: object, sums: Tensor, keys: Tensor, other: Tensor, lowest: int, **options: int
+    kernel: str, sums: Tensor, keys: Tensor, other: Tensor, lowest: int, **options: Any
 ) -> None:
     require_gpu(sums.device, "kernels.draws.reference")
     assert sums.is_contiguous() and keys.dtype == torch.int64 and keys.is_contiguous()
-    if not keys.numel():
-        return
-    with use_device(sums.device):
-        launch_kernel(
-            kernel, (count_blocks(keys.numel(), BLOCK),), sums, keys, other, keys.numel(),
-            lowest, BUCKETS=sums.shape[1] // ROWS, BLOCK=BLOCK, **options,
-        )  # fmt: skip
+    launch_blocks(
+        getattr(_kernels, kernel), sums.device, keys.numel(), BLOCK, sums, keys, other,
+        keys.numel(), lowest, BUCKETS=sums.shape[1] // ROWS, BLOCK=BLOCK, **options,
+    )  # fmt: skip

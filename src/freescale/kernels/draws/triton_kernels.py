@@ -16,7 +16,7 @@ LOW = tl.constexpr((1 << draw_buckets.HALF) - 1)
 
 @triton.jit
 def _find_places(key, first_shard, BUCKETS: tl.constexpr):
-    """Where the two sums of each key are."""
+    """The places of the two sums of each key."""
     row = ((key >> SHARD) - first_shard) * ROWS
     upper = row * BUCKETS + ((((key >> HALF) & LOW) * BUCKETS) >> HALF)
     lower = (row + 1) * BUCKETS + (((key & LOW) * BUCKETS) >> HALF)

@@ -1,13 +1,12 @@
-"""Which ids of a dynamic table have a row, and where, on the device that holds the rows: in plain
-torch, by sorting all ids. What embedding/dynamic/device_directory.py makes decisions of.
+"""The map from ids to rows of a dynamic table, on the device that holds the rows: in plain torch,
+by sorting all ids. embedding/dynamic/device_directory.py makes its decisions with these functions.
 
-Ids are in virtual shards of `rows` entries each, a shard after the other: an entry is a row of the
-table. A key is an id's hash with the sign flipped (embedding/dynamic/layout.py); its upper bits are
-the shard. Whatever a batch changes is swapped with what was there before, so that the same call
-takes it back.
+Ids belong to virtual shards of `rows` entries each, one shard after the other; an entry is a row of
+the table. A key is an id's hash with the sign flipped (embedding/dynamic/layout.py); its upper bits
+are the shard. A batch swaps its changes with the previous contents: the same call undoes them.
 
-On a device, lists whose length only the device knows have the length of the input, and anything
-behind what they hold.
+On a device, lists of a length that only the device knows have the length of the input; the rest of
+them is undefined.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EMPTY = -1  # `last` of an entry that holds no id
-MOST = 2**31 - 1  # a count stays there
+EMPTY = -1  # `last` of an entry without an id
+MOST = 2**31 - 1  # counts saturate here
 _SIGN = -(1 << 63)
 _FIRST, _SECOND = 0x319642B2D24D8EC3, 0x96DE1B173F119089 - (1 << 64)
 
@@ -32,12 +31,12 @@ class IdMap:
     rows: int  # of a shard
     first_shard: int
     bits: int  # of a hash, below its shard
-    # Of an entry, side by side in 16 bytes: who finds its id has the others with it.
+    # The next three share the 16 bytes of an entry: one sector has them all.
     ids: Tensor  # [shards * rows] int64, every second one of its memory
     last: Tensor  # [shards * rows] int32, batch of the last use; EMPTY: no id
     count: Tensor  # [shards * rows] int32, batches that used it
-    words: Tensor  # [shards, buckets, 8] int32: where ids are found (triton/id_map.py), or nothing
-    zeros: Any = None  # what else these kernels need
+    words: Tensor  # [shards, buckets, 8] int32: the buckets of id_map.triton, or empty
+    zeros: Any = None  # other memory of id_map.triton
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +45,7 @@ class IdMap:
 
 @dataclass(frozen=True)
 class Uses:
-    """The rows that a batch used, each once, and what is swapped with them."""
+    """The rows that a batch used, each once, and the values to swap with them."""
 
     entries: Tensor  # [n] int64; -1: none
     last: Tensor  # [n] int32
@@ -59,33 +58,33 @@ class Uses:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A batch beside the map."""
+    """The keys of a batch in the map."""
 
     found: Tensor  # [n] int64: the entry of each key
     uses: Uses
-    places: Tensor  # [n] int32, in any order: of the keys that have none
-    number: Tensor  # [1]: how many these are
+    places: Tensor  # [n] int32, in any order: the keys without an entry
+    number: Tensor  # [1]: how many keys have none
 
 
 @dataclass(frozen=True)
 class Contents(Uses):
-    """Entries whose id changes, each once, and what is swapped with them."""
+    """Entries whose id changes, each once, and the values to swap with them."""
 
     ids: Tensor  # [n] int64
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Ids without a row, each once: by shard; ascending in each, once they are ordered."""
+    """Ids without a row, each once, by shard; ascending in a shard after `order`."""
 
-    ids: Tensor  # [n] int64; behind the last one: anything
-    wanted: Tensor  # [shards] int32: how many
-    starts: Tensor  # [shards] int64: where those of a shard begin
-    counts: Tensor | None = None  # [n] int32: batches that they occurred in; None: this one
+    ids: Tensor  # [n] int64; undefined behind the last one
+    wanted: Tensor  # [shards] int32: the number of ids of each shard
+    starts: Tensor  # [shards] int64: the place of its first id
+    counts: Tensor | None = None  # [n] int32: batches in which they occurred; None: this one
 
 
 def allocate(shards: int, rows: int, first_shard: int, device: torch.device, bits: int) -> IdMap:
-    """A map without ids."""
+    """Creates a map without ids."""
     entries = torch.zeros(shards * rows, 2, dtype=torch.int64, device=device)
     _, _, last, count = entries.view(torch.int32).unbind(1)
     last.fill_(EMPTY)
@@ -102,7 +101,7 @@ def compute_ids(keys: Tensor) -> Tensor:
 
 
 def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
-    """Entries [n] of keys [n]; `absent` for those that have none."""
+    """Finds the entries [n] of keys [n]; `absent` for keys without one."""
     used = (map.last != EMPTY).nonzero().view(-1)
     ids, order = map.ids[used].sort()
     wanted = compute_ids(keys)
@@ -115,9 +114,9 @@ def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
 def look_up(
     map: IdMap, keys: Tensor, counted: Tensor | None, batch: int, absent: int = -1
 ) -> Lookup:
-    """Finds the keys [n] of a batch, which uses their entries; `absent`, no entry's number, for
-    those that have none. An entry counts as used once if one of its keys is `counted` [n] uint8;
-    None: all are."""
+    """Finds the entries of a batch's keys [n], and marks them as used; `absent`, which is no
+    entry's number, for keys without one. A batch counts as one use of an entry if one of the
+    entry's keys is `counted` [n] uint8; None: all are."""
     found = find(map, keys)
     hit = found >= 0
     entries = torch.unique(found[hit])
@@ -131,13 +130,13 @@ def look_up(
 
 
 def find_again(map: IdMap, keys: Tensor, lookup: Lookup, absent: int = -1) -> None:
-    """Writes the entries of those keys [n] that had none: their ids may have got one."""
+    """Looks up the keys [n] that had no entry again: their ids may have one now."""
     places = lookup.places.long()
     lookup.found[places] = find(map, keys[places], absent)
 
 
 def swap_uses(map: IdMap, uses: Uses) -> None:
-    """Exchanges last uses and counts with those that are noted."""
+    """Exchanges the last uses and counts of the map with those in `uses`."""
     at = uses.entries.clamp(min=0)
     there = uses.entries >= 0
     for held, other in ((map.last, uses.last), (map.count, uses.count)):
@@ -147,8 +146,8 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
-    """The ids of those keys [n] that have no entry, not ordered yet on a GPU. Of ids that are never
-    `counted` none is listed."""
+    """Lists the ids of keys [n] without an entry, on a GPU in any order. Leaves out ids that are
+    never `counted`."""
     places = lookup.places.long()
     if counted is not None:
         places = places[counted[places] != 0]
@@ -162,34 +161,32 @@ def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | Non
 
 
 def order(map: IdMap, missing: Missing) -> Missing:
-    """The same ids, ordered: for whoever reads them before `place`."""
+    """The same ids in order, for readers before `place`."""
     return missing
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
-    """[shards] int32: how many of the missing ids of each would be placed."""
+    """[shards] int32: how many missing ids of each shard `place` would place."""
     able = (map.last == EMPTY) | ((map.last < limit) & evicts)
     return torch.minimum(able.view(map.shards, map.rows).sum(1).int(), missing.wanted)
 
 
 def place(
-    map: IdMap,
-    missing: Missing,
-    *,
-    batch: int,
-    limit: int,
-    by_count: bool,
-    evicts: bool,
-    told: Tensor | None = None,
-) -> tuple[Contents, Tensor, Tensor]:
-    """Where missing ids go, in their order: into the empty entries of their shard, the lowest
-    first, then, if it `evicts`, into those whose last use was before `limit`, in the order of
-    (last use, id), or of (count, last use, id). Changes nothing. Writes the
-    sums to `told` [3], too, which may be pinned memory of the host.
+    map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool,
+    host_sums: Tensor | None = None,
+) -> tuple[Contents, Tensor, Tensor]:  # fmt: skip
+    """Decides where missing ids go, and changes nothing.
+
+    In their order they get the empty entries of their shard, the lowest first. If the shard
+    `evicts`, the next ones get the entries with a last use before `limit`, in order of (last use,
+    id), or of (count, last use, id).
+
+    Args:
+        host_sums: Receives the sums, too; may be pinned memory of the host.
 
     Returns:
-        what to swap with the map, room for its ids once more, which is for `swap_contents`, and the
-        sums over shards [3]: ids that get an entry, those whose entry held another id, missing ids.
+        The contents to swap with the map, memory for as many ids, which `swap_contents` may use,
+        and sums over shards [3]: ids that get an entry, evicted ids, missing ids.
     """
     empty, entries = map.last == EMPTY, torch.arange(map.last.numel(), device=map.last.device)
     able = ~empty & (map.last < limit) & evicts
@@ -209,16 +206,16 @@ def place(
     contents = Contents(order, ones * batch, counts, missing.ids[from_])
     sums = [len(order), int((~empty)[order].sum()), int(missing.wanted.sum())]
     summed = torch.tensor(sums, device=order.device)
-    if told is not None:
-        told.copy_(summed)
+    if host_sums is not None:
+        host_sums.copy_(summed)
     return contents, torch.empty_like(contents.ids), summed
 
 
 def swap_contents(
     map: IdMap, contents: Contents, total: Tensor | None = None, came: Tensor | None = None
 ) -> None:
-    """Exchanges ids, last uses and counts with those that are noted; the first `total` [1] of
-    them, if it is given. Writes the ids that come to `came` [n], if that is."""
+    """Exchanges ids, last uses and counts of the map with `contents`: all, or only the first
+    `total` [1] if that is given. Writes the new ids of the map to `came` [n] if that is given."""
     if came is not None:
         came.copy_(contents.ids)
     swap_uses(map, contents)
@@ -229,17 +226,17 @@ def swap_contents(
 
 
 def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Contents:
-    """For `swap_contents`: all [n]."""
+    """The argument of `swap_contents`, from columns [n]."""
     return Contents(entries, last, count, ids)
 
 
 def shorten(contents: Contents, n: int) -> Contents:
-    """The first n of them."""
+    """The first n entries."""
     return Contents(**{name: value[:n] for name, value in vars(contents).items()})
 
 
 def rebuild(map: IdMap) -> None:
-    """After ids and last uses were written."""
+    """Makes the map consistent after its ids and last uses were overwritten."""
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

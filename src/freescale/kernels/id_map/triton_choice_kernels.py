@@ -1,14 +1,14 @@
-"""The Triton kernels of `id_map` that decide which entry each id of a batch without one gets.
+"""The Triton kernels of `id_map` that choose an entry for each id of a batch without one.
 
-A shard decides for itself, so that a program for each needs no other: it looks for the bounds in
-(count, last use, id) up to which entries go, one after the other, each step a walk through the
-shard. Two of three steps are where the bound would be if entries lay evenly, the third one halves
-what is left: few steps for ids as they come, and never more than three times those of a bisection.
-The search ends as soon as a bound has the right number of entries below it. The words of a shard of
-few rows are read once for a bound and walked through in registers: HELD says so. They are 32 bits
-each, ids in two halves: the fewer registers, the more programs wait for memory beside each other.
+Shards are independent, with a program for each. It searches the bounds of (count, last use, id) up
+to which entries are evicted, one after the other; each step is a walk through the shard. Two of
+three steps interpolate, as if entries were evenly spread, and the third bisects: few steps for
+typical ids, and never more than three times those of a bisection. The search ends as soon as a
+bound has the right number of entries below it. The words of a small shard are read once for each
+bound and kept in registers (HELD). They have 32 bits, with ids in two halves: with fewer registers,
+more programs can wait for memory at the same time.
 
-Sums over all shards are those of the last program that is through: no kernel is launched for them.
+The last program to finish computes the sums over all shards, without another kernel.
 """
 
 # mypy: ignore-errors
@@ -34,7 +34,7 @@ from freescale.kernels.id_map.triton_missing_kernels import (
     split_choices,
 )
 
-# What entries are ordered by, one level after the other; the words of an entry that these are.
+# The levels of the order of entries, and the words of an entry that they compare.
 BY_USES = tl.constexpr(0)
 BY_LAST = tl.constexpr(1)
 BY_UPPER = tl.constexpr(2)  # half of the id
@@ -48,9 +48,9 @@ LOWER_SIGN = tl.constexpr(-(2**31))  # lower halves have none: flipped, they are
 
 @triton.jit
 def _load_entries(entries, at, rows):
-    """(lower and upper halves of ids, last uses, counts) of entries of a shard; MOST behind it. By
-    one load of 16 bytes for each entry: word by word, the lines that a warp reads from are four
-    times as many, and the cache looks for each of them."""
+    """(lower and upper halves of ids, last uses, counts) of entries of a shard; MOST behind its
+    end. One load of 16 bytes for each entry: word by word, a warp would access four times as many
+    cache lines."""
     place = tl.arange(0, USE)[None, :]
     words = tl.load(
         entries + at[:, None] * USE + place, mask=(at < rows)[:, None], other=MOST
@@ -66,9 +66,9 @@ def _load_candidates(
     entries, begin, rows, limit, most_uses, latest, upper,
     LEVEL: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(Which entries of a shard, from `begin` on, may go and have the count, last use and upper
-    half of an id that are given, as far as these are of levels before LEVEL; the words that they
-    are ordered by at LEVEL)."""
+    """(mask of the entries of a shard, from `begin` on, that may be evicted and are equal to the
+    given count, last use and upper half of an id on the levels before LEVEL; their words at
+    LEVEL)."""
     lower_half, upper_half, used, uses = _load_entries(entries, begin + tl.arange(0, BLOCK), rows)
     able = (used >= 0) & (used < limit)
     word = used
@@ -91,8 +91,8 @@ def _find_range(
     entries, rows, limit, most_uses, latest, upper,
     LEVEL: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(The least word of the candidates; the greatest; the words of the last block, MOST where
-    there is no candidate)."""
+    """(the least word of the candidates; the greatest; the words of the last block, MOST for
+    entries that are no candidates)."""
     low = tl.zeros([BLOCK], tl.int32) + MOST
     high = tl.zeros([BLOCK], tl.int32) + MARK
     held = low
@@ -108,8 +108,8 @@ def _find_range(
 
 @triton.jit
 def _guess(low, high, need, below, above):
-    """Where `need` entries would be not above, if from `below` at `low` to `above` at `high` their
-    number grew evenly; below `high`."""
+    """The bound, below `high`, with `need` entries up to it, if their number grew linearly from
+    `below` at `low` to `above` at `high`."""
     share = (need - below + 0.5) / (above - below + 1.0).to(tl.float64)  # well below 1
     width = high.to(tl.int64) - low
     step = (width.to(tl.float64) * share).to(tl.int64)
@@ -121,11 +121,11 @@ def _search(
     entries, rows, limit, most_uses, latest, upper, held, low, high, need, above,
     LEVEL: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(A bound in [low, high] that `need` candidates are not above or, if none is found, the least
-    one that more are not above; how many of those that are equal to it are needed, 0 for all; how
-    many these are, if not all are needed). None is below `low`, and `above`, which are more than
-    `need`, are not above `high`. HELD: `held` are the words of all of them, and MOST, which no
-    bound reaches that is tried."""
+    """(bound in [low, high] with exactly `need` candidates up to it or, if there is none, the least
+    bound with more; how many of the candidates equal to the bound are needed, 0 for all; how many
+    are equal, if not all are needed). No candidate is below `low`, and `above` of them, more than
+    `need`, are up to `high`. HELD: `held` has the words of all candidates, and MOST for others,
+    which is above every bound tried."""
     below = need * 0
     turn = need * 0
     while low < high:
@@ -153,7 +153,7 @@ def _search(
 def room_kernel(
     last, wanted, room, rows, limit, EVICTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """room[shard]: how many of the missing ids `choose_kernel` has entries for."""
+    """room[shard]: the number of missing ids for which `choose_kernel` has entries."""
     shard = tl.program_id(0).to(tl.int64)
     want = tl.load(wanted + shard)
     total = tl.zeros([BLOCK], tl.int32)
@@ -177,15 +177,16 @@ def choose_kernel(
     BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     SCAN: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Collects the missing ids, if their keys are given, and nobody reads them here.
-    A program for a shard: as many entries as its missing ids want, if there are so many. The
-    lowest empty ones, ascending, and behind them the first ones in the order of eviction, also
-    ascending by their number: `assign_kernel` puts them in that order. Chosen are their numbers in
-    the shard. The last program scans how many each shard has taken, and sums up what shards have
-    taken, evicted and wanted: sums [3], and told [3], if there is one."""
+    """Collects the missing ids if their keys are given; this kernel does not read them.
+
+    A program chooses entries for the missing ids of its shard, as far as there are enough: the
+    lowest empty entries, ascending, then the first entries in the order of eviction, also ascending
+    by number; `assign_kernel` orders these. `chosen` has their numbers in the shard. The last
+    program scans the entries taken by each shard, and sums the taken, evicted and wanted ones:
+    sums [3], and told [3] if given."""
     if keys is not None:
         collect(keys, scratch, choices, shards, padded, first_shard, bits, SCAN)
-    # Triton's loops know no name of two types: `_` is another one below.
+    # A name in a Triton loop must keep its type: `_` has another one below.
     wanted, claims, missing, places = split_scratch(scratch, shards, padded)
     starts, targets, taken, evicted, ordered, numbers, chosen = split_choices(
         choices, shards, padded
@@ -223,7 +224,7 @@ def choose_kernel(
             empties = tl.minimum(tl.sum(empty, 0), want)
             ables = tl.sum(able, 0)
         need = tl.minimum(ables, want - empties)
-        # (count, last use, id) up to which entries go: as yet, all
+        # the bounds of (count, last use, id) for eviction; first, all entries
         most_uses = want * 0 + MOST
         latest = want * 0 + limit
         upper = want * 0 + MOST
@@ -311,9 +312,9 @@ def assign_kernel(
     ids, last, count, scratch, choices, occurred, noted, shards, padded, rows, batch,
     ORDERS: tl.constexpr, BY_COUNT: tl.constexpr, OCCURRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for a shard: its missing ids, in their order, get the chosen entries, in theirs.
-    Notes them from targets[shard] on. ORDERS: puts the missing ids in their order before. OCCURRED:
-    their counts are given."""
+    """A program assigns the chosen entries of its shard, in order, to the missing ids, in order,
+    and writes them from targets[shard] on. ORDERS: orders the missing ids first. OCCURRED: their
+    counts are given."""
     wanted, _, missing, _ = split_scratch(scratch, shards, padded)
     starts, targets, taken, evicted, ordered, _, chosen = split_choices(choices, shards, padded)
     entries, lasts, counts, new_ids = split_noted(noted, padded)
@@ -324,7 +325,7 @@ def assign_kernel(
     target = tl.load(targets + shard)
     if ORDERS:
         order(missing, tl.where(total > 0, tl.load(wanted + shard), 0), start, ordered, BLOCK)
-        tl.debug_barrier()  # other threads of the program have written what one reads below
+        tl.debug_barrier()  # makes writes of other threads visible to the loop below
     for begin in range(0, total, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         entry = shard * rows + tl.load(chosen + start + at, mask=at < total, other=0)

@@ -1,14 +1,14 @@
-"""The Triton kernels of `id_map`: ids are found, put in and taken out by their buckets.
+"""The Triton kernels of `id_map` that find, insert and remove ids by their buckets.
 
 A bucket is 8 words of 32 bits, one sector of memory: 7 entries and a word about them. An entry is a
-row of the shard, counted from 1, with some bits of the id's hash above it; 0 is none. Bits 0 to 6
-of the last word say which entries are taken; above bit 8 it counts the ids that begin at this
-bucket or before it, found it full, and are further on. A search ends where there are none, so that
-nothing marks what was removed.
+row of the shard, counted from 1, with some bits of the id's hash above it; 0 is an empty entry.
+Bits 0 to 6 of the last word mark the entries in use. From bit 8 on it counts the ids that start at
+this bucket or before it, found it full, and are in a later one. A search ends at a bucket that
+counts none, so removed ids leave no marks.
 
-Words are written by many programs at once: an entry of a bucket is claimed by setting its bit, and
-all other changes commute. Which of two ids comes first in a bucket is not determined, and nobody
-can see it. No kernel both puts in and takes out.
+Many programs write words at once: a program claims an entry of a bucket by setting its bit, and all
+other changes commute. The order of two ids in a bucket is undetermined, and no result shows it. No
+kernel both inserts and removes.
 """
 
 # mypy: ignore-errors
@@ -21,8 +21,8 @@ WORDS = tl.constexpr(8)  # of a bucket
 # An entry is 16 bytes: its id, last use and count. From one to the next, in items of each:
 ID = tl.constexpr(2)
 USE = tl.constexpr(4)
-LAST = tl.constexpr(7)  # the word about the others
-PASSED = tl.constexpr(256)  # one id that is further on
+LAST = tl.constexpr(7)  # the word about the entries
+PASSED = tl.constexpr(256)  # in that word: one id in a later bucket
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)  # the constants of freescale.random
 SECOND = tl.constexpr(0x94D049BB133111EB)
 FIRST_INVERSE = tl.constexpr(0x96DE1B173F119089)
@@ -32,8 +32,8 @@ TOP = tl.constexpr(2**63 - 1)
 BOTTOM = tl.constexpr(-(2**63))
 MOST = tl.constexpr(2**31 - 1)
 MARK = tl.constexpr(-(2**31))
-# Words of scratch memory before all others. The first one is the number of keys without an entry;
-# the next ones say how many programs of two kernels are through.
+# The first words of scratch memory. Word 0 is the number of keys without an entry; CLAIMED and
+# CHOSEN count the programs of two kernels that have finished.
 HEAD = tl.constexpr(32)
 CLAIMED = tl.constexpr(4)
 CHOSEN = tl.constexpr(8)
@@ -68,14 +68,14 @@ def find_shard(hash, bits):
 
 @triton.jit
 def _find_bucket(hash, buckets):
-    """Where an id begins: by the 32 bits below the 12 that a shard has at most."""
+    """The first bucket of an id: by 32 bits of its hash, below the shard's 12 at most."""
     return (((hash >> 20) & 0xFFFFFFFF).to(tl.int64) * buckets) >> 32
 
 
 @triton.jit
 def _make_tag(hash, row_bits):
-    """The bits of a hash that a word holds, above the row: up to 20, which no bucket depends
-    on."""
+    """The bits of a hash in an entry, above the row: up to 20, which do not determine the
+    bucket."""
     held = tl.minimum(31 - row_bits, 20)
     return ((hash & 0xFFFFF).to(tl.int32)) & ((1 << held) - 1)
 
@@ -85,16 +85,16 @@ def _make_tag(hash, row_bits):
 
 @triton.jit
 def split_noted(noted, padded):
-    """(entries, last uses, counts, ids), `padded` of each, of what is swapped with the map. Where
-    ids do not change, it has none."""
+    """(entries, last uses, counts, ids), `padded` of each: the values to swap with the map. Without
+    ids if these do not change."""
     last = (noted + padded).to(tl.pointer_type(tl.int32), bitcast=True)
     return noted, last, last + padded, noted + 2 * padded
 
 
 @triton.jit
 def split_scratch(scratch, shards, padded):
-    """(what shards want, claims of 2 `padded` places, the same as missing ids, places of keys
-    without an entry): see id_map.py."""
+    """(missing ids of each shard, claims of 2 `padded` places, the same memory as missing ids,
+    places of keys without an entry): see triton_memory.py."""
     wanted = scratch + HEAD
     claims = wanted + shards
     missing = claims.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -108,7 +108,7 @@ def split_scratch(scratch, shards, padded):
 def search(
     words, ids, hash, wanted, first_shard, bits, rows, buckets, row_bits, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The entries [BLOCK] of ids with these hashes; -1 for those that have none."""
+    """The entries [BLOCK] of ids with these hashes; -1 for ids without one."""
     id = unmix(hash).to(tl.int64, bitcast=True)
     shard = tl.where(wanted, find_shard(hash, bits) - first_shard, 0)
     tag = _make_tag(hash, row_bits)
@@ -116,7 +116,7 @@ def search(
     lane = tl.arange(0, WORDS)[None, :]
     row_mask = (1 << row_bits) - 1
     entry = tl.zeros([BLOCK], tl.int64) - 1
-    below = tl.zeros([BLOCK], tl.int32) + MOST  # rows of this bucket that were not tried
+    below = tl.zeros([BLOCK], tl.int32) + MOST  # lower rows of this bucket are untried
     steps = tl.zeros([BLOCK], tl.int32)
     active = wanted
     while tl.max(active.to(tl.int32), 0) > 0:
@@ -124,7 +124,7 @@ def search(
         word = tl.load(words + base[:, None] + lane, mask=active[:, None], other=0)
         row = word & row_mask
         like = (lane < LAST) & ((word >> row_bits) == tag[:, None]) & (row < below[:, None])
-        row = tl.max(tl.where(like, row, 0), 1)  # few have the bits of another: one at a time
+        row = tl.max(tl.where(like, row, 0), 1)  # few share a tag: one at a time
         about = tl.sum(tl.where(lane == LAST, word, 0), 1)
         like = active & (row > 0)
         place = shard * rows + row - 1
@@ -139,7 +139,7 @@ def search(
     return entry
 
 
-# Keys, and marks of those that count, begin anywhere among those of a batch.
+# `keys` and `counted` begin anywhere in the tensors of a batch.
 @triton.jit(
     do_not_specialize=["n", "absent", "first_shard", "bits", "rows", "buckets", "row_bits"],
     do_not_specialize_on_alignment=["keys"],
@@ -167,10 +167,10 @@ def look_up_kernel(
     n, absent, batch, first_shard, bits, rows, buckets, row_bits,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found[i]: the entry of keys[i], or `absent`, and i among the places, how many of which there
-    are says numbers[number], 0 before. Of the readings of an entry one is the first to exchange its
-    last use: it notes what was there. COUNTS: and counts the batch. Whatever of the scratch memory
-    has to be 0 for the kernels behind this one is so afterwards."""
+    """found[i]: the entry of keys[i]; without one `absent`, and i is among the places.
+    numbers[number] counts these, from 0. One read of an entry is the first to exchange its last
+    use: it saves the previous values and, with COUNTS, counts the batch. Clears the scratch memory
+    that must be 0 for the next kernels."""
     entries, lasts, counts, _ = split_noted(noted, padded)
     wanted, _, claims, places = split_scratch(scratch, shards, padded)
     program = tl.program_id(0).to(tl.int64)
@@ -209,7 +209,7 @@ def read_kernel(
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """out[i]: the row of keys[i], or row `absent`. A program reads R rows of up to W columns: some
-    wait for the rows while others still search."""
+    programs wait for rows while others still search."""
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     hash = load_hashes(keys, i, i < n)
     entry = search(words, ids, hash, i < n, first_shard, bits, rows, buckets, row_bits, R)
@@ -228,7 +228,7 @@ def find_again_kernel(
     words, ids, keys, found, scratch, shards, padded, first_shard, bits, rows, buckets, row_bits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the entries of keys that had none and have one now."""
+    """Writes the entries of keys that had none before and have one now."""
     _, _, _, places = split_scratch(scratch, shards, padded)
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = j < tl.load(scratch)
@@ -240,7 +240,7 @@ def find_again_kernel(
 
 @triton.jit(do_not_specialize=["n", "absent"], do_not_specialize_on_alignment=["counted"])
 def mark_counted_kernel(count, found, counted, n, absent, BLOCK: tl.constexpr):
-    """Sets the sign of the counts of entries that one counted reading has."""
+    """Sets the sign of the counts of entries with a counted read."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(counted + i, mask=i < n, other=0) != 0
     entry = tl.load(found + i, mask=counts, other=absent)
@@ -250,7 +250,7 @@ def mark_counted_kernel(count, found, counted, n, absent, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def count_marked_kernel(count, entries, n, BLOCK: tl.constexpr):
-    """Counts the batch where the sign is set, and clears it. entries: each once."""
+    """Counts the batch for entries with the sign set, and clears the sign. entries: each once."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(entries + i, mask=i < n, other=-1)
     held = tl.load(count + entry * USE, mask=entry >= 0, other=0)
@@ -277,7 +277,7 @@ def _swap(table, place, noted, i, there):
     tl.store(noted + i, held, mask=there)
 
 
-# ---- ids change
+# ---- changes of ids
 
 
 @triton.jit
@@ -293,8 +293,8 @@ def take_out_kernel(
     words, ids, last, count, noted, total, came, padded, n, rows, buckets, row_bits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Takes the ids of n entries out of their buckets, and swaps entries with what is noted. total
-    [1], if there is one: of the n only so many. came [n], if there is one: ids that come."""
+    """Removes the ids of n entries from their buckets, and swaps entries with the noted values.
+    total [1], if given: only the first total[0] of n. came [n], if given, receives the new ids."""
     entries, lasts, counts, new_ids = split_noted(noted, padded)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if total is not None:
@@ -333,7 +333,7 @@ def put_in_kernel(
     words, ids, last, entries, total, n, begin, rows, buckets, row_bits,
     ALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Puts the ids of entries into buckets; ALL: of n entries from `begin` on. total: as above."""
+    """Inserts the ids of entries into buckets; ALL: n entries from `begin` on. total: as above."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if total is not None:
         n = tl.load(total)
@@ -347,8 +347,8 @@ def put_in_kernel(
     bucket = _find_bucket(hash, buckets)
     while tl.max(active.to(tl.int32), 0) > 0:
         base = (shard * buckets + bucket) * WORDS
-        # Past the first cache: what it holds may be old. An old word only has too few bits, and
-        # then the claim fails.
+        # Bypasses the L1 cache, which may be stale. A stale word only lacks bits, and then the
+        # claim fails.
         about = tl.load(words + base + LAST, mask=active, other=0, cache_modifier=".cg")
         free = (about & 127) ^ 127
         full = active & (free == 0)

@@ -1,19 +1,19 @@
-"""The memory that a batch of the map from id to row is decided with.
+"""The memory in which the map from ids to rows decides about a batch.
 
-For the host an allocation is as long as a launch, and so are two views of a tensor. What is kept
-for as long as something else is therefore one tensor with it, and kernels find its parts: in
-`split_noted`, `split_scratch` (id_map_kernels.py) and `split_choices` (id_missing_kernels.py). Each
-begins at a multiple of 128 bytes.
+For the host an allocation takes as long as a launch, and so do two views of a tensor. So parts with
+the same lifetime share one tensor, and the kernels find them: in `split_noted`, `split_scratch`
+(triton_kernels.py) and `split_choices` (triton_missing_kernels.py). Each part begins at a multiple
+of 128 bytes.
 
     noted      entries [padded] int64; last uses, counts [padded] int32; ids [padded] int64, if they
-               change. What is swapped with the map, now and when the batch is taken back.
-    scratch    int32: HEAD words, among them the number of keys without an entry; what shards want
-               [shards]; claims of keys [2 padded], afterwards the missing ids, then those that
-               have got an entry; places of keys without one [padded]. Where something has to be 0,
-               the first kernel makes it so: until then the device would wait for the host.
-    choices    int64: starts and targets of shards [shards]; what they have taken and evicted
-               [shards] int32; missing ids in order [padded]; their numbers, and the rows that were
-               chosen for them [padded] int32.
+               change. Swapped with the map, now and when the batch is undone.
+    scratch    int32: HEAD words, among them the number of keys without an entry; missing ids of
+               shards [shards]; claims of keys [2 padded], later the missing ids, then those with a
+               new entry; places of keys without an entry [padded]. The first kernel clears the
+               parts that must be 0: another launch before it would let the device wait.
+    choices    int64: starts and targets of shards [shards]; ids placed and evicted by shards
+               [shards] int32; missing ids in order [padded]; their numbers, and the rows chosen for
+               them [padded] int32.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ ZEROS = 1024  # words
 
 
 def pad(n: int) -> int:
-    """Items of a part: at other addresses than multiples of 16 bytes kernels are others."""
+    """The items of a part. Triton compiles other kernels for addresses that are no multiples of
+    16 bytes."""
     return count_blocks(n, 32) * 32
 
 
 @dataclass(frozen=True)
 class Noted:
-    """`reference.id_map.Contents` or, in two rows, `Uses`."""
+    """`reference.Contents`, or in two rows `reference.Uses`."""
 
     memory: Tensor  # [3, padded] int64
     n: int
@@ -51,7 +52,7 @@ class Noted:
 
     @property
     def entries(self) -> Tensor:
-        return self.memory.as_strided((self.n,), (1,))  # the first row: in one step
+        return self.memory.as_strided((self.n,), (1,))  # the first row, in one call
 
     @property
     def last(self) -> Tensor:
@@ -71,15 +72,15 @@ def allocate_noted(n: int, rows: int, device: torch.device) -> Noted:
 
 
 class Zeros:
-    """Words of a device's memory that are 0, one for each batch."""
+    """Words of device memory that are 0, one for each batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.words = torch.zeros(ZEROS, dtype=torch.int32, device=device)
         self._taken = 0
 
     def take(self) -> int:
-        """The number of one that nobody has had. Work that was given to the device with the words
-        before is before that with this one."""
+        """The number of an unused word. Work on the device with earlier words precedes work with
+        this one."""
         if self._taken == self.words.numel():
             self.words.zero_()
             self._taken = 0
@@ -89,12 +90,12 @@ class Zeros:
 
 @dataclass(frozen=True)
 class LookedUp:
-    """`reference.id_map.Lookup`."""
+    """`reference.Lookup`."""
 
-    found: Tensor  # [n] int64; nothing else is kept with it
+    found: Tensor  # [n] int64, a tensor of its own
     uses: Noted
     scratch: Tensor
-    number: int  # of the word that says how many keys have no entry
+    number: int  # of the word that counts the keys without an entry
 
 
 def allocate_scratch(n: int, shards: int, device: torch.device, *, zero: bool) -> Tensor:
@@ -104,8 +105,8 @@ def allocate_scratch(n: int, shards: int, device: torch.device, *, zero: bool) -
 
 @dataclass(frozen=True)
 class Listed:
-    """`reference.id_map.Missing`, those of a shard in any order; or, while there are keys, not
-    collected yet."""
+    """`reference.Missing`, with the ids of a shard in any order; not collected yet while `keys`
+    are given."""
 
     n: int  # at most
     shards: int
@@ -117,7 +118,7 @@ class Listed:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """As kernels take them."""
+        """The sizes, as kernel arguments."""
         return pad(self.shards), pad(self.n)
 
     @property
@@ -130,7 +131,7 @@ class Listed:
 
     @property
     def ids(self) -> Tensor:
-        """In any order; once nobody reads them, memory."""
+        """In any order; after their last read, free memory."""
         begin = HEAD + pad(self.shards)
         return self.scratch[begin : begin + 2 * pad(self.n)].view(torch.int64)
 

@@ -1,6 +1,6 @@
-"""The Triton kernels of `id_map` for the ids of a batch without an entry: each once, by shard.
+"""The Triton kernels of `id_map` that list a batch's ids without an entry, each once, by shard.
 
-Sums over all shards are those of the last program that is through: no kernel is launched for them.
+The last program to finish computes the sums over all shards, without another kernel.
 """
 
 # mypy: ignore-errors
@@ -22,9 +22,9 @@ from freescale.kernels.id_map.triton_kernels import (
 
 @triton.jit
 def split_choices(choices, shards, padded):
-    """(where shards begin among missing ids, and among those that get an entry; how many they get,
-    and of them by eviction; missing ids in order; the number of each among those of its shard, and
-    chosen entries): see id_map_memory.py."""
+    """(begins of shards among missing ids, and among ids that get an entry; numbers of ids that get
+    one, and of evicted ids; missing ids in order; their numbers in the shard; chosen entries): see
+    triton_memory.py."""
     taken = (choices + 2 * shards).to(tl.pointer_type(tl.int32), bitcast=True)
     ordered = choices + 3 * shards
     numbers = (ordered + padded).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -33,11 +33,11 @@ def split_choices(choices, shards, padded):
 
 @triton.jit
 def is_last(through, programs):
-    """Whether this program is the last of so many to come here, counted by `through` [1] from 0
-    on. It sees what all of them have written before."""
-    # All threads of a program have written when one of them counts it, and all threads of the last
-    # one read when that one has counted all: a barrier is between them, and each count acquires
-    # what those before it have released.
+    """Whether this program is the last of `programs` to call this, with a counter `through` [1]
+    that starts at 0. The last one sees all earlier writes of the others."""
+    # A barrier on each side of the count: all threads of a program write before one thread counts,
+    # and all threads of the last program read after the count. Each count acquires what earlier
+    # counts have released.
     tl.debug_barrier()
     before = tl.atomic_add(through, 1, sem="acq_rel")
     tl.debug_barrier()
@@ -46,8 +46,8 @@ def is_last(through, programs):
 
 @triton.jit
 def scan(counts, starts, shards, BLOCK: tl.constexpr):
-    """starts[shard]: the sum of the counts before it. Returns the sum of all. Counts are of other
-    programs, hence past the first cache."""
+    """starts[shard]: the sum of the counts before it. Returns the total. Reads bypass the L1 cache:
+    other programs wrote the counts."""
     before = tl.full((), 0, tl.int64)
     for begin in range(0, shards, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -59,8 +59,8 @@ def scan(counts, starts, shards, BLOCK: tl.constexpr):
 
 @triton.jit
 def scan_and_sum(counts, starts, others, more, shards, BLOCK: tl.constexpr):
-    """As `scan`; returns also the sums of the `others`, and of `more`. Each step waits for memory,
-    once for all of them."""
+    """As `scan`; also returns the sums of `others` and of `more`. A step waits for memory once for
+    all three."""
     before = tl.full((), 0, tl.int64)
     other = tl.zeros([BLOCK], tl.int32)
     third = tl.zeros([BLOCK], tl.int32)
@@ -82,11 +82,11 @@ def claim_kernel(
     keys, counted, totals, number, scratch, choices, shards, padded, first_shard, bits,
     COUNTED: tl.constexpr, BLOCK: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """numbers[j]: the number of the key at places[j] among the missing ones of its shard, in any
-    order; -1 for those that do not count, and all but one of equal ones. Claims are 0 before,
-    afterwards an open-addressing table of the ones that count, each with its place counted from 1.
-    What shards want is 0 before; the last program scans it, and says for the kernels behind this
-    one how many places there are: totals[number]."""
+    """numbers[j]: the number of the key at places[j] among the missing keys of its shard, in any
+    order; -1 for keys that do not count, and for all but one of equal keys. `claims`, 0 before, are
+    an open-addressing table of the keys that count, with their places from 1. `wanted` is 0
+    before; the last program scans it, and writes the number of places, totals[number], to
+    `scratch` for the next kernels."""
     wanted, claims, _, places = split_scratch(scratch, shards, padded)
     starts, _, _, _, _, numbers, _ = split_choices(choices, shards, padded)
     size = 2 * padded
@@ -103,8 +103,8 @@ def claim_kernel(
     place = (((hash >> 8) & 0xFFFFFFFF).to(tl.int64) * size) >> 32
     first = active & (j < 0)
     while tl.max(active.to(tl.int32), 0) > 0:
-        # A comparison has no mask: where there is nothing to do, it is with what never stands
-        # there. So only missing keys may come here: the others would all wait for one place.
+        # atomic_cas has no mask: inactive lanes compare with a value that never occurs. So only
+        # missing keys may come here: the others would all contend for one place.
         expected = tl.where(active, 0, -1)
         held = tl.atomic_cas(claims + place, expected, i + 1, sem="relaxed")
         mine = active & (held == 0)
@@ -116,7 +116,7 @@ def claim_kernel(
     shard = find_shard(hash, bits) - first_shard
     rank = tl.atomic_add(wanted + shard, one, mask=first, sem="relaxed")
     tl.store(numbers + j, tl.where(first, rank, -1), mask=there)
-    programs = tl.maximum(1, tl.cdiv(total, BLOCK))  # that have something to do
+    programs = tl.maximum(1, tl.cdiv(total, BLOCK))  # with work
     if program < programs:  # noqa: SIM102 - with `and`, all programs would count
         if is_last(scratch + CLAIMED, programs):
             scan(wanted, starts, shards, SHARD_BLOCK)
@@ -125,7 +125,7 @@ def claim_kernel(
 
 @triton.jit
 def collect(keys, scratch, choices, shards, padded, first_shard, bits, BLOCK: tl.constexpr):
-    """Puts missing ids in the range of their shard, where claims were: all programs together."""
+    """Writes missing ids to the range of their shard, over the claims: all programs together."""
     _, _, missing, places = split_scratch(scratch, shards, padded)
     starts, _, _, _, _, numbers, _ = split_choices(choices, shards, padded)
     total = tl.load(scratch)
@@ -146,13 +146,13 @@ def collect(keys, scratch, choices, shards, padded, first_shard, bits, BLOCK: tl
 def collect_kernel(
     keys, scratch, choices, shards, padded, first_shard, bits, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """For who wants them before entries are chosen."""
+    """Collects missing ids before entries are chosen."""
     collect(keys, scratch, choices, shards, padded, first_shard, bits, BLOCK)
 
 
 @triton.jit
 def order(missing, want, start, ordered, BLOCK: tl.constexpr):
-    """The missing ids of a shard, ascending."""
+    """Orders the missing ids of a shard, ascending."""
     for begin in range(0, want, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         mine = tl.load(missing + start + at, mask=at < want, other=0)
@@ -166,7 +166,7 @@ def order(missing, want, start, ordered, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["shards", "padded"])
 def order_kernel(scratch, choices, shards, padded, BLOCK: tl.constexpr):
-    """Ascending in each shard: a program for one."""
+    """Orders the missing ids of each shard, one program for each."""
     wanted, _, missing, _ = split_scratch(scratch, shards, padded)
     starts, _, _, _, ordered, _, _ = split_choices(choices, shards, padded)
     shard = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""Compiles kernels before they are needed, in parallel, and counts those that were not.
+"""Compiles recorded launches before they are needed, in parallel.
 
-`record_launches` finds what a run launches; this makes the compiled versions, each in one of a few
-worker processes, in Triton's cache folder: another process, or another run, finds them there.
+A few worker processes compile the versions into Triton's cache folder, where other processes and
+other runs find them.
 """
 
 from __future__ import annotations
@@ -33,46 +33,43 @@ from freescale.kernels.jit.launch import (
 )
 
 MOST_WORKERS = 16
+Report = Callable[[int, int], None]  # (compiled, to be compiled)
 
 
 def find_versions(launches: Iterable[Launch], target: tuple[Any, ...]) -> list[Version]:
-    """The different versions that these launches need, for a GPU as `read_target` describes it."""
+    """The distinct versions that these launches need, for a GPU as `read_target` describes it."""
     found = (_specialise(launch, target) for launch in launches)
     return list({repr(version): version for version in found}.values())
 
 
-def compile_recorded(
-    run: Callable[[], None], tell: Callable[[int, int], None] = lambda done, all: None
-) -> int:
-    """Makes ready, on the current GPU, all kernels that `run` launches; none of them is launched.
+def compile_recorded(run: Callable[[], None], report: Report = lambda done, all: None) -> int:
+    """Compiles and loads, on the current GPU, all kernels that `run` launches, without a launch.
 
     Args:
-        run: Calls what is to be made ready, on tensors of any size; what kernels would have written
-            holds whatever was in memory.
-        tell: As in `compile_versions`.
+        run: Calls the operations, on tensors of any size. Outputs of kernels are uninitialised.
+        report: As in `compile_versions`.
 
     Returns:
-        How many worker processes compiled; the others were in Triton's cache folder. With a Triton
-        that is not known they compile nothing, and this process compiles one after another.
+        How many kernels the worker processes compiled; the others were in Triton's cache folder. On
+        unknown Triton versions the workers do nothing, and this process compiles one by one.
     """
     with record_launches() as recorded:
         run()
     launches = list({identify_launch(launch): launch for launch in recorded}.values())
-    count = compile_versions(find_versions(launches, read_target()), tell) if is_known() else 0
+    count = compile_versions(find_versions(launches, read_target()), report) if is_known() else 0
     for launch in launches:
         prepare_launch(launch)
     return count
 
 
 def preload() -> None:
-    """Imports Triton and all kernels, and computes what their places in its cache folder follow
-    from: a process that has done so can be forked. Asks for no GPU. Does nothing with a Triton that
-    is not known."""
+    """Imports Triton and all kernels, and computes their keys in its cache folder. Afterwards the
+    process can be forked. Needs no GPU; does nothing on unknown Triton versions."""
     if not is_known():
         return
     from triton.compiler import code_generator  # noqa: F401 - imported when a kernel is looked up
     from triton.runtime.cache import triton_key
-    from triton.tools import tensor_descriptor  # noqa: F401 - with the first of them
+    from triton.tools import tensor_descriptor  # noqa: F401 - imported with the first descriptor
 
     triton_key()
     for name in list_kernel_modules():
@@ -81,13 +78,13 @@ def preload() -> None:
 
 
 def list_kernel_modules() -> list[str]:
-    """The modules of Triton kernels, of all operations."""
+    """The modules of Triton kernels of all operations."""
     modules = pkgutil.walk_packages(kernels.__path__, kernels.__name__ + ".")
     return [module.name for module in modules if module.name.endswith("_kernels")]
 
 
 def read_target() -> tuple[Any, ...]:
-    """The current GPU, as Triton compiles for it."""
+    """The current GPU, as Triton describes its target."""
     from triton.runtime.driver import driver
 
     target = driver.active.get_current_target()
@@ -95,7 +92,7 @@ def read_target() -> tuple[Any, ...]:
 
 
 def _specialise(launch: Launch, target: tuple[Any, ...]) -> Version:
-    """As Triton does it at a launch."""
+    """Specialises a launch as Triton does."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -111,29 +108,23 @@ def _specialise(launch: Launch, target: tuple[Any, ...]) -> Version:
     parsed, signature, constants, attributes = kernel._pack_args(
         backend, options, bound, specialization, left
     )
-    return Version(
-        kernel.fn.__module__,
-        kernel.fn.__name__,
-        signature,
-        constants,
-        attributes,
-        dict(parsed.__dict__),
-        target,
-    )
+    module, name = kernel.fn.__module__, kernel.fn.__name__
+    parsed_options = dict(parsed.__dict__)
+    return Version(module, name, signature, constants, attributes, parsed_options, target)
 
 
 def compile_versions(
     versions: Sequence[Version],
-    tell: Callable[[int, int], None] = lambda done, all: None,
+    report: Report = lambda done, all: None,
     workers: int | None = None,
 ) -> int:
-    """Puts all versions in Triton's cache folder, those that it has not by worker processes.
+    """Compiles the versions that are missing in Triton's cache folder, in worker processes.
 
     Args:
-        versions: As `find_versions` finds them.
-        tell: Called with (compiled, to be compiled): at the start, and after each; not called if
-            all are there.
-        workers: How many processes; without it, as many as processors, up to MOST_WORKERS.
+        versions: From `find_versions`.
+        report: Called with (compiled, to be compiled) at the start and after each version; not
+            called if none is missing.
+        workers: How many processes; None: as many as processors, up to MOST_WORKERS.
 
     Returns:
         How many were compiled.
@@ -143,16 +134,16 @@ def compile_versions(
     """
     if all(version.is_cached() for version in versions):
         return 0
-    with _lock_cache():  # the ranks of a machine need the same
+    with _lock_cache():  # the ranks of a machine need the same versions
         missing = [version for version in versions if not version.is_cached()]
         if missing:
-            _compile(missing, tell, workers)
+            _compile(missing, report, workers)
         return len(missing)
 
 
 @contextmanager
 def _lock_cache() -> Iterator[None]:
-    """Until the end of the block no other process compiles into Triton's cache folder this way."""
+    """Keeps other processes from compiling into Triton's cache folder this way inside the block."""
     from triton import knobs
 
     folder = Path(knobs.cache.dir)
@@ -162,43 +153,36 @@ def _lock_cache() -> Iterator[None]:
         yield
 
 
-def _compile(
-    missing: Sequence[Version], tell: Callable[[int, int], None], workers: int | None
-) -> None:
-    tell(0, len(missing))
+def _compile(missing: Sequence[Version], report: Report, workers: int | None) -> None:
+    report(0, len(missing))
     count = min(len(missing), workers or min(MOST_WORKERS, len(os.sched_getaffinity(0))))
-    told: SimpleQueue[None | Exception] = SimpleQueue()
+    results: SimpleQueue[None | Exception] = SimpleQueue()
 
     def work(part: Sequence[Version]) -> None:
         try:
-            _run_worker(part, lambda: told.put(None))
+            _run_worker(part, lambda: results.put(None))
         except Exception as error:
-            told.put(error)
+            results.put(error)
 
-    with ThreadPoolExecutor(count) as pool:  # a thread listens to each worker
+    with ThreadPoolExecutor(count) as pool:  # a thread for each worker, to read its output
         for first in range(count):
             pool.submit(work, missing[first::count])
         for done in range(1, len(missing) + 1):
-            error = told.get()
+            error = results.get()
             if error is not None:
                 raise error
-            tell(done, len(missing))
+            report(done, len(missing))
 
 
 def _run_worker(versions: Sequence[Version], count_one: Callable[[], None]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command, pipe = [sys.executable, "-m", compile_worker.__name__], subprocess.PIPE
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
-            [sys.executable, "-m", compile_worker.__name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-        ) as worker,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environ) as worker,
     ):
         assert worker.stdin is not None and worker.stdout is not None
-        with suppress(BrokenPipeError):  # its own message says more
+        with suppress(BrokenPipeError):  # the worker's own message is clearer
             worker.stdin.write(pickle.dumps(list(versions)))
             worker.stdin.close()
         for _ in worker.stdout:

@@ -1,6 +1,6 @@
-"""Compiles one version of a kernel after another: the worker process of `triton.compile`.
+"""The worker process of `jit.compile`: compiles one version of a kernel after another.
 
-Imports no torch, which takes longer than a kernel does.
+Imports no torch, which takes longer than compiling a kernel.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-# Triton versions whose private interfaces were compared with what `launch`, `compile` and this
-# module use of them. With any other version, Triton itself compiles and launches.
+# Triton versions whose private interfaces are as `launch`, `compile` and this module expect. With
+# any other version, Triton itself compiles and launches.
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))
 
 
@@ -34,11 +34,11 @@ def is_known() -> bool:
 
 @cache
 def compute_keys(module: str) -> None:
-    """Has Triton compute the cache keys of a module's kernels, each after those that it calls.
+    """Makes Triton compute the cache keys of a module's kernels, callees first.
 
-    Triton's key of a kernel holds the constants of a callee only if the callee's own key was
-    computed earlier: without a fixed order, processes that meet kernels in different orders do not
-    find each other's in the cache.
+    Triton's key of a kernel contains the constants of a callee only if the callee's own key was
+    computed earlier. Without a fixed order, processes that use kernels in different orders do not
+    find each other's versions in the cache.
     """
     from triton import JITFunction
 
@@ -51,7 +51,7 @@ def compute_keys(module: str) -> None:
 
 @dataclass(frozen=True)
 class Version:
-    """A kernel as Triton compiles it: all that decides which machine code comes out."""
+    """A kernel as Triton compiles it: everything that determines the machine code."""
 
     module: str
     name: str
@@ -69,21 +69,21 @@ class Version:
         return ASTSource(kernel, self.signature, self.constants, self.attributes)
 
     def compile(self) -> None:
-        """Compiles it, or finds it in the cache."""
+        """Compiles this version, unless it is in the cache."""
         import triton
         from triton.backends.compiler import GPUTarget
 
         source = self.build_source()
         kernel = triton.compile(source, target=GPUTarget(*self.target), options=self.options)
         if read_version() == (3, 6):
-            # it has C code for the launches of each signature, which it compiles when first needed
+            # this Triton also compiles C code for each signature, when it is first needed
             from triton.backends.nvidia.driver import CudaLauncher
 
-            with suppress(Exception):  # the module is built, but cannot be used without a GPU
+            with suppress(Exception):  # builds the module, but needs a GPU to use it
                 CudaLauncher(source, kernel.metadata)
 
     def is_cached(self) -> bool:
-        """Whether Triton's cache folder has it."""
+        """Whether this version is in Triton's cache folder."""
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.backends.compiler import GPUTarget
         from triton.compiler.compiler import make_backend
@@ -98,7 +98,7 @@ class Version:
 
 
 def main() -> None:
-    """Compiles the versions that it reads, and prints a line after each."""
+    """Compiles the versions from stdin, and prints a line after each."""
     for version in pickle.load(sys.stdin.buffer):
         version.compile()
         print(version.name, flush=True)

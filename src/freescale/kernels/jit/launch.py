@@ -1,5 +1,4 @@
-"""What all launches of Triton kernels share: a GPU or the interpreter, the right current device,
-sizes, and a launch that costs little."""
+"""Launches of Triton kernels: cheap ones, on the right device, or recorded instead of executed."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,31 +15,33 @@ import torch
 from freescale.kernels.jit.compile_worker import compute_keys, is_known
 from freescale.kernels.jit.launch_plan import (
     Block,
+    Compiled,
     LaunchPlan,
     Shortcut,
     write_fit_function,
 )
 
 _NOTHING = nullcontext()
-# Of every launch that does not set it. Triton 3.9 warns without it, and 3.10 changes the default.
+# Default options. Triton 3.9 warns without this one, and 3.10 changes its default.
 _OPTIONS = {"enable_fp_fusion": True}
 
 
 def require_gpu(device: torch.device, instead: str) -> None:
-    """Refuses tensors that the kernels cannot read; `instead` names the reference to use."""
+    """Raises ValueError for tensors that the kernels cannot read; `instead`: the module to use."""
     if device.type != "cuda" and not is_interpreted() and not is_recording():
         raise ValueError(f"the Triton kernels need tensors on a GPU, not {device}; use {instead}")
 
 
+@cache
 def is_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter, on the CPU."""
-    from freescale.kernels.jit.interpreter import INTERPRETED
+    """Whether kernels run in Triton's interpreter, on the CPU. Kernels never change their mode."""
+    from triton import knobs
 
-    return INTERPRETED
+    return bool(knobs.runtime.interpret)
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a device the current one, on which Triton launches, unless it is."""
+    """Makes a device the current one, on which Triton launches."""
     if not _is_cuda(device) or device.index == _get_current_device():
         return _NOTHING
     return torch.cuda.device(device)
@@ -47,19 +49,18 @@ def use_device(device: torch.device) -> AbstractContextManager[Any]:
 
 @cache
 def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"  # torch makes a text of it each time
+    return device.type == "cuda"  # cached: torch creates a string for each access
 
 
 def _get_current_device() -> int:
-    """As torch.cuda.current_device, of a process that has a tensor on a GPU: nothing is left to be
-    initialised."""
-    calls: Any = torch._C  # it is not in torch's stubs
+    """torch.cuda.current_device without its initialisation: the process has a tensor on a GPU."""
+    calls: Any = torch._C  # not in torch's stubs
     number: int = calls._cuda_getDevice()
     return number
 
 
 def count_blocks(items: int, each: int) -> int:
-    """How many blocks of `each` items hold `items`."""
+    """The number of blocks of `each` items that hold `items`."""
     return -(-items // each)
 
 
@@ -70,26 +71,35 @@ def round_up_to_power_of_two(n: int) -> int:
 
 @dataclass(frozen=True)
 class RowLaunch:
-    """How a kernel over rows is launched."""
+    """The launch configuration of a kernel over rows."""
 
     elements: int  # of a program's tile, for each tensor that it reads or writes
     warps: int
     fewest_columns: int = 1
 
     def shape(self, width: int) -> dict[str, int]:
-        """Arguments of a launch over rows of this width: tiles of R rows and W columns."""
+        """The arguments of a launch over rows of this width: tiles of R rows and W columns."""
         columns = max(self.fewest_columns, round_up_to_power_of_two(width))
-        return {
-            "WIDTH": width,
-            "R": max(1, self.elements // columns),
-            "W": columns,
-            "num_warps": self.warps,
-        }
+        rows = max(1, self.elements // columns)
+        return {"WIDTH": width, "R": rows, "W": columns, "num_warps": self.warps}
+
+
+class KernelModule:
+    """A module of Triton kernels, imported when the first of them is used: importing Triton takes
+    long, and it may be missing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(import_module(self._name), name)
+        setattr(self, name, kernel)  # found without this function from now on
+        return kernel
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as it was asked for: what `record_launches` keeps."""
+    """A recorded launch."""
 
     kernel: Any
     values: tuple[Any, ...]  # in the order of the kernel's parameters
@@ -97,7 +107,7 @@ class Launch:
 
 
 class _Recording(threading.local):
-    """What a thread records; None: it launches."""
+    """The launches that a thread has recorded; None: it does not record."""
 
     launches: list[Launch] | None = None
 
@@ -108,8 +118,8 @@ _recording = _Recording()
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """Records this thread's launches inside the block instead of making them. Outputs hold whatever
-    was in memory. Backward runs in this thread too; other threads launch as usual."""
+    """Records this thread's launches inside the block instead of executing them. Outputs are
+    uninitialised. Backward runs in this thread too; other threads launch as usual."""
     outer, recording = _recording.launches, list[Launch]()
     _recording.launches = recording
     try:
@@ -120,18 +130,27 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def is_recording() -> bool:
-    """Whether this thread records launches: its tensors may then be anywhere."""
+    """Whether this thread records launches. Its tensors may then be on any device."""
     return _recording.launches is not None
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """`kernel[grid](*arguments, **named)` at a fraction of its cost.
 
-    Triton binds, specialises and looks up each launch anew; this keeps the compiled kernel for each
-    combination of constants, dtypes and alignments, and hands it the pointers. Tensors that are
-    read by blocks come as `Block`. All arguments lie on the current device.
+    Triton binds, specialises and looks up each launch anew. This function keeps the compiled kernel
+    for each combination of constants, dtypes and alignments, and passes it the pointers. Tensors
+    that are read by blocks are passed as `Block`. All arguments are on the current device.
     """
     _find_launcher(kernel)(grid, arguments, named)
+
+
+def launch_blocks(
+    kernel: Any, device: torch.device, items: int, block: int, *arguments: Any, **named: Any
+) -> None:
+    """Launches one program for each `block` of items on a device, and nothing without items."""
+    if items:
+        with use_device(device):
+            launch_kernel(kernel, (count_blocks(items, block),), *arguments, **named)
 
 
 def prepare_launch(launch: Launch) -> None:
@@ -140,7 +159,7 @@ def prepare_launch(launch: Launch) -> None:
 
 
 def identify_launch(launch: Launch) -> tuple[Any, ...]:
-    """What differs wherever Triton compiles recorded launches differently."""
+    """A key that differs between launches of different compiled versions."""
     return id(launch.kernel), *_find_launcher(launch.kernel).identify(launch.values, launch.options)
 
 
@@ -156,8 +175,8 @@ class _Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.plans = kernel, dict[tuple[type, ...], LaunchPlan]()
-        # By constants and options; None: there is none for these. Without names of what is neither,
-        # of which there would be one for each value.
+        # By constants and options; None: no shortcut is possible. Kernels with other named
+        # arguments have no shortcuts: there would be one for each value.
         self.shortcuts = dict[tuple[Any, ...], Shortcut | None]()
         self.takes_shortcuts = True
         self.direct = not is_interpreted() and is_known()
@@ -182,7 +201,7 @@ class _Launcher:
             self._launch_compiled(grid, arguments, named)
 
     def _is_watched(self) -> bool:
-        """Whether someone asked Triton to tell of launches: a profiler of its own."""
+        """Whether Triton reports launches, for example to its profiler."""
         runtime = self._hooks.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         watches = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
@@ -191,7 +210,7 @@ class _Launcher:
     def _bind(
         self, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The values of all parameters, and what is left: options."""
+        """(the values of all parameters, options)."""
         options = _OPTIONS | named
         return [*arguments, *[options.pop(name) for name in self.names[len(arguments) :]]], options
 
@@ -204,33 +223,27 @@ class _Launcher:
             if shortcut is not None and shortcut.device == device:
                 fitting = shortcut.fit(arguments)
                 if fitting is not None:
-                    _run(device, grid, shortcut.run, shortcut.function, shortcut.metadata, fitting)
+                    _run(device, grid, shortcut.compiled, fitting)
                     return
         values, options = self._bind(arguments, named)
         plan = self._find_plan(values)
-        key, handed = plan.build_key(device, options, values)
-        there = plan.compiled.get(key)
-        if there is None:
+        key, passed = plan.build_key(device, options, values)
+        compiled = plan.compiled.get(key)
+        if compiled is None:
             plan.keep(key, self._launch_by_triton(grid, arguments, named))
             return
         if self.takes_shortcuts and shortcut is None:
-            self._add_shortcut(device, there, arguments, named, values[len(arguments) :])
-        _run(device, grid, *there, handed)
+            self._add_shortcut(device, compiled, named, values, len(arguments))
+        _run(device, grid, compiled, passed)
 
     def _add_shortcut(
-        self,
-        device: int,
-        compiled: tuple[Any, Any, Any],
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-        constants: list[Any],
+        self, device: int, compiled: Compiled, named: dict[str, Any], values: list[Any], count: int
     ) -> None:
-        """For launches like this one, if there is none."""
-        given = self.kernel.params[len(arguments) :]
-        self.takes_shortcuts = all(parameter.is_constexpr for parameter in given)
-        fixed = tuple(named.items())
+        """Adds a shortcut for launches like this one, with `count` positional arguments."""
+        parameters, fixed = self.kernel.params, tuple(named.items())
+        self.takes_shortcuts = all(parameter.is_constexpr for parameter in parameters[count:])
         if self.takes_shortcuts and fixed not in self.shortcuts:
-            fit = write_fit_function(self.kernel.params, arguments, constants)
+            fit = write_fit_function(parameters, values[:count], values[count:])
             self.shortcuts[fixed] = None if fit is None else Shortcut(device, compiled, fit)
 
     def _find_plan(self, values: Sequence[Any]) -> LaunchPlan:
@@ -241,15 +254,15 @@ class _Launcher:
         return plan
 
     def identify(self, values: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Of a launch on any one device: its values' types, and the key for these."""
+        """The types of a launch's values, and its key without the device."""
         key, _ = self._find_plan(values).build_key(0, options, values)
         return tuple(map(type, values)), key
 
     def prepare(self, values: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Compiles or loads what a launch with these needs, and launches nothing."""
+        """Compiles or loads the version for a launch, without launching it."""
         compiled = self.kernel.run(*map(describe_block, values), grid=(1,), warmup=True, **options)
         if self.direct:
-            _ = compiled.run  # loads it
+            _ = compiled.run  # loads the kernel
             plan = self._find_plan(values)
             key, _ = plan.build_key(torch.cuda.current_device(), options, values)
             plan.keep(key, compiled)
@@ -261,22 +274,15 @@ class _Launcher:
         return self.kernel[grid](*map(describe_block, arguments), **_OPTIONS | described)
 
 
-def _run(
-    device: int,
-    grid: tuple[int, ...],
-    run: Any,
-    function: Any,
-    metadata: Any,
-    handed: Sequence[Any],
-) -> None:
+def _run(device: int, grid: tuple[int, ...], compiled: Compiled, passed: Sequence[Any]) -> None:
     """Launches a compiled kernel on the current stream."""
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream, (run, function, metadata) = torch._C._cuda_getCurrentRawStream(device), compiled
     width, height, depth = (*grid, 1, 1)[:3]
-    run(width, height, depth, stream, function, metadata, None, None, None, *handed)
+    run(width, height, depth, stream, function, metadata, None, None, None, *passed)
 
 
 def describe_block(value: Any) -> Any:
-    """A `Block` as Triton knows it; any other value as it is."""
+    """Triton's descriptor for a `Block`; any other value unchanged."""
     if not isinstance(value, Block):
         return value
     from triton.tools.tensor_descriptor import TensorDescriptor

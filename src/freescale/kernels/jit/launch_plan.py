@@ -1,23 +1,28 @@
-"""What tells the compiled versions of a kernel apart, for values of certain types: found once for
-the types, so that little is left to do at each launch."""
+"""Finds the compiled version of a kernel for the values of a launch.
+
+Functions are generated for the types of the values, as dataclasses generate theirs: loops over the
+values would take longer than the rest of a launch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-LIMIT = 2**31  # of integers that Triton passes in 32 bits
+LIMIT = 2**31  # Triton passes smaller integers in 32 bits
 
 Key = tuple[Any, ...]
+Compiled = tuple[Any, Any, Any]  # of Triton's compiled kernel: run, function, packed metadata
+Fit = Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
 
 
 class Block:
     """A tensor that a kernel reads by blocks through a descriptor.
 
-    Has the fields of Triton's TensorDescriptor, without the checks that this makes each time: the
-    caller vouches for rows at multiples of 16 bytes and a last axis in one piece.
+    Has the fields of Triton's TensorDescriptor without its checks: the caller guarantees rows at
+    multiples of 16 bytes and a contiguous last axis.
     """
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
@@ -30,52 +35,48 @@ class Block:
 class LaunchPlan:
     """The compiled versions of a kernel for values of certain types.
 
-    `build_key(device, options, values)` returns (a key that differs wherever Triton compiles
-    differently, and maybe in more; the values as they are handed over: tensors as addresses).
+    `build_key(device, options, values)` returns (a key that differs between compiled versions, and
+    maybe more often; the values to pass to the kernel, with tensors as addresses).
     """
 
     def __init__(self, parameters: Sequence[Any], types: Sequence[type]) -> None:
-        self.compiled = dict[Key, tuple[Any, Any, Any]]()
+        self.compiled = dict[Key, Compiled]()
         self._alive = dict[Key, Any]()
         self.build_key = _write_key_function(parameters, types)
 
     def keep(self, key: Key, compiled: Any) -> None:
         self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
-        self._alive[key] = compiled  # Triton 3.8 and later unload its function when it is collected
+        self._alive[key] = compiled  # Triton 3.8 and later unload collected kernels
 
 
-class Shortcut:
-    """One compiled version of a kernel, for launches with the same constants.
+class Shortcut(NamedTuple):
+    """A compiled version of a kernel, for launches with the same constants.
 
-    `fit(arguments)` returns the values as they are handed over if this is the version for these
-    arguments, and None if that has to be found out: it looks at their types, not at all that a key
-    consists of.
+    `fit(arguments)` returns the values to pass if the arguments need this version. It returns None
+    if that takes a lookup by the whole key: it only checks their types.
     """
 
-    def __init__(self, device: int, compiled: tuple[Any, Any, Any], fit: Fit) -> None:
-        self.device, self.fit = device, fit
-        self.run, self.function, self.metadata = compiled
-
-
-Fit = Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
+    device: int
+    compiled: Compiled
+    fit: Fit
 
 
 def write_fit_function(
     parameters: Sequence[Any], arguments: Sequence[Any], constants: Sequence[Any]
 ) -> Fit | None:
-    """For launches by `arguments` like these, in front of such `constants`; None where versions
-    depend on more than types and alignment: numbers that are specialised, blocks."""
+    """Generates `Shortcut.fit` for launches with `arguments` like these, followed by `constants`.
+    None if the version depends on more than types and alignment: on specialised numbers, blocks."""
     names = [f"v{number}" for number in range(len(arguments))]
     aligned, numbers, wrong = list[str](), list[str](), list[str]()
-    handed, lines = list[str](), list[str]()
+    passed, lines = list[str](), list[str]()
     known: dict[str, Any] = {}
     for name, parameter, value in zip(names, parameters, arguments, strict=False):
         free = parameter.do_not_specialize
-        handed.append(name)
+        passed.append(name)
         if value is None:
             wrong.append(f"{name} is not None")
         elif isinstance(value, Tensor):
-            address = handed[-1] = f"address_{name}"
+            address = passed[-1] = f"address_{name}"
             lines.append(f"        {address} = {name}.data_ptr()")
             known[f"dtype_{name}"] = value.dtype
             wrong.append(f"{name}.dtype is not dtype_{name}")
@@ -96,7 +97,7 @@ def write_fit_function(
         wrong.append(f"({' | '.join(aligned)}) & 15")
     for number, constant in enumerate(constants):
         known[f"constant_{number}"] = constant
-        handed.append(f"constant_{number}")
+        passed.append(f"constant_{number}")
     if numbers:
         classes = " is ".join(f"{name}.__class__" for name in numbers)
         wrong.append(f"not ({classes} is int)")
@@ -110,7 +111,7 @@ def write_fit_function(
         "    except (AttributeError, ValueError):",
         "        return None",
         *([f"    if {' or '.join(wrong)}:", "        return None"] if wrong else []),
-        f"    return ({', '.join(handed)},)",
+        f"    return ({', '.join(passed)},)",
     ]
     exec("\n".join(text), known)
     fit: Fit = known["fit"]
@@ -120,17 +121,16 @@ def write_fit_function(
 def _write_key_function(
     parameters: Sequence[Any], types: Sequence[type]
 ) -> Callable[[int, dict[str, Any], Sequence[Any]], tuple[Key, Sequence[Any]]]:
-    """Written out for these types, as dataclasses are: loops over the values would take longer than
-    all else that a launch does."""
+    """Generates `LaunchPlan.build_key` for values of these types."""
     names = [f"v{number}" for number in range(len(types))]
     lines = [f"    {', '.join(names)}, = values"]
-    key, handed = ["device", "*options.items()"], list(names)
+    key, passed = ["device", "*options.items()"], list(names)
     for number, (name, parameter, kind) in enumerate(zip(names, parameters, types, strict=True)):
         free = parameter.do_not_specialize
         if parameter.is_constexpr:
             key.append(name)
         elif issubclass(kind, Tensor):
-            address = handed[number] = f"address{number}"
+            address = passed[number] = f"address{number}"
             lines.append(f"    {address} = {name}.data_ptr()")
             key.append(f"{name}.dtype")
             if not free and not parameter.do_not_specialize_on_alignment:
@@ -139,7 +139,7 @@ def _write_key_function(
             key += [f"{name}.base.dtype", f"*{name}.block_shape"]
         elif kind is not type(None) and not issubclass(kind, float):  # an int
             key.append(f"{-LIMIT} <= {name} < {LIMIT}" if free else name)
-    lines.append(f"    return ({', '.join(key)},), ({', '.join(handed)},)")
+    lines.append(f"    return ({', '.join(key)},), ({', '.join(passed)},)")
     written: dict[str, Any] = {}
     exec("\n".join(["def build_key(device, options, values):", *lines]), written)
     build_key: Callable[..., tuple[Key, Sequence[Any]]] = written["build_key"]

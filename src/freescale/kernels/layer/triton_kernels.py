@@ -12,9 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.jit.interpreter import INTERPRETED
-
-INLINE = tl.constexpr(not INTERPRETED)  # assembly
+INLINE = tl.constexpr(not triton.knobs.runtime.interpret)  # assembly
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of freescale.random
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)

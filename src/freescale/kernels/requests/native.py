@@ -1,5 +1,5 @@
-"""Rows of requests on a CPU, in C: keys without duplicates, rows that two batches share, requests
-in parts, sums of duplicates. Where a function cannot do it, the plain version runs."""
+"""Requests for rows on a CPU, in C: distinct keys, rows that two batches share, division of
+requests, sums of duplicates. The reference runs if a C function cannot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACES = 1 << 31  # of rows, as int32
 
 
 def is_there(tensor: Tensor) -> bool:
-    """Whether there are functions for tensors where this one is."""
+    """Whether there are C functions for tensors on this tensor's device."""
     return tensor.is_cpu and load_native() is not None
 
 
@@ -32,19 +32,19 @@ def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
 def _deduplicate(
     keys: Tensor, edges: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """The keys, sorted and each once, and where each of those that were given is among them. None
-    if they are too many and too large."""
+    """(distinct keys, sorted; the place of each input among them). None if the keys are too many
+    and too large."""
     n, ends = keys.numel(), 0 if edges is None else edges.numel()
     scratch, found, inverse = (_allocate(size, np.int64) for size in (2 * n, n, n))
     arrays = map(address, (edges, scratch, found, inverse, counts))
     count = require_native().deduplicate_keys(n, address(keys), ends, *arrays)
     if count < 0:
         return None
-    return torch.from_numpy(found.numpy()[:count].copy()), inverse  # a request keeps them
+    return torch.from_numpy(found.numpy()[:count].copy()), inverse  # a copy: a request keeps it
 
 
 def _allocate(count: int, dtype: type[np.generic]) -> Tensor:
-    """By numpy, which is faster where there is little."""
+    """Allocates with numpy, which is faster for small arrays."""
     return torch.from_numpy(np.empty(count, dtype))
 
 
@@ -61,7 +61,7 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
 
 
 def fits_division(rows: Tensor) -> bool:
-    """Whether `divide` can divide rows [n]."""
+    """Whether `divide` works for rows [n]."""
     return is_there(rows) and rows.numel() < _PLACES
 
 
@@ -70,11 +70,8 @@ def divide(
 ) -> tuple[Tensor, Tensor]:
     """Positions [n] int32 and counts [(1 + pieces) * ranks] of one list of `divide_rows`."""
     marked, rows = marked.contiguous(), rows.contiguous()
-    bins = (1 + pieces) * len(sizes)
-    of_ranks, positions = (
-        torch.from_numpy(np.array(sizes, np.int64)),
-        _allocate(len(rows), np.int32),
-    )
+    bins, positions = (1 + pieces) * len(sizes), _allocate(len(rows), np.int32)
+    of_ranks = torch.from_numpy(np.array(sizes, np.int64))
     counts, scratch = _allocate(bins, np.int64), _allocate(bins, np.int64)
     arrays = map(address, (of_ranks, marked, rows))
     results = map(address, (scratch, positions, counts))
@@ -83,7 +80,7 @@ def divide(
 
 
 def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-    """As the reference, of float32 gradients. None where the reference has to do it."""
+    """As `rows.reference.group_duplicates`, for float32 gradients. None if C cannot do it."""
     found = _deduplicate(rows.contiguous())
     if found is None:
         return None
@@ -101,8 +98,7 @@ def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] 
 
 
 def put_rows(into: Tensor, places: Tensor, rows: Tensor) -> None:
-    """into[places] = rows: places [n] int32, different ones; rows [n, width] of the dtype of
-    `into`."""
+    """into[places] = rows: distinct places [n] int32; rows [n, width] of the dtype of `into`."""
     rows = rows.contiguous()
     assert into.is_contiguous() and places.is_contiguous() and places.dtype == torch.int32
     assert rows.dtype == into.dtype

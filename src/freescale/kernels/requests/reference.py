@@ -1,8 +1,8 @@
 """Deduplication, masks and groups of row requests, in plain torch.
 
-On a device, results whose size only the device knows come in buffers of the size of the input, so
-that nothing has to be read to go on: whoever has to know a size (an AllToAll its splits) reads all
-of them at once, and cuts the buffers by it.
+On a device, results of a size that only the device knows fill buffers of the size of the input, and
+nothing is read from the device. A caller that needs sizes (an AllToAll its splits) reads all of
+them at once, and cuts the buffers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from freescale.kernels.upload import upload
 
 @dataclass(frozen=True)
 class Unique:
-    """Keys, each once, and where they stood among n."""
+    """Distinct keys, and the places of n inputs among them."""
 
-    keys: Tensor  # sorted, in the front of up to n; behind the last one: -1
+    keys: Tensor  # [u to n], sorted; -1 behind the last one
     inverse: Tensor  # [n]: input i is keys[inverse[i]]
-    counts: Tensor  # [edges]: keys from the edge before (or the lowest) up to each edge
+    counts: Tensor  # [edges]: keys between the previous edge, if there is one, and each edge
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
-    """keys [n] int64 or int32; edges [e] int64, rising, the last above every key."""
+    """keys [n] int64 or int32; edges [e] int64, ascending, the last above every key."""
     check_keys(keys=keys if keys.dtype != torch.int32 else keys.long(), edges=edges)
     unique, inverse = torch.unique(keys, return_inverse=True)
     return Unique(
@@ -36,16 +36,16 @@ def deduplicate(keys: Tensor, edges: Tensor) -> Unique:
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows asked of an owner by batch i [r] and by batch i+1 [s] -> (which of i's batch i+1 asks
-    too, and the other way round)."""
+    """Rows requested from an owner by batch i [r] and by batch i+1 [s] -> bool masks [r] and [s] of
+    the rows that the other batch requests, too."""
     check_keys(current=current, following=following)
     if not current.is_cuda:
         return _find_on_host(current, following), _find_on_host(following, current)
     joined = torch.cat([current, following])
     order = sort_stably(joined)
     ordered = joined[order]
-    # Equal rows stand together, those of batch i first: both batches ask if one of i begins them
-    # and one of i+1 ends them.
+    # Equal rows are together, those of batch i first: both batches request a row if its group
+    # begins with batch i and ends with batch i+1.
     edges = torch.ones(joined.numel() + 1, dtype=torch.bool, device=joined.device)
     torch.ne(ordered[1:], ordered[:-1], out=edges[1:-1])
     now = order < current.numel()
@@ -57,8 +57,8 @@ def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _find_on_host(wanted: Tensor, given: Tensor) -> Tensor:
-    """Which of the wanted rows [n] are among the given ones [m]. By numpy: of a few rows torch's
-    calls would take most of the time, of many its intermediate results most of the memory."""
+    """[n] bool: which of the wanted rows [n] are among the given ones [m]. With numpy: for few rows
+    torch's call overhead would dominate, for many the memory of its intermediate results."""
     rows, ordered = wanted.numpy(), np.sort(given.numpy())
     if not ordered.size:
         return torch.zeros(rows.shape, dtype=torch.bool)
@@ -67,8 +67,8 @@ def _find_on_host(wanted: Tensor, given: Tensor) -> Tensor:
 
 
 def group_by_tag(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """tags [n] of 0 to bins - 1 -> (positions [n] by tag, in order within each; how many have each
-    tag [bins])."""
+    """tags [n] of 0 to bins - 1 -> (positions [n], sorted stably by tag; counts of each tag
+    [bins])."""
     if tags.is_cuda:
         ordered, order = tags.to(torch.int32).sort(stable=True)
         return order, torch.searchsorted(
@@ -79,8 +79,8 @@ def group_by_tag(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
 
 
 def sort_stably(values: Tensor) -> Tensor:
-    """Positions [n] by value, equal ones in order of appearance. On the CPU by numpy, which merges
-    runs that are sorted already: what one rank asks for is."""
+    """Positions [n] by value, equal ones in order of appearance. On the CPU with numpy, which
+    merges sorted runs: the requests of a rank are one."""
     if values.is_cuda:
         return values.sort(stable=True).indices
     return torch.from_numpy(np.argsort(values.numpy(), kind="stable"))
@@ -101,11 +101,11 @@ def check_keys(**keys: Tensor) -> None:
 
 @dataclass(frozen=True)
 class MarkedRows:
-    """Requested rows of owners, in the order of the ranks that they go to or come from."""
+    """Requested rows of owners, in order of the ranks at the other end."""
 
     marked: Tensor  # [n] bool
     rows: Tensor  # [n]
-    sizes: Sequence[int]  # of each rank
+    sizes: Sequence[int]  # rows of each rank
     pieces: int  # a power of two
 
     @property
@@ -114,14 +114,14 @@ class MarkedRows:
 
 
 def find_first_tags(lists: Sequence[MarkedRows]) -> list[int]:
-    """Of each list, and behind the last one: a list has as many tags as bins."""
+    """The first tag of each list, and the end of the last one: a list has a tag for each bin."""
     return [0, *np.cumsum([one.bins for one in lists]).tolist()]
 
 
 def tag_rows(lists: Sequence[MarkedRows]) -> Tensor:
-    """[n] int32, of all lists one after another. In each list: the marked rows rank by rank, then
-    the others piece by piece and within each rank by rank. A row is always in the same piece,
-    whoever requests it."""
+    """[n] int32: the tags of all lists, one after another. A list's tags order its marked rows by
+    rank, then its other rows by piece and within a piece by rank. A row is always in the same
+    piece, whichever rank requests it."""
     first = find_first_tags(lists)
     begins = [edge + np.arange(len(one.sizes)) for edge, one in zip(first, lists, strict=False)]
     counts = [np.asarray(one.sizes, np.int64) for one in lists]

@@ -1,4 +1,4 @@
-"""The Triton kernels of `requests`: what stands between torch's sort and scan, and tags."""
+"""The Triton kernels of `requests`: the steps around torch's sort and scan, and tags."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["n"])
 def flags_kernel(keys, flags, n, BLOCK: tl.constexpr):
-    """flags[i] = 1 where sorted keys begin anew."""
+    """flags[i] = 1 if keys[i], which are sorted, differs from the key before."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(keys + i, mask=i < n, other=0)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < n), other=0)
@@ -18,7 +18,7 @@ def flags_kernel(keys, flags, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def unique_kernel(keys, order, ranks, unique, inverse, starts, n, BLOCK: tl.constexpr):
-    """keys sorted, ranks: the flags added up. Fills all of unique, inverse and starts."""
+    """keys: sorted; ranks: the cumulative sum of flags. Fills all of unique, inverse and starts."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     rank = tl.load(ranks + i, mask=inside, other=0)
@@ -29,7 +29,7 @@ def unique_kernel(keys, order, ranks, unique, inverse, starts, n, BLOCK: tl.cons
     key = tl.load(keys + i, mask=inside, other=0)
     tl.store(unique + rank - 1, key, mask=first)
     tl.store(starts + rank - 1, i, mask=first)
-    # Places behind the last key, which no key above is written to.
+    # The rest, behind the last key, which nothing above writes.
     behind = tl.zeros([BLOCK], tl.int64)
     tl.store(unique + i, behind - 1, mask=inside & (i >= count))
     tl.store(starts + i, behind + n, mask=(i <= n) & (i >= count))
@@ -50,7 +50,7 @@ def _below(keys, wanted, n, steps, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "steps", "count"])
 def edges_kernel(keys, ranks, edges, counts, n, steps, count, BLOCK: tl.constexpr):
-    """counts[e]: unique keys from edges[e - 1], or the lowest of all, up to edges[e]."""
+    """counts[e]: unique keys below edges[e] and not below edges[e - 1], if there is one."""
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = _below(keys, tl.load(edges + e, mask=e < count, other=0), n, steps, BLOCK)
     before = tl.load(edges + e - 1, mask=(e > 0) & (e < count), other=0)
@@ -76,8 +76,8 @@ def members_kernel(keys, among, out, n, m, steps, BLOCK: tl.constexpr):
     do_not_specialize_on_alignment=["tags", "marked", "rows", "bounds"],
 )
 def tag_kernel(tags, marked, rows, bounds, count, first, ranks, pieces, steps, BLOCK: tl.constexpr):
-    """A list's tags, from `first` on. Its rows of rank r are from bounds[r] to bounds[r + 1], which
-    is found in so many `steps`."""
+    """The tags of a list, from `first` on. Its rows of rank r are from bounds[r] to bounds[r + 1];
+    a bisection of `steps` steps finds r."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
     rank = tl.zeros([BLOCK], tl.int32)

@@ -1,5 +1,8 @@
-"""Rows copied by their numbers in host memory, in C: torch gathers by several threads, but scatters
-column by column, and its threads spin between two calls."""
+"""Copies of rows by their numbers in host memory, in C.
+
+torch gathers with several threads, but scatters column by column, and its threads spin between two
+calls.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,18 @@ _MOST_THREADS = 16
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether rows of these tensors can be copied here."""
+    """Whether C can copy rows of these tensors."""
     return load_native() is not None and all(
         tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors
     )
 
 
 def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor | None) -> None:
-    """to[to_rows] = source[rows], [n] int64 each; None: the first n in order. No row of `to` comes
-    twice."""
+    """to[to_rows] = source[rows], row numbers [n] int64; None: the first n in order. The rows of
+    `to` are distinct."""
     counts = [each.numel() for each in (to_rows, rows) if each is not None]
     assert to.dtype == source.dtype and to.shape[1:] == source.shape[1:] and len(set(counts)) == 1
     width = torch.Size(to.shape[1:]).numel() * to.element_size()
-    numbers = [None if each is None else each.contiguous() for each in (to_rows, rows)]
-    require_native().copy_rows(
-        counts[0], width, address(to), None if numbers[0] is None else address(numbers[0]),
-        address(source), None if numbers[1] is None else address(numbers[1]),
-        min(_MOST_THREADS, count_cores()),
-    )  # fmt: skip
+    to_rows, rows = (None if each is None else each.contiguous() for each in (to_rows, rows))
+    arrays = map(address, (to, to_rows, source, rows))
+    require_native().copy_rows(counts[0], width, *arrays, min(_MOST_THREADS, count_cores()))

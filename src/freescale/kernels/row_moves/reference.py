@@ -1,5 +1,4 @@
-"""Rows that come and those that go in their place, in plain torch. Initial rows are drawn by
-embedding/storage.py."""
+"""The exchange of rows, in plain torch. embedding/storage.py draws initial rows."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from torch import Tensor
 
 
 def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
-    """Exchanges different slots [m] of table [n, ...] with what was kept, [m or more, ...]."""
+    """Exchanges distinct slots [m] of table [n, ...] with the rows `kept` [m or more, ...]."""
     kept = kept[: slots.numel()]
     before = table.index_select(0, slots)
     table.index_copy_(0, slots, kept)

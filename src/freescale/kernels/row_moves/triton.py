@@ -1,12 +1,12 @@
 """Rows that move on a GPU: exchanged in one pass, and copied by their numbers.
 
 Exchange: a row is read, kept, and overwritten by the initial row of an id, by zeros, or by a row
-that was kept before. Initial rows are those of `embedding.storage.draw_initial_rows`, up to the
+that was kept before. Initial rows equal those of `embedding.storage.draw_initial_rows` up to the
 last bits of a logarithm and a cosine. In plain torch each of its twenty operations writes all
 entries in 64 bits; for the new ids of a batch that is more than the batch reads.
 
-Copies: one of both tables may be in pinned host memory. The GPU reads and writes it itself; neither
-a host core nor a staging buffer takes part.
+Copies: one of the two tables may be in pinned host memory. The GPU reads and writes it directly,
+without a host core or a staging buffer.
 """
 
 from __future__ import annotations
@@ -15,37 +15,34 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.jit.launch import (
+    KernelModule,
     RowLaunch,
     count_blocks,
-    launch_kernel,
+    launch_blocks,
     require_gpu,
-    use_device,
 )
 
-EXCHANGE = RowLaunch(1024, 4)
+EXCHANGE, COPY = RowLaunch(1024, 4), RowLaunch(8192, 16)
+# While a copy waits for the bus, kernels that need all registers of a multiprocessor wait for the
+# copy. So there are few programs, each with as many bytes in flight as it can hold.
+PROGRAMS = 16
+_kernels = KernelModule("freescale.kernels.row_moves.triton_kernels")
 
 
 def insert_drawn(
-    table: Tensor,
-    slots: Tensor,
-    ids: Tensor,
-    seed: Tensor,
-    std: float,
-    *,
-    state: Tensor | None = None,
-    room: int | None = None,
-    total: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Writes the initial rows of ids [m] to different slots [m] of table [n, width] float32, and
+    table: Tensor, slots: Tensor, ids: Tensor, seed: Tensor, std: float, *,
+    state: Tensor | None = None, room: int | None = None, total: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Writes the initial rows of ids [m] to distinct slots [m] of table [n, width] float32, and
     zeros to those of its state [n].
 
     Args:
-        seed: [1], of the table, on the same device.
-        room: of the first so many alone; by default of all.
-        total: and of the first of so many, [1] or more int64: the host need not know it.
+        seed: Of the table, [1] on the same device.
+        room: Writes only the first `room` rows; None: all.
+        total: Writes only the first total[0] rows, int64 [1 or more]; the host need not know it.
 
     Returns:
-        what was there: rows [room, width], state [room].
+        The previous rows [room, width] and state [room].
     """
     room = slots.numel() if room is None else room
     before = table.new_empty(room, *table.shape[1:])
@@ -57,8 +54,8 @@ def insert_drawn(
 def insert_zeros(
     table: Tensor, slots: Tensor, room: int | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Writes zeros to different slots [m] of table [n, ...]; of `room` and `total`, as above.
-    Returns what was there, [room, ...]."""
+    """Writes zeros to distinct slots [m] of table [n, ...]; `room` and `total` as above. Returns
+    the previous rows [room, ...]."""
     room = slots.numel() if room is None else room
     before = table.new_empty(room, *table.shape[1:])
     _exchange(table, slots, before, room, total=total)
@@ -66,7 +63,7 @@ def insert_zeros(
 
 
 def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
-    """Exchanges different slots [m] of table [n, ...] with what was kept, [m or more, ...]."""
+    """As the reference."""
     _exchange(table, slots, kept, slots.numel(), swaps=True)
 
 
@@ -78,38 +75,25 @@ def _exchange(
 ) -> None:  # fmt: skip
     require_gpu(table.device, "kernels.row_moves.reference")
     assert table.is_contiguous() and kept.is_contiguous() and slots.dtype == torch.int64
-    if not count or not kept.numel():
-        return
-    from freescale.kernels.row_moves.triton_kernels import exchange_kernel
-
-    shape = EXCHANGE.shape(kept.numel() // kept.shape[0])
-    with use_device(table.device):
-        launch_kernel(
-            exchange_kernel, (count_blocks(count, shape["R"]),), table, slots, kept, ids, seed,
-            *state, total, count, std, DRAWS=draws, SWAPS=swaps, **shape,
+    if kept.numel():
+        shape = EXCHANGE.shape(kept.numel() // kept.shape[0])
+        launch_blocks(
+            _kernels.exchange_kernel, table.device, count, shape["R"], table, slots, kept, ids,
+            seed, *state, total, count, std, DRAWS=draws, SWAPS=swaps, **shape,
         )  # fmt: skip
 
 
-COPY = RowLaunch(8192, 16)
-# While a program waits for the bus, kernels that need all registers of a multiprocessor wait for
-# the program: few of them, each with as many bytes on their way as it can hold.
-PROGRAMS = 16
-
-
 def copy_rows(to: Tensor, to_rows: Tensor, source: Tensor, rows: Tensor) -> None:
-    """to[to_rows] = source[rows], for row numbers [n] int64 on the GPU. No row of `to` comes
-    twice."""
+    """to[to_rows] = source[rows], row numbers [n] int64 on the GPU. The rows of `to` are
+    distinct."""
     require_gpu(rows.device, "kernels.row_moves.native")
     assert to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
     assert to_rows.dtype == rows.dtype == torch.int64 and to.shape[1:] == source.shape[1:]
     width = torch.Size(to.shape[1:]).numel()
-    if not rows.numel() or not width:
-        return
-    from freescale.kernels.row_moves.triton_kernels import copy_rows_kernel
-
-    shape = COPY.shape(width)
-    programs = min(PROGRAMS, count_blocks(rows.numel(), shape["R"]))
-    with use_device(rows.device):
-        launch_kernel(
-            copy_rows_kernel, (programs,), to, to_rows, source, rows, rows.numel(), **shape
-        )
+    if width:
+        shape = COPY.shape(width)
+        programs = min(PROGRAMS, count_blocks(rows.numel(), shape["R"]))
+        launch_blocks(
+            _kernels.copy_rows_kernel, rows.device, programs, 1, to, to_rows, source, rows,
+            rows.numel(), **shape,
+        )  # fmt: skip

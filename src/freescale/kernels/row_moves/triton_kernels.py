@@ -21,10 +21,9 @@ def _derive(key, counter):
 
 @triton.jit
 def _draw(id, seed, column):
-    """Of the standard normal distribution, for ids [R, 1] and columns [1, W] of the table with this
-    seed."""
+    """Standard normal draws for ids [R, 1] and columns [1, W] of the table with this seed."""
     key = _derive(_derive(seed, id), column.to(tl.uint64))
-    # Numbers of 32 bits become floats four times as fast as those of 64.
+    # Converting 32-bit integers to floats is four times as fast as converting 64-bit ones.
     first = ((key >> 40).to(tl.uint32).to(tl.float32) + 0.5) * (2.0**-24)  # exact, and never 0
     second = key.to(tl.uint32).to(tl.float32) * (2.0**-32)
     return tl.sqrt_rn(-2.0 * tl.log(first)) * _cos_of_turns(second)
@@ -32,8 +31,8 @@ def _draw(id, seed, column):
 
 @triton.jit
 def _cos_of_turns(x):
-    """cos(2 pi x) for x in [0, 1], to 2e-7: the sine of an angle of up to a quarter. A cosine of
-    any angle takes four times as long, and these draws are most of what the kernel has to do."""
+    """cos(2 pi x) for x in [0, 1], to 2e-7: the sine of an angle of up to a quarter turn. A general
+    cosine takes four times as long, and these draws are most of the kernel's work."""
     angle = tl.abs(x - 0.5) - 0.25
     square = angle * angle
     factor = 39.536705333336506 * square - 76.54978219071661
@@ -48,9 +47,9 @@ def exchange_kernel(
     DRAWS: tl.constexpr, SWAPS: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """kept[i]: what was in slot slots[i]; there is now the initial row of ids[i] (DRAWS, seeds
-    [1]), what kept[i] was (SWAPS), or zeros. Of `count` rows, and no more than total [1] if that is
-    not None. state, kept_state: a number of each row, if there is one, for which zeros come. A
+    """Moves slot slots[i] to kept[i], and writes to the slot the initial row of ids[i] (DRAWS, with
+    seeds [1]), the previous kept[i] (SWAPS), or zeros. Exchanges `count` rows, but at most total
+    [1] if it is given. state, kept_state: an optional number of each row, replaced by zero. A
     program exchanges R rows of up to W columns."""
     if total is not None:
         count = tl.minimum(count, tl.load(total).to(tl.int32))
@@ -82,8 +81,8 @@ def exchange_kernel(
 def copy_rows_kernel(
     to, to_rows, source, rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """to[to_rows[i]] = source[rows[i]]. A program copies R rows of up to W columns at a time, as
-    often as there are some."""
+    """to[to_rows[i]] = source[rows[i]]. A program copies R rows of up to W columns at a time, until
+    all are copied."""
     column = tl.arange(0, W)[None, :]
     for block in range(tl.program_id(0), tl.cdiv(count, R), tl.num_programs(0)):
         number = block * R + tl.arange(0, R)

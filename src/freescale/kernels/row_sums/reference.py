@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Row numbers in ascending order, and where each stood."""
+    """Row numbers in ascending order, and the place that each had before."""
 
     rows: Tensor  # [n] int32 or int64; negative ones name no row
     order: Tensor  # [n] int64; equal rows in order of appearance
@@ -22,16 +22,15 @@ class SortedRows:
 
 
 def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
-    """values [n, width] of rows [n] -> [count, width]: the sum of each row's values, one after
-    another, added to those of `onto` [count, width], which is overwritten; without it zero where
-    there are none."""
+    """values [n, width] of rows [n] -> [count, width]: the sums of each row's values, in order.
+    With `onto` [count, width], adds them there; without it, rows without values are zero."""
     check_values(values, rows)
     sums = values.new_zeros(count, values.shape[1]).index_add_(0, rows, values)
     return sums if onto is None else onto.add_(sums)
 
 
 def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
-    """values [n, width] of rows that were sorted since -> (row numbers [u], sums [u, width])."""
+    """values [n, width], in the order before the sort -> (row numbers [u], sums [u, width])."""
     check_values(values, rows.order)
     unique, inverse = torch.unique_consecutive(rows.rows, return_inverse=True)
     return unique, sum_by_row(values.index_select(0, rows.order), inverse, unique.numel())
@@ -47,7 +46,7 @@ def check_values(values: Tensor, rows: Tensor) -> None:
 
 
 def sum_in_order(parts: Tensor, copies: int) -> Tensor:
-    """parts [ranks, n] -> [copies * n]: ((part 0 + part 1) + part 2) + ..., so often."""
+    """parts [ranks, n] -> [copies * n]: copies of ((part 0 + part 1) + part 2) + ..."""
     first, *others = parts.unbind(0)
     total = first.clone()
     for part in others:

@@ -1,7 +1,7 @@
 """The sums of `row_sums.reference` as Triton kernels, for NVIDIA GPUs.
 
-Rows: nothing is read from the device and nothing is added with atomics. One sort, then each row's
-values in the order in which they came, in float32. The result for a row depends on that row alone.
+Rows: nothing is read from the device, and there are no atomics. After one sort each row's values
+are added in order of appearance, in float32. The result for a row depends on that row alone.
 
 Parts of ranks: one launch with the bits of the reference, which takes one launch per rank. These
 sums run alongside a backward, in a thread whose every launch takes the interpreter's lock.
@@ -13,41 +13,36 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.jit.launch import (
+    KernelModule,
     RowLaunch,
     count_blocks,
-    launch_kernel,
+    launch_blocks,
     require_gpu,
-    use_device,
 )
 from freescale.kernels.row_sums.reference import SortedRows, check_values
 
 SUMS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
 UNROLL = 4  # values of a row in flight
-# values: rows with more are cut into chunks, so that no program adds up a hot row alone; a power
-# of two, and so a multiple of a tile's rows
+# Values of a row: longer rows are cut into chunks, to share a hot row among programs. A power of
+# two, and so a multiple of a tile's rows.
 CHUNK = 128
 BLOCK = 1024
-# Sums of ranks: what torch adds without a wider type in between.
-DTYPES = (torch.float32, torch.float64)
+MAX_WIDTH = 4096  # of rows in `check_rows`
+DTYPES = (torch.float32, torch.float64)  # of ranks' parts: torch adds these without a wider type
+_kernels = KernelModule("freescale.kernels.row_sums.triton_kernels")
 
 
 def spread_ids(ids: Tensor, out: Tensor, stride: int, rows: int, base: int) -> None:
-    """out [n] = ids [n] * stride % rows + base: where the ids of a table are in its storage."""
+    """out [n] = ids [n] * stride % rows + base: the places of a table's ids in its storage."""
     require_gpu(ids.device, "embedding.layout")
-    if ids.numel():
-        from freescale.kernels.row_sums.triton_kernels import spread_kernel
-
-        with use_device(ids.device):
-            grid = (count_blocks(ids.numel(), BLOCK),)
-            numbers = (stride, rows, base)
-            launch_kernel(
-                spread_kernel, grid, ids.contiguous(), out, ids.numel(), *numbers, BLOCK=BLOCK
-            )
+    launch_blocks(
+        _kernels.spread_kernel, ids.device, ids.numel(), BLOCK, ids.contiguous(), out, ids.numel(),
+        stride, rows, base, BLOCK=BLOCK,
+    )  # fmt: skip
 
 
 def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
-    """values [n, width] of rows [n] -> [count, width]: the sum of each row's values, added to those
-    of `onto` [count, width], which is overwritten; without it zero where there are none."""
+    """As the reference."""
     check_values(values, rows)
     require_gpu(values.device, "kernels.row_sums.reference")
     out = onto
@@ -59,8 +54,8 @@ def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = N
 
 
 def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
-    """values [n, width] of rows that were sorted since -> (row numbers [n], sums [n, width]), by
-    sorted position: where a row begins, that row and its sum; elsewhere -1, and no sum."""
+    """As the reference, but (row numbers [n], sums [n, width]) by sorted position: the first
+    position of a row has its number and sum, all others have -1 and no sum."""
     check_values(values, rows.order)
     require_gpu(values.device, "kernels.row_sums.reference")
     found, out = torch.empty_like(rows.rows), torch.empty_like(values)
@@ -73,37 +68,33 @@ def _launch_sums(
 ) -> None:
     if not values.numel():
         return
-    from freescale.kernels.row_sums.triton_kernels import row_sums_kernel
-
-    shape = shape_sums(SUMS, values.shape[1])
-    n = values.shape[0]
-    with use_device(values.device):
-        partial = sum_chunks(rows, values)
-        grid = (count_blocks(n, shape["R"]),)
-        tensors = (values, rows.rows, rows.order, partial, out, found)
-        launch_kernel(row_sums_kernel, grid, *tensors, n, DENSE=dense, ADDS=adds, **shape)
+    shape, n, partial = shape_sums(SUMS, values.shape[1]), len(values), sum_chunks(rows, values)
+    launch_blocks(
+        _kernels.row_sums_kernel, values.device, n, shape["R"], values, rows.rows, rows.order,
+        partial, out, found, n, DENSE=dense, ADDS=adds, **shape,
+    )  # fmt: skip
 
 
 def sum_chunks(rows: SortedRows, values: Tensor) -> Tensor:
-    """The sums of the chunks of long rows, where `sum_rows` looks for them."""
+    """The sums of the chunks of long rows, which the kernels' `sum_rows` reads."""
     n, width = values.shape
     if n <= CHUNK:
         return values  # no row is long
-    from freescale.kernels.row_sums.triton_kernels import chunk_sums_kernel
-
     windows = count_blocks(n, CHUNK)
     partial = torch.empty(2 * windows, width, dtype=torch.float32, device=values.device)
     shape = CHUNKS.shape(width)
     shape["R"] = min(shape["R"], CHUNK)
-    tensors, sizes = (values, rows.rows, rows.order, partial), (n, n.bit_length())
-    launch_kernel(chunk_sums_kernel, (2 * windows,), *tensors, *sizes, CHUNK=CHUNK, **shape)
+    launch_blocks(
+        _kernels.chunk_sums_kernel, values.device, 2 * windows, 1, values, rows.rows, rows.order,
+        partial, n, n.bit_length(), CHUNK=CHUNK, **shape,
+    )  # fmt: skip
     return partial
 
 
 def shape_sums(launch: RowLaunch, width: int) -> dict[str, int]:
     """Arguments of a launch that sums rows of this width."""
     shape = launch.shape(width)
-    # Triton 3.6 does not compile such sums for 8, 32 and 64 rows a program
+    # Triton 3.6 does not compile these sums for 8, 32 and 64 rows a program.
     if 16 < shape["R"] < 128:
         shape["R"] = 16
     elif shape["R"] == 8:
@@ -113,17 +104,47 @@ def shape_sums(launch: RowLaunch, width: int) -> dict[str, int]:
 
 
 def sum_in_order(parts: Tensor, copies: int) -> Tensor:
-    """As `reference.rank_sums.sum_in_order`."""
-    from freescale.kernels.row_sums.triton_kernels import sum_in_order_kernel
-
+    """As the reference."""
     require_gpu(parts.device, "kernels.row_sums.reference")
     assert parts.dtype in DTYPES and parts.is_contiguous()
     ranks, count = parts.shape
     total = torch.empty(copies * count, dtype=parts.dtype, device=parts.device)
-    if total.numel():
-        with use_device(parts.device):
-            launch_kernel(
-                sum_in_order_kernel, (count_blocks(count, BLOCK),), parts, total, count, ranks,
-                copies, BLOCK=BLOCK,
-            )  # fmt: skip
+    launch_blocks(
+        _kernels.sum_in_order_kernel, parts.device, count, BLOCK, parts, total, count, ranks,
+        copies, BLOCK=BLOCK,
+    )  # fmt: skip
     return total
+
+
+def check_rows(
+    numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor
+) -> None:
+    """Checks row numbers and tables [n, width] before a launch: dtypes, one GPU, contiguity."""
+    if numbers is not None and (
+        numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim != 1
+    ):
+        raise ValueError(
+            "row numbers must be a 1-d tensor of int64 or int32, not "
+            f"{numbers.dtype} with {numbers.ndim} axes"
+        )
+    for name, table in tables.items():
+        if table.ndim != 2 or table.dtype not in dtypes:
+            raise ValueError(
+                f"{name} must be [n, width] of {' or '.join(map(str, dtypes))}, not "
+                f"{table.dtype} {list(table.shape)}"
+            )
+        if not 1 <= table.shape[1] <= MAX_WIDTH:
+            raise ValueError(
+                f"the kernels are for rows 1 to {MAX_WIDTH} wide, not "
+                f"{table.shape[1]}; use kernels.rows"
+            )
+        if name != "gradients" and not table.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous: {list(table.shape)} has strides {table.stride()}"
+            )
+    devices = {table.device for table in tables.values()} | (
+        {numbers.device} if numbers is not None else set()
+    )
+    if len(devices) > 1:
+        raise ValueError(f"tensors lie on different devices: {sorted(map(str, devices))}")
+    require_gpu(devices.pop(), "kernels.rows")

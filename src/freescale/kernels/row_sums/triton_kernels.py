@@ -1,11 +1,11 @@
 """The Triton kernels of `row_sums`: sums of the values of equal rows, which a sort has brought
 together.
 
-A row's values are added one after another. Those of a row that has more than CHUNK are cut, from
-its first one on, into chunks of CHUNK; each chunk is summed by a program of its own, and the sums
-of the chunks are added one after another. Chunks are found without counting rows or chunks first:
-a window of CHUNK sorted positions holds the beginning of at most two chunks of such rows, one of
-the row that its first position belongs to and one of the row that its last position belongs to.
+A row's values are added one after another. A row of more than CHUNK values is cut, from its first
+value on, into chunks of CHUNK. A program of its own sums each chunk, and the sums of the chunks are
+added one after another. Chunks are found without counting rows or chunks first: at most two chunks
+begin in a window of CHUNK sorted positions, one of the row at its first position and one of the row
+at its last position.
 """
 
 # mypy: ignore-errors
@@ -13,6 +13,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """(places in the table, places in the gradients, mask of both, rows, mask of rows) of a
+    program's rows."""
+    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    row = tl.load(rows + number, mask=number < count, other=-1).to(tl.int64)
+    columns = tl.arange(0, W)[None, :]
+    there = (row >= 0)[:, None] & (columns < WIDTH)
+    return row[:, None] * WIDTH + columns, number[:, None] * WIDTH + columns, there, row, row >= 0
 
 
 @triton.jit
@@ -39,7 +50,7 @@ def chunk_sums_kernel(
     begin = window * CHUNK
     at = tl.where(last == 1, tl.minimum(begin + CHUNK - 1, n - 1), begin)
     row = tl.load(rows + at)
-    # A row of more than CHUNK values has one here, half a chunk before or half a chunk behind.
+    # A row of more than CHUNK values also has one half a chunk before or behind this position.
     behind = tl.load(rows + at + CHUNK // 2, mask=at + CHUNK // 2 < n, other=-1) == row
     before = tl.load(rows + at - CHUNK // 2, mask=at >= CHUNK // 2, other=-1) == row
     another = (last == 0) | (tl.load(rows + begin) != row)
@@ -68,13 +79,13 @@ def sum_rows(
     CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """(positions [R], rows [R], which of them begin a row [R], sums [R, W] where they do) of a
-    program's R sorted positions. 2 ** STEPS > CHUNK; partial: from the kernel above."""
+    """(positions [R], rows [R], whether a row begins there [R], its sum [R, W]) of a program's R
+    sorted positions. 2 ** STEPS > CHUNK; partial: from the kernel above."""
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     row = tl.load(rows + i, mask=i < n, other=-1)
     before = tl.load(rows + i - 1, mask=(i < n) & (i > 0), other=-1)
     begins = (row >= 0) & (row != before)
-    # How many values it has, up to CHUNK + 1: by bisection.
+    # Bisect for its number of values, up to CHUNK + 1.
     low = tl.zeros([R], tl.int32)
     high = low + CHUNK + 1
     for _ in tl.static_range(STEPS):
@@ -96,12 +107,12 @@ def sum_rows(
         for more in tl.static_range(UNROLL):
             left = first + more < length
             value = tl.load(order + i + first + more, mask=left, other=0)
-            # From where there is none: negative zero, which changes no bit.
+            # Masked values are negative zero, which changes no bit.
             total += tl.load(
                 values + value[:, None] * WIDTH + columns, mask=left[:, None] & narrow, other=-0.0
             ).to(tl.float32)
-    # The first chunk begins behind the start of its window, or there; all others are those of the
-    # row that their window's first position belongs to.
+    # The first chunk begins at the start of its window or behind it. All others belong to the row
+    # at the first position of their window.
     window = i // CHUNK * 2
     slot = tl.where(i % CHUNK == 0, window, window + 1)
     chunk = tl.load(partial + slot[:, None] * WIDTH + columns, mask=long[:, None] & narrow, other=0)
@@ -122,11 +133,11 @@ def sum_rows(
 def row_sums_kernel(
     values, rows, order, partial, out, found, n,
     DENSE: tl.constexpr,  # out has a place for each row; else for each sorted position
-    ADDS: tl.constexpr,  # to what out holds
+    ADDS: tl.constexpr,  # adds to the values in out
     CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """found [n]: the row where a sorted position begins one, else -1."""
+    """found [n]: the row that begins at a sorted position, -1 if none does."""
     i, row, begins, total = sum_rows(
         values, rows, order, partial, n, CHUNK, STEPS, UNROLL, WIDTH, R, W
     )
@@ -145,7 +156,7 @@ def row_sums_kernel(
     tl.store(target, total, mask=there)
 
 
-# Both are parts of larger tensors: where they begin changes from batch to batch.
+# ids and out are parts of larger tensors: their alignment changes from batch to batch.
 @triton.jit(
     do_not_specialize=["n", "stride", "rows", "base"], do_not_specialize_on_alignment=["ids", "out"]
 )

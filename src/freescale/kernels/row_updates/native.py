@@ -1,5 +1,6 @@
-"""Optimizers on a CPU: Adam and row-wise Adagrad of rows in C, in one pass over the rows, the
-others as in plain torch; AdamW of whole tensors. Large updates use torch's number of threads."""
+"""Optimizers on a CPU, in C: Adam and row-wise Adagrad of rows, in one pass over the rows, and
+AdamW of whole tensors. The other row optimizers are the reference's. Large updates use torch's
+number of threads."""
 
 from __future__ import annotations
 
@@ -9,20 +10,15 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
-from freescale.kernels.native import (
-    address,
-    list_addresses,
-    load_native,
-    require_native,
-)
+from freescale.kernels.native import address, list_addresses, load_native, require_native
 from freescale.kernels.row_updates.reference import adagrad, clip_rows, sgd
 
 __all__ = ["adagrad", "adam", "adam_tensors", "clip_rows", "fits", "rowwise_adagrad", "sgd"]
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a table is updated here. A property of the table, never of the number of rows or
-    threads: schedules divide a step's rows differently and have to agree in every bit."""
+    """Whether these functions update a table. Depends on the table, never on the number of rows or
+    threads: schedules divide a step's rows differently and must agree in every bit."""
     usual = weight.device.type == "cpu" and weight.dtype == torch.float32
     return usual and load_native() is not None
 
@@ -41,17 +37,9 @@ def rowwise_adagrad(
 
 
 def adam(
-    weight: Tensor,
-    first: Tensor,
-    second: Tensor,
-    rows: Tensor,
-    gradients: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-) -> None:
+    weight: Tensor, first: Tensor, second: Tensor, rows: Tensor, gradients: Tensor, *,
+    lr: float, betas: tuple[float, float], eps: float, step: int,
+) -> None:  # fmt: skip
     """As the reference."""
     tables = weight, first, second
     assert all(each.is_contiguous() for each in tables) and rows.dtype == torch.int64
@@ -65,29 +53,18 @@ def adam(
 
 
 def adam_tensors(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
-    steps: Sequence[Tensor],  # scalars: that were made so far
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> bool:
-    """A step of torch.optim.AdamW; all tensors are contiguous float32. Returns False, with nothing
-    done, where they have not made the same number of steps."""
-    step = float(steps[0]) + 1
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor],
+    second: Sequence[Tensor], steps: Sequence[Tensor], *,
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+) -> bool:  # fmt: skip
+    """A step of torch.optim.AdamW; all tensors are contiguous float32. `steps` are scalars: the
+    steps so far. Returns False, and does nothing, if these are not all the same."""
+    step, count = float(steps[0]) + 1, len(parameters)
     done = require_native().adam_tensors(
-        len(parameters),
-        (c_int64 * len(parameters))(*(parameter.numel() for parameter in parameters)),
+        count, (c_int64 * count)(*(parameter.numel() for parameter in parameters)),
         *map(list_addresses, (gradients, parameters, first, second, steps)),
-        step,
-        1 - lr * weight_decay,
-        *_list_factors(lr, betas, eps, step),
-        torch.get_num_threads(),
-    )
+        step, 1 - lr * weight_decay, *_list_factors(lr, betas, eps, step), torch.get_num_threads(),
+    )  # fmt: skip
     if done:
         torch.autograd.graph.increment_version(parameters)
     return bool(done)
@@ -96,12 +73,6 @@ def adam_tensors(
 def _list_factors(
     lr: float, betas: tuple[float, float], eps: float, step: float
 ) -> tuple[float, ...]:
-    """Of a step of Adam, as C takes them."""
-    return (
-        1 - betas[0],
-        betas[1],
-        1 - betas[1],
-        (1 - betas[1] ** step) ** 0.5,
-        eps,
-        lr / (1 - betas[0] ** step),
-    )
+    """The factors of a step of Adam, in the order of the C functions."""
+    root, rate = (1 - betas[1] ** step) ** 0.5, lr / (1 - betas[0] ** step)
+    return 1 - betas[0], betas[1], 1 - betas[1], root, eps, rate

@@ -1,8 +1,7 @@
-"""Row optimizers in plain torch, which touch only the rows they are given.
+"""Row optimizers in plain torch. They touch only the given rows, which are unique.
 
-They work in blocks of rows that fit a core's cache: a step is bound by memory traffic, and each of
-the several passes over a block then costs one trip to memory instead of one each. The rows of a
-call are unique.
+They work in blocks of rows that fit a core's cache. A step is bound by memory traffic: this way
+several passes over a block cost one trip to memory instead of one each.
 """
 
 from __future__ import annotations
@@ -103,12 +102,12 @@ def counted_adam(
     eps: float,
 ) -> None:
     """first, second [n, width]: moments of the rows' gradients. correction [n, 2]: 1 - beta ** (the
-    row's own updates), as the moments of a gradient that is always 1: no power is computed, whose
-    last bits would depend on where in a vector it is. On a GPU a row of -1 is none."""
+    row's own updates), kept as the moments of a gradient of 1: the last bits of a computed power
+    would depend on its place in a vector. On a GPU a row of -1 is skipped."""
     rates = [1 - beta for beta in betas]
     both = torch.tensor(rates, dtype=weight.dtype, device=weight.device)
     for block, gradient in _split_blocks(rows, gradients):
-        # not times 0: of a row that is none, the gradient may be what memory held before
+        # `where`, not a product with 0: the gradient of a skipped row may be uninitialised memory
         gradient = gradient.where((block >= 0)[:, None], 0)
         there = (block >= 0).to(weight.dtype)[:, None]
         block = block.clamp(min=0).long()
@@ -124,7 +123,7 @@ def counted_adam(
 
 
 def _add_to_rows(values: Tensor, rows: Tensor, change: Tensor) -> Tensor:
-    """What rows [r] of values [n, ...] are after a change [r, ...], which is added to them."""
+    """Adds changes [r, ...] to rows [r] of values [n, ...], and returns the new rows."""
     moved = values.index_select(0, rows) + change
     values.index_add_(0, rows, change)
     return moved

@@ -1,8 +1,8 @@
 """The Triton kernels of `row_updates`: clipping, and row optimizers that read and write a row once.
 
-A program works on R rows of up to W columns, a power of two. The optimizers' operations are torch's
-on CUDA, rounding by rounding: fused where torch's kernels are, and nowhere else (they are compiled
-with contraction off), with divisions and roots as IEEE rounds them.
+A program works on R rows of up to W columns, a power of two. The optimizers round like torch's CUDA
+kernels, operation by operation: multiply-adds are fused where torch's are, and nowhere else (the
+kernels are compiled with contraction off); divisions and roots are rounded as IEEE demands.
 """
 
 # mypy: ignore-errors
@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.row_sums.triton_kernels import sum_rows
-from freescale.kernels.rows.triton_kernels import _locate_rows
+from freescale.kernels.row_sums.triton_kernels import _locate_rows, sum_rows
 
 
 @triton.jit
@@ -21,8 +20,8 @@ def _take_gradients(
     CHUNK: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """(places in the table, gradients, which are there, rows, which of them) of a program's rows.
-    SORTED: the gradients are those of all that read a row, and are summed here. Marks the rows, if
+    """(places in the table, gradients, mask of both, rows, mask of rows) of a program's rows.
+    SORTED: `gradients` has one row for each read, and they are summed here. Marks the rows, if
     there are marks."""
     if SORTED:
         _, row, known, gradient = sum_rows(
@@ -66,8 +65,8 @@ def sgd_kernel(
     tl.store(weight + place, tl.fma(gradient, -lr, value), mask=there)
 
 
-# All loads come before the first store: the compiler, which does not know that the tensors are
-# different ones, cannot move a load over a store, and a row's loads would wait for each other.
+# All loads come before the first store: the compiler does not know that the tensors are distinct,
+# so it cannot move a load over a store, and a row's loads would wait for each other.
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])

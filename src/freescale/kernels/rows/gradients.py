@@ -1,7 +1,7 @@
-"""The gradients of rows that several parts of a batch read, kept until they are all there.
+"""The gradients of rows that several parts of a batch read, collected until they are complete.
 
-Autograd would make one gradient of the whole table for each reading and add them up. Here a reading
-leaves its gradient as it is, one row per id, and a single pass sums them: by the order of the
+Autograd would create a gradient of the whole table for each read and add them up. Here a read
+leaves its gradient as it is, one row per id, and a single pass sums them: in the order of the
 parts, whatever the order in which the backward reaches them.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class RowGradients:
-    """Of some parts [n_0], [n_1] ... of row numbers, each read once or more, or not at all."""
+    """Gradients of parts [n_0], [n_1] ... of row numbers, each read any number of times."""
 
     def __init__(self, parts: Sequence[Tensor], like: Tensor) -> None:
         """`like`: a tensor [..., width] with the dtype and device of the gradients."""
@@ -22,11 +22,11 @@ class RowGradients:
         self._like = like
         self._values: list[Tensor | None] = [None] * len(parts)
         self._others: list[tuple[Tensor, Tensor | None]] = []
-        # What a reading depends on for autograd: it gets no gradient itself.
+        # A read depends on it for autograd; it gets no gradient itself.
         self.anchor = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=True)
 
     def add(self, part: int | None, rows: Tensor, gradient: Tensor) -> None:
-        """gradient [..., width] of a reading of rows [...]: those of a part, or others."""
+        """Adds the gradient [..., width] of a read of rows [...]: of a part, or of other rows."""
         flat = gradient.reshape(-1, gradient.shape[-1])
         if part is None:
             self._others.append((rows.reshape(-1), flat))
@@ -35,16 +35,16 @@ class RowGradients:
         self._values[part] = flat if before is None else before + flat
 
     def move(self, parts: Sequence[Tensor], find: Callable[[Tensor], Tensor]) -> RowGradients:
-        """The same gradients, of rows with other numbers: those of the parts, and of others by
-        `find`."""
+        """The same gradients for other row numbers: the new parts, and `find(rows)` for rows of no
+        part."""
         moved = RowGradients(parts, self._like)
         moved._values = self._values
         moved._others = [(find(rows), value) for rows, value in self._others]
         return moved
 
     def take(self, *, only_read: bool = False) -> tuple[Tensor, Tensor]:
-        """(rows [n], gradients [n, width]), part after part, the others last. A part that was not
-        read has zeros, or is left out with `only_read`."""
+        """(rows [n], gradients [n, width]), part after part, rows of no part last. A part without
+        a read has zeros, or is left out with `only_read`."""
         found = [
             (part.reshape(-1), value)
             for part, value in zip(self._parts, self._values, strict=True)

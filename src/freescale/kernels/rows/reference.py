@@ -18,16 +18,15 @@ def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows
     [u], sums [u, width].
 
-    On the CPU index_add_ adds source rows one after another, on CUDA each segment is added up by
-    itself (index_add_ would use atomics there): a row's sum depends neither on chance nor on the
-    other rows of the call.
+    On the CPU index_add_ adds source rows one after another. On CUDA, where index_add_ would use
+    atomics, each segment is summed on its own. So a row's sum is deterministic, and independent of
+    the other rows of the call.
     """
     return group_duplicates(rows)(gradients)
 
 
 def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
-    there."""
+    """The part of `sum_duplicates` that needs no gradients; returns the function that sums them."""
     if rows.device.type == "cuda":
         ordered, order = rows.sort(stable=True)
         unique, counts = torch.unique_consecutive(ordered, return_counts=True)
@@ -35,14 +34,13 @@ def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         return lambda gradients: (unique, sums(gradients.index_select(0, order)))
     unique, inverse = torch.unique(rows, return_inverse=True)
     if unique.numel() == rows.numel():
-        # No duplicate: a permutation moves the same bits that the sum below would give, for half
-        # the traffic.
+        # Without duplicates, a permutation gives the same bits for half the traffic.
         order = torch.empty_like(inverse)
         order[inverse] = torch.arange(inverse.numel(), device=rows.device)
         return lambda gradients: (unique, gradients.index_select(0, order))
 
     def sum_gradients(gradients: Tensor) -> tuple[Tensor, Tensor]:
-        # From negative zero: adding to it changes no bit, not even the sign of a zero.
+        # Adding to negative zero changes no bit, not even the sign of a zero.
         start = gradients.new_full((unique.numel(), gradients.shape[1]), -0.0)
         return unique, start.index_add_(0, inverse, gradients)
 

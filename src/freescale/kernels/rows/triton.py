@@ -1,10 +1,9 @@
-"""Table rows as Triton kernels: the twins of `reference.rows`, for NVIDIA GPUs, and the reading of
+"""Table rows as Triton kernels, for NVIDIA GPUs: the functions of `rows.reference`, and reads of
 fetched rows by many tokens.
 
-Nothing is added with atomics, and what is computed for a row depends on that row alone: the same
-bits whichever other rows are in the call. Tables may have more than 2^31 elements. A row number of
--1 names no row: it is neither read nor written. Whether other numbers lie in the table is not
-checked.
+There are no atomics, and the result for a row depends on that row alone: it has the same bits
+whichever other rows are in the call. Tables may have more than 2^31 elements. A row number of -1
+means no row: nothing is read or written. Other numbers are not checked against the table's size.
 """
 
 from __future__ import annotations
@@ -14,20 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from freescale.kernels.jit.launch import (
-    RowLaunch,
-    count_blocks,
-    launch_kernel,
-    require_gpu,
-    use_device,
-)
-from freescale.kernels.row_sums.triton import sum_by_row
+from freescale.kernels.jit.launch import KernelModule, RowLaunch, launch_blocks
+from freescale.kernels.row_sums.triton import check_rows, sum_by_row
 from freescale.kernels.rows.gradients import RowGradients
 
-MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
+_kernels = KernelModule("freescale.kernels.rows.triton_kernels")
 # A warp reads a row of 128 floats with one instruction of 16 bytes a thread. With 4 warps, 2048
 # elements are 4 such loads in flight per thread, 8 KB a program.
 GATHER = RowLaunch(2048, 4)
@@ -36,32 +27,27 @@ UNROLL = 4  # rows of a segment in flight
 
 
 def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """weight [n, width], rows [r] -> [r, width], in another dtype if one is given. Behind a row of
-    -1 nothing is written."""
+    """As the reference. The output for a row number of -1 is zero."""
     check_rows(rows, dtypes=DTYPES, weight=weight)
     out = torch.empty(
         rows.numel(), weight.shape[1], dtype=dtype or weight.dtype, device=weight.device
     )
-    if out.numel():
-        from freescale.kernels.rows.triton_kernels import gather_kernel
-
-        shape = GATHER.shape(weight.shape[1])
-        with use_device(weight.device):
-            launch_kernel(
-                gather_kernel, (count_blocks(rows.numel(), shape["R"]),), weight, rows.contiguous(),
-                out, rows.numel(), **shape,
-            )  # fmt: skip
+    shape = GATHER.shape(weight.shape[1])
+    launch_blocks(
+        _kernels.gather_kernel, weight.device, rows.numel(), shape["R"], weight, rows.contiguous(),
+        out, rows.numel(), **shape,
+    )  # fmt: skip
     return out
 
 
 def read_rows(
     rows: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
 ) -> Tensor:
-    """rows [u, width], index [...] into them -> [..., width]; what
-    `torch.nn.functional.embedding(index, rows)` gives.
+    """rows [u, width], index [...] into them -> [..., width], as
+    `torch.nn.functional.embedding(index, rows)`.
 
-    Backward sums the gradients of each row's tokens in float32 (see row_sums.py), or leaves them to
-    `gradients`, whose part they are.
+    Backward sums the gradients of each row's tokens in float32 (see row_sums), or adds them to a
+    part of `gradients`.
     """
     check_rows(index.reshape(-1), dtypes=DTYPES, rows=rows)
     if gradients is not None:
@@ -102,20 +88,15 @@ class _Leave(torch.autograd.Function):
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows
-    [u], sums [u, width].
-
-    With cut=False nothing is read from the device: both have length r; behind the last unique row
-    are -1, and no sums.
-    """
+    """As the reference. With cut=False nothing is read from the device: both results have length
+    r, with -1 and no sums behind the last unique row."""
     return group_duplicates(rows, cut=cut)(gradients)
 
 
 def group_duplicates(
     rows: Tensor, *, cut: bool = True
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """`sum_duplicates` of these rows, all but the sums: what can be done before the gradients are
-    there."""
+    """As the reference; `cut` as above."""
     from freescale.kernels.requests.triton import deduplicate
 
     last = torch.full((1,), torch.iinfo(torch.int64).max, device=rows.device)
@@ -132,64 +113,21 @@ def group_duplicates(
             raise ValueError(
                 f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}"
             )
-        return keys, _sum_segments(
-            gradients.contiguous(), found.order, starts, count, gradients.dtype
-        )
+        return keys, _sum_segments(gradients.contiguous(), found.order, starts, count)
 
     return sum_gradients
 
 
-def _sum_segments(
-    values: Tensor, order: Tensor, starts: Tensor, count: int | Tensor, dtype: torch.dtype
-) -> Tensor:
-    """values [n, width] -> [segments, width]; starts [segments + 1] of the segments in order [n]. A
-    count on the device says how many of them there are."""
+def _sum_segments(values: Tensor, order: Tensor, starts: Tensor, count: int | Tensor) -> Tensor:
+    """values [n, width] -> [segments, width]; starts [segments + 1] of the segments in order [n].
+    A tensor `count` is the number of segments, on the device."""
     segments, width = starts.numel() - 1, values.shape[1]
-    out = torch.empty(segments, width, dtype=dtype, device=values.device)
-    if not out.numel():
-        return out
-    from freescale.kernels.rows.triton_kernels import segments_kernel
-
+    out = torch.empty(segments, width, dtype=values.dtype, device=values.device)
     shape = SEGMENTS.shape(width)
     if 16 < shape["R"] < 128:
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
-    with use_device(values.device):
-        launch_kernel(
-            segments_kernel, (count_blocks(segments, shape["R"]),), values, order, starts, out,
-            count, KEPT=isinstance(count, Tensor), UNROLL=UNROLL, **shape,
-        )  # fmt: skip
+    launch_blocks(
+        _kernels.segments_kernel, values.device, segments, shape["R"], values, order, starts, out,
+        count, KEPT=isinstance(count, Tensor), UNROLL=UNROLL, **shape,
+    )  # fmt: skip
     return out
-
-
-def check_rows(
-    numbers: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **tables: Tensor
-) -> None:
-    """Before any launch: row numbers, and tables [n, width] that lie on one GPU in one piece."""
-    if numbers is not None and (
-        numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim != 1
-    ):
-        raise ValueError(
-            "row numbers must be a 1-d tensor of int64 or int32, not "
-            f"{numbers.dtype} with {numbers.ndim} axes"
-        )
-    for name, table in tables.items():
-        if table.ndim != 2 or table.dtype not in dtypes:
-            raise ValueError(
-                f"{name} must be [n, width] of {' or '.join(map(str, dtypes))}, not "
-                f"{table.dtype} {list(table.shape)}"
-            )
-        if not 1 <= table.shape[1] <= MAX_WIDTH:
-            raise ValueError(
-                f"the kernels are for rows 1 to {MAX_WIDTH} wide, not "
-                f"{table.shape[1]}; use kernels.rows"
-            )
-        if name != "gradients" and not table.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous: {list(table.shape)} has strides {table.stride()}"
-            )
-    devices = {table.device for table in tables.values()} | (
-        {numbers.device} if numbers is not None else set()
-    )
-    if len(devices) > 1:
-        raise ValueError(f"tensors lie on different devices: {sorted(map(str, devices))}")
-    require_gpu(devices.pop(), "kernels.rows")

@@ -1,7 +1,7 @@
 """The Triton kernels of `rows`: gather, and sums of segments.
 
 A program works on R rows of up to W columns, a power of two. Row numbers are 64-bit before they are
-multiplied; a negative one names no row and is skipped.
+multiplied; a negative one means no row and is skipped.
 """
 
 # mypy: ignore-errors
@@ -10,22 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _locate_rows(rows, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """(places in the table, places in the gradients, which are there, rows, which of them) of a
-    program's rows."""
-    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    row = tl.load(rows + number, mask=number < count, other=-1).to(tl.int64)
-    columns = tl.arange(0, W)[None, :]
-    there = (row >= 0)[:, None] & (columns < WIDTH)
-    return row[:, None] * WIDTH + columns, number[:, None] * WIDTH + columns, there, row, row >= 0
+from freescale.kernels.row_sums.triton_kernels import _locate_rows
 
 
-# The rows of one feature begin anywhere among those of a batch.
+# The rows of one feature begin anywhere among the rows of a batch.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
 def gather_kernel(weight, rows, out, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """Where no row is named, zeros."""
+    """A negative row number gives zeros."""
     place, target, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
     values = tl.load(weight + place, mask=there, other=0.0)
     inside = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R) < count)[:, None]
@@ -36,10 +27,10 @@ def gather_kernel(weight, rows, out, count, WIDTH: tl.constexpr, R: tl.constexpr
 @triton.jit(do_not_specialize=["count"])
 def segments_kernel(
     values, order, starts, out, count,
-    KEPT: tl.constexpr,  # the count of segments is read where `count` points
+    KEPT: tl.constexpr,  # `count` points to the number of segments
     UNROLL: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Adds one value after another, from the first."""
+    """Adds the values of a segment one after another, from the first."""
     segments = tl.load(count) if KEPT else count
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     mine = number < segments
@@ -55,7 +46,7 @@ def segments_kernel(
             left = first + more < length
             value = tl.load(order + start + first + more, mask=left, other=0)
             there = left[:, None] & (columns < WIDTH)
-            # From where there is none: negative zero, which changes no bit.
+            # Masked values are negative zero, which changes no bit.
             total += tl.load(values + value[:, None] * WIDTH + columns, mask=there, other=-0.0).to(
                 tl.float32
             )

@@ -1,7 +1,7 @@
-"""The sampled softmax on a CPU, loss and gradients by one call of C.
+"""The sampled softmax on a CPU, loss and gradients in one call of C.
 
-For negatives that the batch shares, negatives of each sample with short histories, and negatives of
-each token, which C reads without gathering them.
+For negatives that the batch shares, negatives of each sample if histories are short, and negatives
+of each token, which C reads without gathering them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class PositionSoftmax(torch.autograd.Function):
         return *(part * grad for part in ctx.saved_tensors), *[None] * 6
 
 
-MOST_PRODUCTS = 1 << 21  # of tokens and negatives: more than that is bound by memory
-# Of a sample with negatives of its own, on average: of more, a library multiplies faster than C.
+MOST_PRODUCTS = 1 << 21  # of tokens and negatives: more are bound by memory
+# Mean tokens of a sample with its own negatives: for more, a BLAS library is faster than C.
 MOST_TOKENS = 16
 
 
 def fits(outputs: Tensor, rows: Tensor, negatives: Negatives) -> bool:
-    """Whether such tensors can go through here."""
+    """Whether these functions compute a loss of such tensors."""
     return (
         outputs.dtype == rows.dtype == torch.float32
         and outputs.device.type == "cpu"
@@ -64,18 +64,10 @@ def _is_small(tokens: int, negatives: Negatives) -> bool:
 
 
 def sampled_softmax(
-    outputs: Tensor,  # [tokens, width]
-    rows: Tensor,  # [u, width]
-    targets: Tensor,  # [tokens] int64: indices into rows
-    negatives: Negatives,
-    lengths: Tensor,  # [samples] int64
-    *,
-    temperature: float,
-    normalize: bool,
-    host_lengths: Tensor | None = None,
-    weights: Tensor | None = None,  # [tokens]
-    targets_log_q: Tensor | None = None,  # [tokens]
-) -> Tensor:
+    outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor, *,
+    temperature: float, normalize: bool, host_lengths: Tensor | None = None,
+    weights: Tensor | None = None, targets_log_q: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As the reference."""
     check_inputs(outputs, rows, targets, negatives, lengths, weights, targets_log_q)
     columns = [  # [tokens], [tokens], of the shape of the negatives

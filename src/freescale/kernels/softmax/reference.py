@@ -1,10 +1,10 @@
-"""Sampled softmax over jagged samples, whose logits never exist all at once, in plain torch.
+"""The sampled softmax over jagged samples, without ever holding all logits, in plain torch.
 
 A token's output x is scored against the row y of its target and the rows of its negatives:
     score(y) = x.y / temperature - log_q(y)         with normalize, of x / |x| and y / |y|
-Rows are never gathered by the caller: all arrive once, as [u, width], and targets and negatives are
-indices into them. Different indices mean different items: a negative with the target's index counts
-as absent.
+The caller does not gather rows: it passes each once, in [u, width], with targets and negatives as
+indices into them. Different indices mean different items: a negative with the target's index is
+left out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from freescale.batch import concat_ranges
 from freescale.kernels.groups import Groups
 
-BUDGET = 1 << 18  # elements at a time, of logits and of gathered rows: about a core's cache
-# Tokens at a time that share their negatives, at least: a product with fewer reads its other factor
-# for little work.
+BUDGET = 1 << 18  # elements of logits and of gathered rows at a time: about a core's cache
+# The fewest tokens at a time that share their negatives: a product with fewer reads its other
+# factor for little work.
 FEWEST_SHARING = 64
 SMALLEST_NORM = 1e-12  # as in torch.nn.functional.normalize
 
@@ -31,7 +31,7 @@ Per = Literal["sample", "position", "batch"]
 
 @dataclass(frozen=True)
 class Negatives:
-    """Which rows a token's target competes with."""
+    """The rows that a token's target competes with."""
 
     index: Tensor  # int64; per sample [samples, K], per position [tokens, K], per batch [K]
     per: Per
@@ -52,14 +52,14 @@ def sampled_softmax(
     *,
     temperature: float,
     normalize: bool,
-    host_lengths: Tensor | None = None,  # the same on the CPU; else they are read
+    host_lengths: Tensor | None = None,  # the lengths on the CPU; None: read from the device
     weights: Tensor | None = None,  # [tokens]
     targets_log_q: Tensor | None = None,  # [tokens]
 ) -> Tensor:
     """Sum over tokens of weight * -log(softmax of the target among target and negatives).
 
-    Computes in float32, or in float64 if one of outputs and rows is. Gradients of `outputs` and
-    `rows` are made together with the loss, a tile at a time, so that no [tokens, K] is ever kept.
+    Computes in float32, or in float64 if `outputs` or `rows` are. Computes the gradients of both
+    together with the loss, tile by tile, and never keeps a [tokens, K].
     """
     check_inputs(outputs, rows, targets, negatives, lengths, weights, targets_log_q)
     host = lengths.cpu() if host_lengths is None else host_lengths
@@ -73,15 +73,10 @@ def sampled_softmax(
 
 
 def check_inputs(
-    outputs: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    negatives: Negatives,
-    lengths: Tensor,
-    weights: Tensor | None,
-    targets_log_q: Tensor | None,
-) -> None:
-    """Refuses shapes that do not fit each other, before anything is computed."""
+    outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor,
+    weights: Tensor | None, targets_log_q: Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError for shapes that do not fit each other."""
     tokens = targets.numel()
     if outputs.ndim != 2 or rows.ndim != 2 or outputs.shape != (tokens, rows.shape[1]):
         raise ValueError(
@@ -122,15 +117,15 @@ class _Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tile:
-    """n groups of tokens, padded to some length, each with K negatives of its own."""
+    """n groups of tokens, padded to one length, each with its own K negatives."""
 
     pad: Callable[[Tensor], Tensor]  # [tokens, ...] -> [n, length, ...]
     put: Callable[[Tensor, Tensor], None]  # (into [tokens, ...], [n, length, ...])
-    select: Callable[[Tensor], Tensor]  # of each token's, sample's or the batch's K -> [n, K]
+    select: Callable[[Tensor], Tensor]  # K per token, per sample or of the batch -> [n, K]
 
 
 def _cut_tiles(problem: _Problem, width: int) -> Iterator[_Tile]:
-    """Tiles whose logits and gathered rows stay within the budget."""
+    """Yields tiles whose logits and gathered rows stay within the budget."""
     negatives = problem.negatives
     tokens, count = problem.targets.numel(), negatives.count
     if negatives.per == "sample":
@@ -180,12 +175,12 @@ class _SampledSoftmax(torch.autograd.Function):
 
 @dataclass
 class _Others:
-    """The rows of the negatives, gathered: of a tile, or once for all tiles that share them."""
+    """The gathered rows of the negatives, of one tile or of all tiles that share them."""
 
     index: Tensor  # [n, K]
     rows: Tensor  # [n, K, width], of unit length with normalize
-    scale: Tensor | None  # [n, K] 1 / the norms that they had
-    grad: Tensor | None = None  # [n, K, width] summed over the tiles that share them, before norms
+    scale: Tensor | None  # [n, K] 1 / their norms
+    grad: Tensor | None = None  # [n, K, width] of the unit rows, summed over the tiles so far
 
     @staticmethod
     def gather(rows: Tensor, index: Tensor, problem: _Problem, dtype: torch.dtype) -> _Others:
@@ -197,12 +192,12 @@ class _Others:
 
     @cached_property
     def order(self) -> tuple[Tensor, Tensor]:
-        """([K] the indices of one list, sorted, [K] their places in it)."""
+        """(sorted indices [K] of one list, their places in it [K])."""
         ordered, order = self.index[0].sort(stable=True)
         return ordered, order
 
     def add_gradient(self, into: Tensor, grad: Tensor) -> None:
-        """Adds the gradient of the rows, given as that of the products' factors."""
+        """Adds the gradient of the rows, from the gradient of the unit rows."""
         if self.scale is not None:
             _differentiate_norm(grad, self.rows, self.scale)
         _add_rows(into, self.index.reshape(-1), grad.view(-1, into.shape[1]))
@@ -215,7 +210,7 @@ def _compute_tile(
     problem: _Problem,
     loss: Tensor,  # [tokens], written
     grads: tuple[Tensor, Tensor] | None,  # of outputs, written, and of rows, added to
-    shared: _Others | None,  # whose gradient is added up there
+    shared: _Others | None,  # with the sum of their gradient
 ) -> None:
     dtype = loss.dtype
     x = tile.pad(outputs).to(dtype)  # [n, length, width]
@@ -231,7 +226,7 @@ def _compute_tile(
     own = positive / problem.temperature
     if problem.targets_log_q is not None:
         own = own - tile.pad(problem.targets_log_q)
-    # [n, length, K], the largest of all: every operation on it counts
+    # [n, length, K], the largest tensor: every operation on it counts
     logits = torch.bmm(x / problem.temperature, others.transpose(1, 2))
     if problem.negatives.log_q is not None:
         logits.sub_(tile.select(problem.negatives.log_q)[:, None, :])
@@ -245,12 +240,12 @@ def _compute_tile(
     tile.put(loss, lost if weights is None else lost * weights)
     if grads is None:
         return
-    # The loss's slopes by products: softmax without the target, whose own is minus their sum. Where
-    # padding has some, its x is 0.
+    # The slopes of the loss by products: the softmax without the target, whose slope is minus their
+    # sum. Slopes of padding do no harm: its x is 0.
     total *= problem.temperature
     factor = total.reciprocal() if weights is None else weights / total
     slope = rest * factor  # [n, length]
-    # What scales a token's shares is applied to narrow tensors instead.
+    # The factor of a token's shares is applied to the narrower tensors instead.
     grad_x = torch.bmm(shares, others).mul_(factor[..., None]).sub_(y * slope[..., None])
     grad_y = x * -slope[..., None]
     grad_others = torch.bmm(shares.transpose(1, 2), x * factor[..., None])  # [n, K, width]
@@ -270,12 +265,12 @@ def _block_targets(
     goal: Tensor,  # [n, length]
     negatives: _Others,
 ) -> None:
-    """A negative that is the target counts as absent."""
+    """Leaves out negatives that are the target."""
     index = negatives.index
     if len(index) > 1 or logits.is_cuda:
         logits.masked_fill_(goal[:, :, None] == index[:, None, :], -torch.inf)
         return
-    # One list for all tokens: each has its target there a few times, if at all.
+    # One list for all tokens: each target is in it a few times, if at all.
     ordered, order = negatives.order
     first, last = (torch.searchsorted(ordered, goal[0], right=right) for right in (False, True))
     counts = last - first  # [tokens]
@@ -291,14 +286,14 @@ def _gather(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _differentiate_norm(grad: Tensor, unit: Tensor, inverse: Tensor) -> None:
-    """The gradient [..., width] of rows of unit length becomes, in place, that of the rows as they
-    were, 1 / `inverse` [...] long: what points along a row is taken away."""
+    """Turns the gradient [..., width] of unit rows, in place, into that of rows with the norms
+    1 / `inverse` [...], by removing the part along each row."""
     grad.addcmul_(unit, (grad * unit).sum(-1, keepdim=True), value=-1)
     grad.mul_(inverse[..., None])
 
 
 def _add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:
-    """In an order that is fixed on every device; on the CPU, index_add_ is the faster one."""
+    """Adds rows in a fixed order on every device; on the CPU index_add_ is faster."""
     if into.is_cuda:
         into.index_put_((index,), rows, accumulate=True)
     else:
@@ -306,6 +301,6 @@ def _add_rows(into: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def _invert_norms(rows: Tensor) -> Tensor:
-    """[..., width] -> [...]: 1 / the norm of each row."""
+    """rows [..., width] -> 1 / their norms [...]."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
     return norms.clamp_(min=SMALLEST_NORM).reciprocal_()

@@ -1,8 +1,8 @@
 """Scores of queries against a catalogue, a tile at a time: target scores, rank counts, the best k.
 
-[queries, items] never exists. Every product has the same shape, the last tile filled up with zeros:
-items with equal rows get equal scores wherever they stand, in whichever part of the catalogue, so
-that ties are ties. Nothing here is specific to a device: the products are torch's.
+[queries, items] never exists. Every product has the same shape, with the last tile padded by zeros.
+So items with equal rows get equal scores anywhere in the catalogue and in any part of it: ties are
+ties. Nothing here is specific to a device: the products are torch's.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from torch.nn import functional as F
 from freescale.batch import Jagged
 
 TILE_ITEMS = 1 << 14
-CPU_QUERIES, GPU_QUERIES = 1 << 6, 1 << 10  # times items: in a core's cache; 64 MB
+CPU_QUERIES, GPU_QUERIES = 1 << 6, 1 << 10  # with a tile of items: a core's cache; 64 MB
 
 
 def choose_tile(items: int) -> int:
-    """Items of a tile, for parts of a catalogue of up to so many items. All parts of a catalogue
-    must have the same."""
+    """The items of a tile, for a catalogue whose largest part has `items` items. All parts of a
+    catalogue must use the same tile."""
     return max(GPU_QUERIES, min(TILE_ITEMS, -(-items // 64) * 64))
 
 
 def split_queries(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Columns [q, ...] in parts that the functions below take."""
+    """Splits columns [q, ...] into parts for the functions below."""
     size = GPU_QUERIES if columns[0].is_cuda else CPU_QUERIES
     return zip(*(torch.split(column, size) for column in columns), strict=True)
 
 
 def score_targets(queries: Tensor, items: Tensor, places: Tensor, *, tile: int) -> Tensor:
-    """Scores of each query's target.
+    """Scores each query's target.
 
     Args:
         queries: [q, width], a part of `split_queries`.
         items: [n, width].
-        places: [q] int64: where the targets are among the items; -1: elsewhere.
+        places: [q] int64: places of the targets among the items; -1: elsewhere.
         tile: From `choose_tile`.
 
     Returns:
-        [q], 0 for a target that is elsewhere; to the bit what the other functions find for that
-        item.
+        [q], 0 for a target that is elsewhere; the same bits as in the other functions.
     """
     here = places >= 0
     if not items.shape[0]:
@@ -61,20 +60,20 @@ def count_better(
     tile: int,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Counts the items that rank before each query's target, all of them and those of a list of the
-    query's own. Of equal scores the target is last.
+    """Counts the items that rank before each query's target, among all items and among a list for
+    each query. Among equal scores the target is last.
 
-    So a model that scores all items alike ranks last, whatever the order of the items. Counts what
-    is not worse, so that a score that is not a number puts the target behind it, never before.
+    So a model that scores all items alike ranks last, whatever the order of the items. Every item
+    that is not worse counts: a NaN score puts the target last, never first.
 
     Args:
         queries: [q, width], a part of `split_queries`.
         items: [n, width].
-        places: [q] int64: where the targets are among the items, which do not count; -1: elsewhere.
+        places: [q] int64: places of the targets, which do not count; -1: elsewhere.
         target_scores: [q].
         tile: From `choose_tile`.
-        seen: [q, s] int64: for each query, places of different items other than the target;
-            negative ones are skipped. The scores are those that are compared anyway.
+        seen: [q, s] int64: for each query, places of distinct items other than the target;
+            negative ones are skipped. This computes no more scores.
 
     Returns:
         ([q] int64 of all items, [q] int64 of those in `seen`).
@@ -89,8 +88,8 @@ def count_better(
 
 
 def _look_up(marks: Tensor, places: Tensor, start: int) -> Tensor:
-    """Counts the places [q, s] that are marked in a tile, marks [q, t], which begins at `start`:
-    [q]. Places outside it do not count."""
+    """[q]: counts the places [q, s] with a mark in the tile that begins at `start`, marks [q, t].
+    Places outside the tile do not count."""
     inner = places - start
     inside = (inner >= 0) & (inner < marks.shape[1])  # -1 is before every tile
     return (marks.gather(1, torch.where(inside, inner, 0)) & inside).sum(1)
@@ -106,7 +105,7 @@ def find_best(
         items: [n, width].
         k: How many; all if there are fewer.
         tile: From `choose_tile`.
-        left_out: For each query, places of items that do not count; negative ones are skipped.
+        left_out: For each query, places of items to leave out; negative ones are skipped.
 
     Returns:
         (scores [q, k], falling; places of the items [q, k] int64). Items that are left out come
@@ -136,7 +135,7 @@ def _score_tiles(
         if owner is not None and left_out is not None:
             place = left_out.values - start
             inside = (left_out.values >= 0) & (place >= 0) & (place < len(rows))
-            # what is not of this tile is marked in a column of its own
+            # an extra column takes the marks of items outside this tile
             marks = torch.zeros(len(queries), len(rows) + 1, dtype=torch.bool, device=rows.device)
             marks[owner, torch.where(inside, place, len(rows))] = True
             scores = scores.masked_fill(marks[:, :-1], -torch.inf)
@@ -144,5 +143,5 @@ def _score_tiles(
 
 
 def _fill(rows: Tensor, size: int) -> Tensor:
-    """[up to size, width] -> [size, width], zero behind the last row."""
+    """Pads rows [up to size, width] with zeros to [size, width]."""
     return rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows)))

@@ -1,9 +1,9 @@
-"""Sampled softmax as Triton kernels: the twin of `reference.sampled_softmax`, for NVIDIA GPUs.
+"""The sampled softmax as Triton kernels, for NVIDIA GPUs.
 
-Forward is one kernel and keeps four numbers per token. Backward computes the scores again: one
-kernel for the gradients of outputs, one for those of negatives (per position both are one), then a
-sort of the indices and the sums of each row's entries. Nothing is read from the device, nothing is
-added with atomics: the same inputs give the same bits.
+Forward is one kernel and keeps four numbers per token. Backward computes the scores again. One
+kernel computes the gradients of outputs and another those of negatives (per position, one kernel
+does both); then a sort of the indices brings the entries of each row together to be summed. Nothing
+is read from the device, and there are no atomics: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from freescale.kernels.attention.checks import check_same_device
 from freescale.kernels.attention.triton_launch import FLOAT32_PRECISION
 from freescale.kernels.jit.launch import (
+    KernelModule,
     count_blocks,
     is_interpreted,
     launch_kernel,
@@ -29,11 +30,12 @@ from freescale.kernels.softmax.reference import Negatives, check_inputs
 MAX_WIDTH = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIMIT = 2**31 - 1
+_kernels = KernelModule("freescale.kernels.softmax.triton_kernels")
 
 
 @dataclass(frozen=True)
 class SoftmaxLaunch:
-    """Shape of the work of the kernels that multiply."""
+    """The tile sizes of the kernels that multiply matrices."""
 
     tokens: int  # M of a tile
     negatives: int  # N of a tile, at most
@@ -44,34 +46,26 @@ class SoftmaxLaunch:
 
 
 NARROW = SoftmaxLaunch(64, 128, 64, 64, 256, (4, 8, 8))
-# float32 operands are split in three bfloat16 each, which takes registers
+# float32 operands are split into three bfloat16 each, which takes registers
 FLOAT32 = SoftmaxLaunch(64, 128, 32, 64, 64, (8, 8, 8))
-SAMPLE_BLOCK = 256  # lengths that are added up at a time to find a sample
+SAMPLE_BLOCK = 256  # lengths that a program adds up at a time to find its sample
 POSITION_ELEMENTS = 4096  # of a tile of gathered rows
 ENTRY_ELEMENTS, ENTRY_CHUNK = 2048, 128
 SEARCH_BLOCK = 256
-# A sample's tokens are cut into chunks, each with sums of its own for the negatives: as long as
-# possible, but with some programs for every multiprocessor.
+# A sample's tokens are cut into chunks, each with its own sums for the negatives. Chunks are as
+# long as possible, with some programs for every multiprocessor.
 SHORTEST_CHUNK, LONGEST_CHUNK, PROGRAMS = 256, 4096, 528
 
 
 def sampled_softmax(
-    outputs: Tensor,  # [tokens, width]
-    rows: Tensor,  # [u, width]
-    targets: Tensor,  # [tokens] int64: indices into rows
-    negatives: Negatives,
-    lengths: Tensor,  # [samples] int64
-    *,
-    temperature: float,
-    normalize: bool,
-    dtype: torch.dtype | None = None,  # of the products' operands; None: that of the outputs
-    host_lengths: Tensor | None = None,  # on the CPU; without them they are read from the device
-    weights: Tensor | None = None,  # [tokens]
-    targets_log_q: Tensor | None = None,  # [tokens]
-) -> Tensor:
-    """Sum over tokens of weight * -log(softmax of the target among target and negatives), float32.
+    outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor, *,
+    temperature: float, normalize: bool, dtype: torch.dtype | None = None,
+    host_lengths: Tensor | None = None, weights: Tensor | None = None,
+    targets_log_q: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As the reference, in float32. Products of float32 operands are exact to 24 bits.
 
-    Products of float32 operands are exact to 24 bits.
+    `dtype`: of the products' operands; None: that of the outputs.
     """
     check_inputs(outputs, rows, targets, negatives, lengths, weights, targets_log_q)
     dtype = dtype or outputs.dtype
@@ -92,56 +86,50 @@ def sampled_softmax(
         **{name: tensor for name, tensor in optional.items() if tensor is not None},
     )  # fmt: skip
     require_gpu(outputs.device, "kernels.softmax.reference")
-    call = _Call(
-        targets.contiguous(),
-        Negatives(
-            negatives.index.contiguous(),
-            negatives.per,
-            None if negatives.log_q is None else negatives.log_q.contiguous(),
-        ),
-        lengths.contiguous(),
-        lengths.cpu() if negatives.per == "sample" and host_lengths is None else host_lengths,
-        *(None if t is None else t.contiguous() for t in (weights, targets_log_q)),
-        temperature=temperature,
-        normalize=normalize,
-        dtype=dtype,
+    weights, log_q, targets_log_q = (
+        None if column is None else column.contiguous() for column in optional.values()
     )
+    index = negatives.index.contiguous()
+    # If the batch shares its negatives, all tokens are one sample.
+    samples, longest = 1, targets.numel()
+    if negatives.per == "sample":
+        host = lengths.cpu() if host_lengths is None else host_lengths
+        samples, longest = host.numel(), int(host.max())
+    call = _Call(
+        targets.contiguous(), Negatives(index, negatives.per, log_q), lengths.contiguous(),
+        samples, longest, weights, targets_log_q, 1 / temperature, normalize, dtype,
+    )  # fmt: skip
     total: Tensor = _SampledSoftmax.apply(outputs, rows, call)  # type: ignore[no-untyped-call]
     return total
 
 
+@dataclass(frozen=True)
 class _Call:
-    """What the launches of one loss have in common."""
+    """The common arguments of the launches for one loss."""
 
-    def __init__(
-        self,
-        targets: Tensor,
-        negatives: Negatives,
-        lengths: Tensor,
-        host_lengths: Tensor | None,
-        weights: Tensor | None,
-        targets_log_q: Tensor | None,
-        *,
-        temperature: float,
-        normalize: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        self.targets, self.negatives, self.lengths = targets, negatives, lengths
-        self.weights, self.targets_log_q = weights, targets_log_q
-        self.inverse_temperature, self.normalize = 1 / temperature, normalize
-        self.narrow = dtype != torch.float32
-        self.dtype, self.launch = dtype, NARROW if self.narrow else FLOAT32
-        self.tokens = targets.numel()
-        # one sample that holds all tokens where negatives are shared
-        self.samples, self.longest = 1, self.tokens
-        if negatives.per == "sample":
-            assert host_lengths is not None
-            self.samples, self.longest = host_lengths.numel(), int(host_lengths.max())
+    targets: Tensor
+    negatives: Negatives
+    lengths: Tensor
+    samples: int
+    longest: int  # tokens of a sample
+    weights: Tensor | None
+    targets_log_q: Tensor | None
+    inverse_temperature: float
+    normalize: bool
+    dtype: torch.dtype  # of the products' operands
+
+    @property
+    def tokens(self) -> int:
+        return self.targets.numel()
+
+    @property
+    def launch(self) -> SoftmaxLaunch:
+        return FLOAT32 if self.dtype == torch.float32 else NARROW
 
     # ---- sizes
 
     def _describe_columns(self, width: int) -> dict[str, Any]:
-        """Of a kernel that reads whole rows."""
+        """The options of kernels that read whole rows."""
         return {"WIDTH": width, "W": round_up_to_power_of_two(width), "num_warps": 4}
 
     def _describe_positions(self, width: int) -> dict[str, Any]:
@@ -153,38 +141,32 @@ class _Call:
     def _describe_products(self, width: int, most_negatives: int, warps: int) -> dict[str, Any]:
         import triton.language as tl
 
-        def fit(size: int, most: int) -> int:  # tensor cores take no less than 16
-            return max(16, min(most, round_up_to_power_of_two(size)))
-
         kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-        exact = not self.narrow and not is_interpreted()
+        exact = self.dtype == torch.float32 and not is_interpreted()
         return {
             "SHARED": self.negatives.per == "batch",
             "NORMALIZE": self.normalize,
             "K": self.negatives.count,
             "WIDTH": width,
             "M": self.launch.tokens,
-            "N": fit(self.negatives.count, most_negatives),
-            "W": fit(width, self.launch.columns),
+            "N": _fit(self.negatives.count, most_negatives),
+            "W": _fit(width, self.launch.columns),
             "BLOCK": SAMPLE_BLOCK,
             "DTYPE": kinds[self.dtype],
-            "PRECISION": FLOAT32_PRECISION if exact else "ieee",  # of float32 operands alone
+            "PRECISION": FLOAT32_PRECISION if exact else "ieee",  # only for float32 operands
             "num_warps": warps,
         }
 
     def _count_tiles(self) -> tuple[int, int]:
-        """(programs, tiles of the longest sample): every sample has as many programs, and those
-        behind its end do nothing. A power of two, so that batches of about the same lengths have
-        the same launches."""
+        """(programs, tiles of the longest sample). Every sample has this number of programs; those
+        behind its end do nothing. A power of two: batches of similar lengths launch the same."""
         tiles = round_up_to_power_of_two(count_blocks(self.longest, self.launch.tokens))
         return self.samples * tiles, tiles
 
     # ---- launches
 
     def forward(self, outputs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(losses [tokens], what backward needs of each token)."""
-        from freescale.kernels.softmax import triton_kernels as kernels
-
+        """(losses [tokens], values of each token for backward)."""
         width, device = outputs.shape[1], outputs.device
         losses = torch.empty(self.tokens, dtype=torch.float32, device=device)
         kept = torch.empty(self.tokens, 4, dtype=torch.float32, device=device)
@@ -192,15 +174,14 @@ class _Call:
                   self.targets_log_q, self.weights)  # fmt: skip
         if self.negatives.per == "position":
             launch_kernel(
-                kernels.position_forward_kernel, (self.tokens,), *inputs, losses, kept,
+                _kernels.position_forward_kernel, (self.tokens,), *inputs, losses, kept,
                 self.inverse_temperature, **self._describe_positions(width),
             )  # fmt: skip
         else:
             programs, tiles = self._count_tiles()
             launch_kernel(
-                kernels.forward_kernel,
-                (programs,),
-                *inputs, self.lengths, losses, kept, self.tokens, tiles, self.inverse_temperature,
+                _kernels.forward_kernel, (programs,), *inputs, self.lengths, losses, kept,
+                self.tokens, tiles, self.inverse_temperature,
                 **self._describe_products(width, self.launch.negatives, self.launch.warps[0]),
             )  # fmt: skip
         return losses, kept
@@ -208,7 +189,7 @@ class _Call:
     def backward(
         self, grad: Tensor, outputs: Tensor, rows: Tensor, kept: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of outputs and rows."""
+        """The gradients of outputs and rows."""
         grad_outputs = torch.empty_like(outputs)
         inputs = (grad, outputs, rows, self.targets, self.negatives.index, self.negatives.log_q,
                   self.weights)  # fmt: skip
@@ -223,16 +204,13 @@ class _Call:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Writes the gradient of outputs; returns the entries of rows: (keys, coefficients, no
         sums)."""
-        from freescale.kernels.softmax.triton_kernels import position_backward_kernel
-
         entries, device = self.tokens * (self.negatives.count + 1), kept.device
         _check_entries(entries)
         keys = torch.empty(entries, dtype=torch.int32, device=device)
         coefficients = torch.empty(entries, dtype=torch.float32, device=device)
         launch_kernel(
-            position_backward_kernel,
-            (self.tokens,),
-            *inputs, kept, grad_outputs, coefficients, keys, self.inverse_temperature,
+            _kernels.position_backward_kernel, (self.tokens,), *inputs, kept, grad_outputs,
+            coefficients, keys, self.inverse_temperature,
             **self._describe_positions(grad_outputs.shape[1]),
         )  # fmt: skip
         return keys, coefficients, None
@@ -242,20 +220,14 @@ class _Call:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Writes the gradient of outputs; returns the entries of rows: (keys, coefficients of the
         targets, sums of the negatives)."""
-        from freescale.kernels.softmax.triton_kernels import (
-            negatives_kernel,
-            outputs_kernel,
-        )
-
         count, (tokens, width), device = self.negatives.count, grad_outputs.shape, kept.device
         launch = self.launch
         shape = self._describe_products(width, launch.negatives, launch.warps[1])
         sums_shape = self._describe_products(width, launch.sum_negatives, launch.warps[2])
-        columns = max(16, min(launch.sum_columns, round_up_to_power_of_two(width)))
-        sums_shape["V"] = columns
+        sums_shape["V"] = columns = _fit(width, launch.sum_columns)
         parts = count_blocks(count, sums_shape["N"]) * count_blocks(width, columns)
         chunk = choose_chunk(tokens, parts)
-        # Not those of this batch's lengths: as many as any batch of this size may have.
+        # The most for a batch of this size, whatever its lengths.
         entries = tokens + (tokens // chunk + self.samples) * count
         _check_entries(entries)
         keys = torch.full((entries,), _LIMIT, dtype=torch.int32, device=device)
@@ -266,17 +238,13 @@ class _Call:
             partial = torch.empty(tokens, width, dtype=torch.float32, device=device)
         programs, tiles = self._count_tiles()
         launch_kernel(
-            outputs_kernel,
-            (programs,),
-            *inputs, self.lengths, kept, grad_outputs, partial, coefficients, keys, tokens, tiles,
-            self.inverse_temperature, **shape,
+            _kernels.outputs_kernel, (programs,), *inputs, self.lengths, kept, grad_outputs,
+            partial, coefficients, keys, tokens, tiles, self.inverse_temperature, **shape,
         )  # fmt: skip
         most = round_up_to_power_of_two(count_blocks(self.longest, chunk))
         launch_kernel(
-            negatives_kernel,
-            (self.samples * most, parts),
-            *inputs, self.lengths, kept, sums, keys, tokens, most, chunk,
-            self.inverse_temperature, **sums_shape,
+            _kernels.negatives_kernel, (self.samples * most, parts), *inputs, self.lengths, kept,
+            sums, keys, tokens, most, chunk, self.inverse_temperature, **sums_shape,
         )  # fmt: skip
         return keys, coefficients, sums
 
@@ -284,8 +252,6 @@ class _Call:
         self, outputs: Tensor, rows: Tensor, keys: Tensor, coefficients: Tensor, sums: Tensor | None
     ) -> Tensor:
         """The gradient of rows."""
-        from freescale.kernels.softmax import triton_kernels as kernels
-
         entries, count, device = keys.numel(), rows.shape[0], rows.device
         shape = self._describe_columns(outputs.shape[1])
         shape |= {
@@ -297,30 +263,31 @@ class _Call:
         ordered, order = keys.sort(stable=True)
         starts = torch.empty(count + 1, dtype=torch.int32, device=device)
         launch_kernel(
-            kernels.starts_kernel,
-            (count_blocks(count + 1, SEARCH_BLOCK),),
-            ordered, starts, entries, count, entries.bit_length() + 1, BLOCK=SEARCH_BLOCK,
-            num_warps=4,
+            _kernels.starts_kernel, (count_blocks(count + 1, SEARCH_BLOCK),), ordered, starts,
+            entries, count, entries.bit_length() + 1, BLOCK=SEARCH_BLOCK, num_warps=4,
         )  # fmt: skip
         chunks = entries // ENTRY_CHUNK
         partial = torch.empty(max(1, chunks), outputs.shape[1], dtype=torch.float32, device=device)
         if chunks:
             launch_kernel(
-                kernels.chunks_kernel, (chunks,), ordered, order, coefficients, outputs, sums,
+                _kernels.chunks_kernel, (chunks,), ordered, order, coefficients, outputs, sums,
                 partial, weighted, **shape,
             )  # fmt: skip
         grad_rows = torch.empty_like(rows)
         launch_kernel(
-            kernels.rows_kernel,
-            (count,),
-            rows, order, starts, coefficients, outputs, sums, partial, grad_rows, weighted,
-            NORMALIZE=self.normalize, **shape,
+            _kernels.rows_kernel, (count,), rows, order, starts, coefficients, outputs, sums,
+            partial, grad_rows, weighted, NORMALIZE=self.normalize, **shape,
         )  # fmt: skip
         return grad_rows
 
 
+def _fit(size: int, most: int) -> int:
+    """The power of two that holds `size`, up to `most`, and 16 for tensor cores."""
+    return max(16, min(most, round_up_to_power_of_two(size)))
+
+
 def choose_chunk(tokens: int, parts: int) -> int:
-    """How many tokens of a sample share sums for the negatives, where `parts` programs do the
+    """How many tokens of a sample share sums for the negatives, if `parts` programs compute the
     negatives and columns of a chunk."""
     chunk = LONGEST_CHUNK
     while chunk > SHORTEST_CHUNK and tokens // chunk * parts < PROGRAMS:

@@ -7,11 +7,11 @@ Negatives of a position are read by that position alone: a program takes one tok
 Scores are computed again in backward, from the log-sum-exp and the scales that forward keeps per
 token.
 
-The gradient of a row is the sum of its entries: coefficient * output for each token whose target
-(or whose own negative) it is, a finished sum for each chunk of tokens whose negative it is. Entries
-are sorted by row, and added in that order. The factor 1 / |row|, and what the norm takes away along
-the row, are applied once, to the finished sum. Arithmetic is in float32, but for the operands of
-products. Tokens and rows are 64-bit numbers.
+The gradient of a row is the sum of its entries: coefficient * output for each token that has the
+row as its target or as a negative of its own, and a finished sum for each chunk of tokens that
+share it as a negative. Entries are sorted by row, and added in that order. The backward of the norm
+is applied once, to the finished sum. Arithmetic is in float32, except the operands of products.
+Tokens and rows are 64-bit numbers.
 """
 
 # mypy: ignore-errors
@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 
 SMALLEST_NORM = tl.constexpr(1e-12)
-# What forward keeps of a token.
+# The values of a token that forward keeps.
 LOG_SUM, SCALE, TARGET_SCALE, COSINE = (tl.constexpr(column) for column in range(4))
 COLUMNS = tl.constexpr(4)
 
-# Of what changes from step to step neither value nor alignment is compiled in.
+# Kernels are not specialised on the values and alignments of these: they change at each step.
 VARYING = [
     "grad", "targets", "negatives", "log_q", "targets_log_q", "weights", "lengths", "tokens",
     "tiles", "chunks", "chunk", "weighted", "entries", "count", "steps",
@@ -37,8 +37,8 @@ VARYING = [
 
 @triton.jit
 def _find_sample(lengths, sample, tokens, chunk, SHARED: tl.constexpr, BLOCK: tl.constexpr):
-    """(first token, tokens, chunks of the samples before) of a sample; all tokens are one where
-    negatives are shared."""
+    """(first token, tokens, chunks of the samples before) of a sample; SHARED: all tokens are one
+    sample."""
     if SHARED:
         start = tl.full([], 0, tl.int64)
         length, chunks = start + tokens, start
@@ -56,7 +56,7 @@ def _find_sample(lengths, sample, tokens, chunk, SHARED: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _load_rows(table, row, there, first, WIDTH: tl.constexpr, W: tl.constexpr):
-    """[R, W]: columns from `first` of some rows [R], zero where there is none."""
+    """[R, W]: columns from `first` of rows [R], zero outside the table."""
     column = first + tl.arange(0, W)
     mask = there[:, None] & (column < WIDTH)[None, :]
     return tl.load(table + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
@@ -64,7 +64,7 @@ def _load_rows(table, row, there, first, WIDTH: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _invert(squares, NORMALIZE: tl.constexpr):
-    """1 / norm, from the sum of squares; 1 where nothing is normalised."""
+    """1 / norm from the sum of squares; 1 without NORMALIZE."""
     if NORMALIZE:
         return 1 / tl.maximum(tl.sqrt_rn(squares), SMALLEST_NORM)
     else:
@@ -92,8 +92,8 @@ def _score(
     M: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of M tokens and the N negatives of a sample from `first`: (logits [M, N], products before the
-    temperature [M, N], scales of the negatives [N], their rows [N], which there are [N]). A
+    """Scores M tokens against N negatives of a sample from `first`: (logits [M, N], products before
+    the temperature [M, N], scales of the negatives [N], their rows [N], mask of negatives [N]). A
     negative that is the target has a logit of -inf."""
     number = first + tl.arange(0, N)
     present = number < K
@@ -128,7 +128,7 @@ def forward_kernel(
     M: tl.constexpr, N: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of M tokens: their weighted losses, and what backward needs of them."""
+    """A tile of M tokens: their weighted losses, and their values for backward."""
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * M
     start, length, slot = _find_sample(lengths, sample, tokens, 1, SHARED, BLOCK)
@@ -293,8 +293,9 @@ def _score_position(
     NORMALIZE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """Of a token and N of its negatives: (logits [N], products before the temperature [N], their
-    rows' values [N, W] and scales [N], numbers of the negatives [N], their rows [N])."""
+    """Scores a token against N of its negatives: (logits [N], products before the temperature [N],
+    values [N, W] and scales [N] of the negatives' rows, numbers of the negatives [N], their rows
+    [N])."""
     number = first + tl.arange(0, N)
     present = number < K
     index = tl.load(negatives + token * K + number, mask=present, other=-1).to(tl.int64)
@@ -315,7 +316,7 @@ def position_forward_kernel(
     NORMALIZE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """A token: its weighted loss, and what backward needs of it."""
+    """A token: its weighted loss, and its values for backward."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, W)
     inside = column < WIDTH
@@ -397,7 +398,7 @@ def position_backward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def starts_kernel(ordered, starts, entries, count, steps, BLOCK: tl.constexpr):
-    """starts [count + 1]: the first of the sorted keys that is no less than each row."""
+    """starts [count + 1]: the place of the first sorted key that is not less than each row."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + entries
@@ -415,8 +416,8 @@ def _load_entries(
     order, coefficients, outputs, sums, at, there, weighted,
     PER: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """[E, W]: the entries at some places of the order; the first `weighted` of all are a
-    coefficient times an output each, PER of an output, the others finished sums."""
+    """[E, W]: the entries at places `at` of the order. The first `weighted` entries are a
+    coefficient times an output, PER entries for each output; the others are finished sums."""
     entry = tl.load(order + at, mask=there, other=0).to(tl.int64)
     scaled = there & (entry < weighted)
     factor = tl.load(coefficients + entry, mask=scaled, other=0.0)
@@ -433,7 +434,7 @@ def chunks_kernel(
     PER: tl.constexpr, WIDTH: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK sorted entries that are all of one row: their sum. Of others nothing."""
+    """The sum of CHUNK sorted entries, if all are of one row."""
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * CHUNK
     if tl.load(ordered + start) == tl.load(ordered + start + (CHUNK - 1)):
