@@ -7,8 +7,8 @@ import torch
 from freescale_bench.common.results import make_claims
 from freescale_bench.dynamic.step import (
     ARMS,
-    ASKED,
     FAR,
+    TARGETS,
     choose_setting,
     collect_figures,
     join_ranks,
@@ -67,7 +67,7 @@ def test_arms_are_compared_window_by_window():
     assert figures["device map"] == pytest.approx(1.1)
     assert figures["device map exposed"] == pytest.approx(1.0)
     # what is claimed is what users get
-    claims = [claim["measured"] for claim in make_claims(ASKED, figures)]
+    claims = [claim["measured"] for claim in make_claims(TARGETS, figures)]
     assert Dynamic(1).maps_on_device and claims == pytest.approx([1.1, 1.0])
 
 

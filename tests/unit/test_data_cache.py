@@ -38,7 +38,7 @@ def fingerprint(path: Path) -> str:
 def settled(monkeypatch):
     """A file system that keeps its own times, and files old enough to be remembered."""
     monkeypatch.setattr(digest, "keeps_own_times", lambda path, mounts: True)
-    monkeypatch.setattr(digest, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(digest, "_STABLE_S", -1.0)
 
 
 def hashed(source: Path, cache: Path) -> bool:
@@ -98,9 +98,9 @@ def test_an_unchanged_file_is_read_whole_only_once(tmp_path, settled, monkeypatc
 def test_what_may_have_changed_unseen_is_read_again(tmp_path, settled, monkeypatch):
     path = ratings(tmp_path / "ratings.csv", 11, 12)
     # so new that a second change may bear the same time
-    monkeypatch.setattr(digest, "_SETTLED_S", 1e6)
+    monkeypatch.setattr(digest, "_STABLE_S", 1e6)
     assert hashed(path, tmp_path / "cache") and hashed(path, tmp_path / "cache")
-    monkeypatch.setattr(digest, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(digest, "_STABLE_S", -1.0)
     monkeypatch.setattr(digest, "keeps_own_times", lambda path, mounts: False)
     assert hashed(path, tmp_path / "cache") and hashed(path, tmp_path / "cache")
     assert not (tmp_path / "cache" / "digests").exists()

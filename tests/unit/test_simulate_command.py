@@ -56,7 +56,7 @@ def test_one_configuration_with_the_users_own_data(tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert (
-        "as asked" in done.output
+        "as given" in done.output
         and "where a step's time went" in done.output
         and "rows: of all ids" in done.output
     )

@@ -18,7 +18,7 @@ from freescale.simulate.network import load_preset
 from freescale.simulate.placed_tables import place_tables
 from freescale.simulate.run import run_simulation
 from freescale.simulate.trained_run import list_settings, read_trained_run
-from freescale.simulate.verdict import ALL, ASKED, BASE, UNBALANCED, write_verdict
+from freescale.simulate.verdict import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.train.build import build_model as build_sharded
 from freescale.transport.local import LocalTransport
 
@@ -249,6 +249,6 @@ def test_one_gpu_and_one_configuration_have_a_verdict_too():
     assert write_verdict(alone, [], "H200") == (
         "One H200 has nobody to wait for: a step takes 5.0 ms, 200 samples a second."
     )
-    asked = write_verdict({ASKED: row(8, 120.0), BASE: row(8, 100.0)}, [], "H200")
+    asked = write_verdict({GIVEN: row(8, 120.0), BASE: row(8, 100.0)}, [], "H200")
     assert asked.startswith("On 8 H200s this configuration trains 1.20 times as fast as")
     assert asked.endswith("What limits it is compute, 100 % of the step.")

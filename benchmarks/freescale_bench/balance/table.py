@@ -62,11 +62,11 @@ def format_cost(used: Results, folder: str) -> str:
         "adapted: predicted off measured time of a rank",
         "largest peak on the GPU: none, greedy",
     )
-    asked = (
+    targets = (
         "Targets: own time at most 1 % of the step, predicted times at most 5 % off the "
         "measured ones (median, after 50 steps)."
     )
-    return format_table(used, folder, head, rows, note=f"{asked} {format_verdict(used)}")
+    return format_table(used, folder, head, rows, note=f"{targets} {format_verdict(used)}")
 
 
 def _format_peaks(*rows: Mapping[str, Any]) -> str:

@@ -81,7 +81,7 @@ class WaitLedger(Ledger):
 
 
 def open_transport(
-    device: torch.device | str, ledger: Ledger, asked: str
+    device: torch.device | str, ledger: Ledger, transport_name: str
 ) -> tuple[ProcessGroupTransport, str]:
     """A transport of its own for an arm, over torch's default group, and its name: `auto` is what
     the ranks agree on, as in training. A collective."""
@@ -89,7 +89,7 @@ def open_transport(
     cpu = torch.device(device).type == "cpu"
     control = None if cpu else dist.new_group(backend="gloo", timeout=limit)
     plain = ProcessGroupTransport(device, ledger, control=control, timeout=limit)
-    carrier, *_ = agree_on_transport(asked, plain)
+    carrier, *_ = agree_on_transport(transport_name, plain)
     if carrier == "collective":
         return plain, carrier
     wire = carrier.removeprefix("hostwire-")

@@ -55,7 +55,7 @@ class Destination:
         return ["--folder", str(self.find_folder().absolute()), *commit]
 
 
-class Asked(NamedTuple):
+class Target(NamedTuple):
     """What was asked of a figure of a benchmark."""
 
     figure: str
@@ -80,11 +80,11 @@ def _make_claim(text: str, target: float, measured: float, unit: str, holds: boo
     return found | {"unit": unit, "holds": bool(holds)}
 
 
-def make_claims(asked: Iterable[Asked], figures: Mapping[str, float]) -> list[Claim]:
+def make_claims(targets: Iterable[Target], figures: Mapping[str, float]) -> list[Claim]:
     """A claim for each figure that was asked for and measured."""
     return [
         (at_least if one.at_least else at_most)(one.text, one.value, figures[one.figure], one.unit)
-        for one in asked
+        for one in targets
         if one.figure in figures
     ]
 

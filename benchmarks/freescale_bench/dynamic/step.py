@@ -41,7 +41,7 @@ from freescale.ledger.merge import merge_step
 from freescale.random import derive, integers
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
 from freescale_bench.train.shapes import SHAPES, Shape
 from freescale_bench.train.trained import SMALL, WARMUP, WINDOW, Trained, list_batches, prepare
@@ -54,10 +54,10 @@ FILLED = 1 << 20  # ids at a time, over all ranks; at most
 LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
 
 DEFAULT = f"{'device' if Dynamic(1).maps_on_device else 'host'} map"
-ASKED = [
-    Asked(DEFAULT, "step with a full dynamic table, 10 % new ids, over a static table", 1.10,
+TARGETS = [
+    Target(DEFAULT, "step with a full dynamic table, 10 % new ids, over a static table", 1.10,
           "x", at_least=False),
-    Asked(f"{DEFAULT} exposed", "exposed time that the dynamic table adds, of a step", 1, "%",
+    Target(f"{DEFAULT} exposed", "exposed time that the dynamic table adds, of a step", 1, "%",
           at_least=False),
 ]  # fmt: skip
 
@@ -241,7 +241,7 @@ def bench_step(setting: StepSetting, to: Destination) -> None:
     with open_rank(setting.device, LIMIT) as (transport, folder):
         rows = StepBench(setting, transport, folder).measure()
     if transport.rank == 0:
-        claims = make_claims(ASKED, collect_figures(rows))
+        claims = make_claims(TARGETS, collect_figures(rows))
         if setting.keep:
             command = f"freescale bench dynamic {' '.join(setting.as_arguments())}"
             name = f"{transport.world}ranks-{get_gpu_name()}"

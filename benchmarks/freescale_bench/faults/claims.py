@@ -26,7 +26,7 @@ def is_exact(row: Row) -> bool:
     return bool(row["bits_equal"] and row["losses_equal"])
 
 
-def make_claims(rows: Sequence[Row], asked: int | None = None) -> list[Claim]:
+def make_claims(rows: Sequence[Row], target: int | None = None) -> list[Claim]:
     """What was asked of the storms together. `asked`: faults, if not those of ten runs."""
 
     def total(name: str) -> int:
@@ -46,7 +46,7 @@ def make_claims(rows: Sequence[Row], asked: int | None = None) -> list[Claim]:
     claims = [
         at_least(
             "faults survived without a hang, all kinds mixed, in seeded runs" + where,
-            asked or 1000,
+            target or 1000,
             faults,
             "faults",
         ),

@@ -30,7 +30,7 @@ from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.machine import get_gpu_name
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
 from freescale_bench.common.turns import read_peak_memory, read_resident_memory, wait_idle
 from freescale_bench.host_tables.setting import COUNTERS, Setting
@@ -42,15 +42,15 @@ MAIN_THREAD = "steps_that_miss_on_the_main_thread"
 TABLE_SECONDS = 120.0
 LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
 
-ASKED = [
-    Asked("zipf host", "ids by Zipf's law: step with the table in host memory over on the device",
+TARGETS = [
+    Target("zipf host", "ids by Zipf's law: step with the table in host memory over on the device",
           1.02, "x", at_least=False),
-    Asked("uniform host", "every row a miss: step with the table in host memory over on the device",
+    Target("uniform host", "every row a miss: step, table in host memory over on the device",
           1.05, "x", at_least=False),
-    Asked("misses on the main thread", "timed steps in which the main thread brought rows itself",
+    Target("misses on the main thread", "timed steps in which the main thread brought rows itself",
           0, "", at_least=False),
-    Asked("uniform miss percent", "every row a miss: rows that were not in the cache", 99, "%"),
-    Asked("table seconds", "the table in host memory is made", TABLE_SECONDS, "s",
+    Target("uniform miss percent", "every row a miss: rows that were not in the cache", 99, "%"),
+    Target("table seconds", "the table in host memory is made", TABLE_SECONDS, "s",
           at_least=False),
 ]  # fmt: skip
 
@@ -211,7 +211,7 @@ def bench_host_tables(setting: Setting, to: Destination) -> None:
     with open_rank(setting.device, LIMIT) as (transport, folder):
         rows = Bench(setting, transport, folder).measure()
     if transport.rank == 0:
-        claims = make_claims(ASKED, collect_figures(rows))
+        claims = make_claims(TARGETS, collect_figures(rows))
         ranks = f"{transport.world}ranks-" if transport.world > 1 else ""
         command = f"freescale bench host_tables {' '.join(setting.as_arguments())}"
         if setting.keep:

@@ -28,7 +28,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale_bench.common import arm as ours
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
 from freescale_bench.common.spread import spread
 from freescale_bench.common.torchrec import build_torchrec
 from freescale_bench.common.turns import read_resident_memory
@@ -42,10 +42,10 @@ ARMS = ("freescale device", *HOST, "torchrec device", OTHER)
 WARMUP = 40  # steps, in which the caches become full
 LIMIT = 400.0  # seconds of an arm
 
-ASKED = [
-    Asked(f"{HOST[0]}: samples/s over {OTHER}",
+TARGETS = [
+    Target(f"{HOST[0]}: samples/s over {OTHER}",
           "samples/s with the table in host memory over TorchRec's FUSED_UVM_CACHING", 1.5, "x"),
-    Asked(f"{DIRECT}: samples/s over {OTHER}",
+    Target(f"{DIRECT}: samples/s over {OTHER}",
           "the same with rows read by the GPU (host:...:direct)", 1.5, "x"),
 ]  # fmt: skip
 
@@ -200,7 +200,7 @@ def compare(comparison: Comparison, arms: list[str], keep: bool, to: Destination
             output.unlink()
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "losses"}), flush=True)
     figures = collect_figures(rows)
-    claims = make_claims(ASKED, figures)
+    claims = make_claims(TARGETS, figures)
     print(json.dumps(figures))
     if not keep or comparison.device == "cpu":
         show_claims(claims)

@@ -19,7 +19,7 @@ from freescale.ledger.machine import describe_machine, get_gpu_name, get_version
 from freescale_bench.common.markdown import format_rows
 from freescale_bench.common.results import Destination, make_claims, write
 from freescale_bench.kernels.attention import measure_attention
-from freescale_bench.kernels.claims import list_asked
+from freescale_bench.kernels.claims import list_targets
 from freescale_bench.kernels.launches import measure_launches
 from freescale_bench.kernels.layers import measure_layers, measure_pieces
 from freescale_bench.kernels.measure import Bench
@@ -89,7 +89,7 @@ def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Des
     if output:
         _write_rows(output, device, bench, figures)
         return
-    claims = make_claims(list_asked(), figures)
+    claims = make_claims(list_targets(), figures)
     if device == "cpu" or only:
         print(f"{len(bench.rows)} rows and {len(claims)} claims, not written: --output writes them")
         return

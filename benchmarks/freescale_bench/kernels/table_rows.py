@@ -66,14 +66,17 @@ def measure_rows(bench: Bench) -> dict[str, float]:
     bench.measure(
         "rows", "gather to bf16", narrow, lambda: weight[numbers].bfloat16(), gigabytes=1.5 * row
     )
-    asked, part = torch.randint(0, count, (used // 4,), device=bench.device), gradients[: used // 4]
-    duplicates = [lambda m=m: m.sum_duplicates(asked, part) for m in (triton_rows, rows)]
+    wanted, part = (
+        torch.randint(0, count, (used // 4,), device=bench.device),
+        gradients[: used // 4],
+    )
+    duplicates = [lambda m=m: m.sum_duplicates(wanted, part) for m in (triton_rows, rows)]
     bench.measure("rows", f"sum of duplicates, {used // 4:,}", *duplicates, gigabytes=row / 2)
-    _reads(bench, count, asked)
+    _reads(bench, count, wanted)
     return figures
 
 
-def _reads(bench: Bench, count: int, asked: torch.Tensor) -> None:
+def _reads(bench: Bench, count: int, wanted: torch.Tensor) -> None:
     """Tokens of a rank read its rows: Zipf, so that some are read very often."""
     tokens = int(bench.lengths(bench.size["samples"]).sum())
     drawn = np.random.default_rng(0).zipf(1.2, tokens) % min(count, 10**9)
@@ -99,5 +102,5 @@ def _reads(bench: Bench, count: int, asked: torch.Tensor) -> None:
         lambda: triton_unique.deduplicate(keys, edges),
         plain,
     )
-    masks = [lambda m=m: m.collision_masks(asked, known) for m in (triton_unique, unique)]
-    bench.measure("unique", f"masks of {len(asked):,} and {len(known):,} rows", *masks)
+    masks = [lambda m=m: m.collision_masks(wanted, known) for m in (triton_unique, unique)]
+    bench.measure("unique", f"masks of {len(wanted):,} and {len(known):,} rows", *masks)

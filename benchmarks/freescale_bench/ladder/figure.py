@@ -175,12 +175,12 @@ def _draw_parity(result: Mapping[str, Any], left: float, top: float, wide: float
         if name == SERIAL:
             continue
         apart = row[f"{steps}_relative_loss_difference_to_serial"]
-        said = f"{apart:.0e}" if apart else "0: every loss equal"
+        label = f"{apart:.0e}" if apart else "0: every loss equal"
         rows.append(
             svg.Bar(
                 make_label(name),
                 math.log10(max(apart, _EXACT) / _EXACT),
-                said,
+                label,
                 svg.GREY if name == PERMUTED else choose_ink(name),
             )
         )

@@ -35,7 +35,7 @@ from freescale_bench.common.torchrec import build_torchrec_retrieval, has_torchr
 from freescale_bench.common.turns import make_rows, time_turns, wait_idle
 from freescale_bench.ladder.arms import BASE, PIPELINES, SEMI_SYNC
 from freescale_bench.ladder.gpu import LIMIT
-from freescale_bench.ladder.product_shapes import ASKED, ASKED_OF_HOSTS, FIRST_LOSS, SHAPES
+from freescale_bench.ladder.product_shapes import FIRST_LOSS, HOST_TARGETS, SHAPES, TARGETS
 from freescale_bench.ladder.rungs import PRODUCT, SERIAL, SPARSE_DIST, UNBALANCED, Rung
 
 _WARM_UP = 2  # steps before the first turn
@@ -135,7 +135,7 @@ def run_arms(
 
 
 def make_claims(
-    rows: list[Row], first: dict[str, list[float]], asked: float | None, apart_at_most: float
+    rows: list[Row], first: dict[str, list[float]], target: float | None, apart_at_most: float
 ) -> list[Claim]:
     """`first`: losses of the first steps of each arm; `asked`: of samples/s over SparseDist's."""
     rate = {row["arm"]: row["samples_per_second"]["median"] for row in rows}
@@ -149,10 +149,10 @@ def make_claims(
             "",
         )
     ]
-    if SPARSE_DIST in rate and asked is not None:
+    if SPARSE_DIST in rate and target is not None:
         text = "freescale train, defaults: samples/s over TorchRec SparseDist's"
         value = rate[PRODUCT] / rate[SPARSE_DIST]
-        found.append(at_least(text, asked, value, "times"))
+        found.append(at_least(text, target, value, "times"))
     return found
 
 
@@ -165,9 +165,9 @@ def summarize(everyone: list[dict[str, Any]], shape: str, on_gpu: bool) -> tuple
     chosen = SHAPES[shape]
     samples = chosen["batch"]["samples"]
     rows = make_rows(everyone, samples, on_gpu)
-    asked = ASKED.get(len(everyone)) if on_gpu else ASKED_OF_HOSTS.get(shape)
+    target = TARGETS.get(len(everyone)) if on_gpu else HOST_TARGETS.get(shape)
     limit = FIRST_LOSS["cuda" if on_gpu else "cpu"]
-    claims = make_claims(rows, everyone[0]["first"], asked, limit)
+    claims = make_claims(rows, everyone[0]["first"], target, limit)
     file = chosen["file"]
     workload = {
         "samples": samples,

@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 # asked of samples/s over SparseDist's: by the number of GPU ranks, and of CPU hosts by the shape
-ASKED = {4: 1.7, 8: 2.7}
-ASKED_OF_HOSTS = {"short": 1.5}
+TARGETS = {4: 1.7, 8: 2.7}
+HOST_TARGETS = {"short": 1.5}
 # largest relative difference of the first losses: a GPU computes in bf16
 FIRST_LOSS = {"cuda": 1e-3, "cpu": 1e-5}

@@ -75,21 +75,21 @@ def explain_rungs(result: Mapping[str, Any], tick: str = "") -> str:
         return _explain_product(rows, tick)
     full = rows[FULL].get("options", asdict(OURS[FULL]))  # earlier results have no options
     adapt = " --balance-adapt" if full["balance_adapt"] else ""
-    said = f'"+ balancing" is {tick}--balance {full["balance"]}{adapt}{tick}'
-    said += f', "+ hostwire" {tick}--transport {full["transport"]}{tick}'
-    said += (
+    text = f'"+ balancing" is {tick}--balance {full["balance"]}{adapt}{tick}'
+    text += f', "+ hostwire" {tick}--transport {full["transport"]}{tick}'
+    text += (
         f', "dense partitioned" {tick}--dense-sums partitioned{tick}' if PARTITIONED in rows else ""
     )
     device = "cuda" if result["machine"]["gpu"] else "cpu"
     if DEFAULTS in rows:
         taken = spell_options(rows[DEFAULTS]["options"])
         return (
-            f'{said}. "{DEFAULTS}" takes what freescale train takes by default on these ranks, '
+            f'{text}. "{DEFAULTS}" takes what freescale train takes by default on these ranks, '
             f"{tick}{taken}{tick}; {_SHARED}."
         )
     carrier, _ = choose_transport(Rung().transport, device, 1, ucx=False, rdma=False, engine=True)
     taken = spell_options(asdict(replace(Rung(), transport=carrier)))
     return (
-        f"{said}. The defaults of freescale train on these ranks, {tick}{taken}{tick}, were "
+        f"{text}. The defaults of freescale train on these ranks, {tick}{taken}{tick}, were "
         f"not measured in this run; {_SHARED}."
     )

@@ -14,7 +14,7 @@ from freescale.kernels.dispatch.versions import has_triton
 from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Asked, Destination, Row, make_claims, show_claims, write
+from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
 from freescale_bench.overlap.arms import SECONDS, Bed
 from freescale_bench.overlap.overlapped import FULL, measure_layers, measure_products
 from freescale_bench.overlap.witness import measure_witness
@@ -25,15 +25,15 @@ PARTS: dict[str, Callable[[Bed], None]] = {
     "layer": measure_layers,
     "witness": measure_witness,
 }
-ASKED = [
-    Asked("hostwire, most slow-down, %",
+TARGETS = [
+    Target("hostwire, most slow-down, %",
           "compute beside hostwire's AllToAlls, as many as NCCL carries, longer than alone: the "
           "worst of products and layers", 1.5, "%", at_least=False),
-    Asked(f"{FULL}, most slow-down, %", "the same beside as many as hostwire can carry", 1.5, "%",
+    Target(f"{FULL}, most slow-down, %", "the same beside as many as hostwire can carry", 1.5, "%",
           at_least=False),
-    Asked("witness, hostwire",
+    Target("witness, hostwire",
           "an AllToAll arrived while a kernel held every multiprocessor (1: it did)", 1, ""),
-    Asked("witness, nccl waited",
+    Target("witness, nccl waited",
           "the control: NCCL's did not arrive before the kernel's end (1: it did not)", 1, ""),
 ]  # fmt: skip
 
@@ -64,7 +64,7 @@ def _measure(device: str, only: Sequence[str], to: Destination) -> None:
         bed.idle()
         bed.say(f"{name} is done")
     if bed.rank == 0:
-        claims = make_claims(ASKED, make_figures(bed.rows))
+        claims = make_claims(TARGETS, make_figures(bed.rows))
         rows = [*bed.rows, *make_best_rows(bed.rows)]
         if device == "cpu" or only:
             print(*map(json.dumps, rows), sep="\n")

@@ -15,7 +15,7 @@ def busy_kernel(end, nanoseconds):
     clock. Those that find no place until then return at once."""
     now = globaltimer()
     mine = now + nanoseconds
-    said = tl.atomic_cas(end, now * 0, mine)
-    until = tl.where(said == 0, mine, said)
+    found = tl.atomic_cas(end, now * 0, mine)
+    until = tl.where(found == 0, mine, found)
     while now < until:
         now = globaltimer()

@@ -89,11 +89,11 @@ def _measure_case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 
     for name, measured in found.items():
         everyone = bed.gathered(measured[1:])  # the first warmed up
         repetitions = range(len(measured) - 1)
-        times, beside = (
+        times, alone = (
             [mean(rank[number][which] for rank in everyone) for number in repetitions]
             for which in (0, 2)
         )
-        longer = 100 * (median(time / other for time, other in zip(times, beside, strict=True)) - 1)
+        longer = 100 * (median(time / other for time, other in zip(times, alone, strict=True)) - 1)
         shared = {
             "ms": times,
             "ranks_ms": [median(own for own, *_ in rank) for rank in everyone],
@@ -105,7 +105,7 @@ def _measure_case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 
         carried = median(max(rank[number][1] for rank in everyone) for number in repetitions)
         bytes_ = counts[name] * count_leaving(bed.size["message"], bed.world)
         bed.add(
-            group, case, name, **shared, alone_ms=median(beside), slower_percent=longer,
+            group, case, name, **shared, alone_ms=median(alone), slower_percent=longer,
             messages=counts[name], messages_ms=carried, rate=to_gigabytes(bytes_, carried),
             unit="GB/s",
         )  # fmt: skip

@@ -142,9 +142,9 @@ def _train_peer(plan: Plan, histories: Path, root: Path, program: str) -> Row:
         flush=True,
     )
     theirs = _train(words, folder)  # RecBole writes logs where it runs
-    said = json.loads(theirs.pop("printed").splitlines()[-1])
-    peer: Row = {"arm": PEER, **theirs, **said}
-    return peer | {name: said["test"][other] for name, other in _METRICS.items()}
+    printed = json.loads(theirs.pop("printed").splitlines()[-1])
+    peer: Row = {"arm": PEER, **theirs, **printed}
+    return peer | {name: printed["test"][other] for name, other in _METRICS.items()}
 
 
 def write_atomic(histories: Path, path: Path) -> None:

@@ -57,9 +57,8 @@ def _format_figure(value: float | Mapping[str, Any]) -> str:
 
 
 def _format_together(result: Mapping[str, Any]) -> str:
-    mean, *lowest = result["claims"]
-    said = f"{mean['claim']} {mean['measured']:+.2f} %"
-    return "; ".join([said, *(f"{one['claim']} {one['measured']:+.2f} %" for one in lowest)]) + "."
+    claims = (f"{one['claim']} {one['measured']:+.2f} %" for one in result["claims"])
+    return "; ".join(claims) + "."
 
 
 def _format_difference(result: Mapping[str, Any], row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from freescale_bench.common.results import Destination, Row, at_least, write
 USUAL = "this-machine"
 FAILURE_EVERY = 600.0  # seconds
 SNAPSHOT_EVERY = 20  # steps
-ASKED = {64: 0.97, 4096: 0.95}  # by GPUs
+TARGETS = {64: 0.97, 4096: 0.95}  # by GPUs
 
 
 def bench_recovery(recovery: str, to: Destination) -> None:
@@ -23,7 +23,7 @@ def bench_recovery(recovery: str, to: Destination) -> None:
         snapshot_every=SNAPSHOT_EVERY,
         recovery=recovery,
     )
-    rows: list[Row] = run_simulation(config, list(ASKED), report=lambda outcome: None)["useful"]
+    rows: list[Row] = run_simulation(config, list(TARGETS), report=lambda outcome: None)["useful"]
     for row in rows:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds"].items())
         print(f"{row['gpus']:5d} GPUs, from {row['from']:6s} {row['useful']:.3f} ({parts} s)")
@@ -32,7 +32,7 @@ def bench_recovery(recovery: str, to: Destination) -> None:
     claims = [
         at_least(
             f"{every}, {row['gpus']:,} GPUs{costs}",
-            ASKED[row["gpus"]],
+            TARGETS[row["gpus"]],
             row["useful"],
             "of the time",
         )

@@ -8,7 +8,7 @@ from typing import Any
 from freescale.simulate.verdict import ALL, BASE, write_verdict
 from freescale_bench.common.markdown import Results, fold, format_sources, format_table, single
 
-_ASKED = (
+_TARGETS = (
     ("step_error_percent", 10.0, " %"),
     ("straggler_points", 2.0, ""),
     ("exposed_points", 2.0, ""),
@@ -114,7 +114,7 @@ def _select(used: Results, figure: str) -> list[Mapping[str, Any]]:
 
 
 def format_validation(used: Results, folder: str) -> str:
-    """Rows within what was asked of the simulator, by testbed and model; without those that a curve
+    """Rows within the simulator's targets, by testbed and model; without those that a curve
     was taken from."""
     groups: dict[str, list[Mapping[str, Any]]] = {
         "A: 2 hosts, 200 Mbit/s, MLP": [],
@@ -126,7 +126,7 @@ def format_validation(used: Results, folder: str) -> str:
         if not row["fitted"]:
             groups[_choose_group(row)].append(row)
     rows = [
-        (name, str(len(blind)), *(_count_within(blind, *asked) for asked in _ASKED))
+        (name, str(len(blind)), *(_count_within(blind, *target) for target in _TARGETS))
         for name, blind in groups.items()
     ]
     head = (

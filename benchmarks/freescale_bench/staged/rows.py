@@ -102,7 +102,7 @@ def correlate_squared(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def make_claims(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> list[Claim]:
-    """Every figure that was asked of the benchmark, from its rows. `limits`: of the exposed share,
+    """Every figure of the targets, from the rows. `limits`: of the exposed share,
     by configuration."""
     by_key = {(r["configuration"], r["arm"]): r for r in rows if "arm" in r and "step_ms" in r}
     rates = [

@@ -179,12 +179,12 @@ def bench_parity(peer: Path | None, to: Destination) -> int:
     for name, case in list_cases(peer).items():
         found = [row for optimizer in OPTIMIZERS for row in compare(case, optimizer, transport)]
         rows += [{"model": name, **row} for row in found]
-        for text, key, asked in (
+        for text, key, target in (
             ("one step from five states, largest difference of a weight", "one_step_difference", 1),
             ("losses of 10 steps, largest difference", "loss_difference", 10),
         ):
             worst = max(row[key] for row in found)
-            claims.append(at_most(f"{name}: {text}", asked, 1e6 * worst, "millionths"))
+            claims.append(at_most(f"{name}: {text}", target, 1e6 * worst, "millionths"))
         differ = sum(not row["staged_equals_serial"] for row in found)
         text = "runs whose staged losses and weights are not serial's to the bit"
         claims.append(at_most(f"{name}: {text}", 0, differ, "runs"))

@@ -162,9 +162,9 @@ def bench_on_gpus(
         shape = shape_of(base, factor)
         where = str(transport.device)
         found = measure(transport.rank, transport.world, shape, turns, each, where)
-        told = transport.gather_bytes(json.dumps(found).encode())
+        gathered = transport.gather_bytes(json.dumps(found).encode())
         if transport.rank == 0:
-            rows += summarize(factor, shape, [json.loads(part) for part in told])
+            rows += summarize(factor, shape, [json.loads(part) for part in gathered])
             if not trial:  # after each: a run that is cut short leaves what it has measured
                 _write_gpus(transport.world, turns, each, rows, to)
     if trial and transport.rank == 0:

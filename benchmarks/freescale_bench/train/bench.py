@@ -15,32 +15,32 @@ import torch
 
 from freescale.ledger.machine import get_gpu_name
 from freescale.train.device_figures import watch_compilations
-from freescale_bench.common.results import Asked, Destination, make_claims, write
+from freescale_bench.common.results import Destination, Target, make_claims, write
 from freescale_bench.train.measure import measure_shape
 from freescale_bench.train.shapes import SHAPES
 
 OWN = ("short", "medium", "long", "wide")  # shapes; the others are those of peers
 STEPS_OF_AN_EPOCH = 48  # of the MovieLens-like file, in batches of 128
 
-ASKED = [
-    Asked("short step_ms", "short: step", 5, "ms", at_least=False),
-    Asked("medium step_ms", "medium: step", 8, "ms", at_least=False),
-    Asked("long step_ms", "long: step", 57, "ms", at_least=False),
-    Asked("long tflop_per_s", "long: rate", 350, "TFLOP/s"),
-    Asked("long device_busy_percent", "long: device busy", 92, "%"),
-    Asked("wide step_ms", "wide: step", 145, "ms", at_least=False),
-    Asked("nvidia fixed step_ms", "NVIDIA's fixed shape: step", 152, "ms", at_least=False),
-    Asked(
+TARGETS = [
+    Target("short step_ms", "short: step", 5, "ms", at_least=False),
+    Target("medium step_ms", "medium: step", 8, "ms", at_least=False),
+    Target("long step_ms", "long: step", 57, "ms", at_least=False),
+    Target("long tflop_per_s", "long: rate", 350, "TFLOP/s"),
+    Target("long device_busy_percent", "long: device busy", 92, "%"),
+    Target("wide step_ms", "wide: step", 145, "ms", at_least=False),
+    Target("nvidia fixed step_ms", "NVIDIA's fixed shape: step", 152, "ms", at_least=False),
+    Target(
         "nvidia fixed tflop_per_s_by_nvidia", "NVIDIA's fixed shape: rate by NVIDIA's formula", 375,
         "TFLOP/s",
     ),
-    Asked(
+    Target(
         "nvidia jagged tflop_per_s_by_nvidia", "NVIDIA's jagged shape: rate by NVIDIA's formula",
         340, "TFLOP/s",
     ),
-    Asked("movielens epoch_s", "MovieLens-like: an epoch", 0.25, "s", at_least=False),
-    Asked("compilations after step 1", "compilations after step 1", 0, "", at_least=False),
-    Asked(
+    Target("movielens epoch_s", "MovieLens-like: an epoch", 0.25, "s", at_least=False),
+    Target("compilations after step 1", "compilations after step 1", 0, "", at_least=False),
+    Target(
         "await batch percent", "wait for a batch, the longest of the four shapes", 1,
         "% of a step", at_least=False,
     ),
@@ -112,7 +112,7 @@ def bench_train(
             rows.append({"shape": "movielens, public HSTU", **result})
     for row in rows:
         print(json.dumps(_shorten(row)))
-    claims = make_claims(ASKED, collect_figures(rows))
+    claims = make_claims(TARGETS, collect_figures(rows))
     if not keep:
         print(f"{len(rows)} rows and {len(claims)} claims, not written: --keep writes them")
         print(json.dumps(details))

@@ -17,7 +17,7 @@ T = TypeVar("T")
 # side.
 WIDTH, HEIGHT = 320, 195
 RIGHT, TOP, BOTTOM = 12, 10, 40
-LABEL, GLYPH = 20, 7.2  # pixels: a label beside the axis, and a digit of a tick
+LABEL, GLYPH = 20, 7.2  # pixels: a label next to the axis, and a digit of a tick
 POINTS = 400  # of a line, at most
 MARKED = 12  # points of a line that has a mark at each of them, at most
 
@@ -73,7 +73,7 @@ class Panel:
         self, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str
     ) -> None:
         self.marks = choose_ticks(*y)
-        # As wide as the longest tick: the axis' label stands beside them, not over them.
+        # As wide as the longest tick: the axis' label is next to them, not over them.
         self.left = LABEL + 8 + GLYPH * max(len(format_tick(value)) for value in self.marks)
         self._x0, self._x1 = x if x[1] > x[0] else (x[0] - 1, x[0] + 1)
         self._y0, self._y1 = self.marks[0], self.marks[-1]

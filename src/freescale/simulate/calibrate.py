@@ -48,8 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
 SLOWDOWN = {
     "cuda": (
         {"collective": 1.159, "hostwire": 1.008},
-        "overlap-4ranks-h200.json as of commit 5f196b9: HSTU layers beside NCCL as it is and "
-        "beside hostwire with the same traffic, medians of nine",
+        "overlap-4ranks-h200.json as of commit 5f196b9: HSTU layers alongside NCCL as it is and "
+        "alongside hostwire with the same traffic, medians of nine",
     ),
     "cpu": (
         {"collective": 1.71, "hostwire": 1.71},

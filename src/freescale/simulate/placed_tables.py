@@ -107,7 +107,7 @@ def place_tables(
         placements[name] = (
             choose_placement(spec, state, read[name])
             if wanted == "auto" or (hosted and name != ITEM)
-            else Placement("sharded" if hosted else wanted, "as asked")
+            else Placement("sharded" if hosted else wanted, "as given")
         )
     growth: list[Growth] = []
     if dynamic is not None:

@@ -54,7 +54,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Overlap:
     """Work of a lane that slows concurrent compute down to `speed`: 0 stops it, 1 has no effect."""
 
     begin: Times
@@ -73,7 +73,7 @@ class Ranks:
         }
         self.step = Step(0, np.zeros(ranks), np.zeros(ranks))
         self._wire = np.zeros(ranks)  # busy until then with urgent or blocking traffic
-        self._beside: list[Beside] = []  # work of the lanes in this step
+        self._overlaps: list[Overlap] = []  # work of the lanes in this step
         self._bulk: list[tuple[Times, Times]] = []  # transfers of the lane `ahead` in this step
         # meetings until the main thread waits for them
         self._taken: dict[str, list[Meeting]] = {lane: [] for lane in (AHEAD, URGENT, INPUT)}
@@ -91,7 +91,7 @@ class Ranks:
         """The main thread gives a lane its next job; it begins when both are ready."""
         self.now[lane] = np.maximum(self.now[lane], self.now[MAIN])
         if lane == AHEAD:
-            self._beside, self._bulk = [], []
+            self._overlaps, self._bulk = [], []
 
     # ---- verbs
 
@@ -102,7 +102,7 @@ class Ranks:
         end = begin + np.asarray(seconds)
         self.now[lane] = begin + part * np.asarray(seconds)
         if lane != MAIN:
-            self._add(Beside(begin, end, 0.0))
+            self._add(Overlap(begin, end, 0.0))
         self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, end))
 
     def copy(self, name: str, seconds: Times, lane: str) -> None:
@@ -114,7 +114,7 @@ class Ranks:
     def compute(self, name: str, seconds: Times) -> None:
         """Forward or backward on the main thread, slowed down by concurrent work of the lanes."""
         begin = self.now[MAIN]
-        self.now[MAIN] = slow_down(begin, seconds, self._beside)
+        self.now[MAIN] = slow_down(begin, seconds, self._overlaps)
         self.step.spans.append((name, begin, self.now[MAIN]))
 
     def meet(
@@ -134,7 +134,7 @@ class Ranks:
         done = self._transmit(begin, cost, lane, overtakes)
         self._record(kind, path, message, lane, done)
         if lane != MAIN and slowdown > 1:
-            self._add(Beside(begin, done, 1 / slowdown))
+            self._add(Overlap(begin, done, 1 / slowdown))
 
     def tell(self, kind: str, path: str, message: Message, lane: str) -> None:
         """A collective of the host that its lane waits for, too small to load the network."""
@@ -147,9 +147,9 @@ class Ranks:
         meetings.append(Meeting(kind, path, *message[:2], issued, issued, done))
         self.now[lane] = done
 
-    def _add(self, beside: Beside) -> None:
-        self._beside.append(beside)
-        self._beside.sort(key=lambda one: float(one.begin.mean()))
+    def _add(self, overlap: Overlap) -> None:
+        self._overlaps.append(overlap)
+        self._overlaps.sort(key=lambda one: float(one.begin.mean()))
 
     def issue(self, kind: str, path: str, message: Message) -> Meeting:
         """A collective of the main thread that nobody waits for yet."""
@@ -167,7 +167,7 @@ class Ranks:
             begin = np.maximum(begin, after.done)
         done = self._transmit(begin, message.seconds, MAIN, False)
         if slowdown > 1:
-            self._add(Beside(begin, done, 1 / slowdown))
+            self._add(Overlap(begin, done, 1 / slowdown))
         return Meeting(kind, path, *message[:2], issued.copy(), issued.copy(), done)
 
     def wait(self, meeting: Meeting | None) -> None:
@@ -218,10 +218,10 @@ class Ranks:
         return done
 
 
-def slow_down(begin: Times, seconds: Times, beside: list[Beside]) -> Times:
+def slow_down(begin: Times, seconds: Times, overlaps: list[Overlap]) -> Times:
     """When `seconds` of compute that begin at `begin` are done, alongside the work of the lanes."""
     now, left = begin.astype(np.float64), np.asarray(seconds, np.float64).copy()
-    for one in beside:  # in order of their begin; of two that overlap, the first one counts
+    for one in overlaps:  # in order of their begin; of two that overlap, the first one counts
         before = np.minimum(left, np.maximum(one.begin - now, 0.0))
         now, left = now + before, left - before
         busy = left > 0

@@ -36,7 +36,7 @@ from freescale.simulate.recovery import (
 )
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
 from freescale.simulate.trained_run import compare_with_run, read_trained_run
-from freescale.simulate.verdict import ALL, ASKED, BASE, UNBALANCED, write_verdict
+from freescale.simulate.verdict import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.simulate.workload import Workload
 
 
@@ -85,7 +85,7 @@ def list_arms(config: SimulateConfig, trained: Setting | None = None) -> list[tu
 
     base = (BASE, Setting("sparse_dist", placement="sharded", deduplicate=False))
     if config.schedule is not None:
-        return [(ASKED, balanced(config.schedule, config.transport)), base]
+        return [(GIVEN, balanced(config.schedule, config.transport)), base]
     arms = [
         base,
         (f"{BASE}, ids deduplicated", Setting("sparse_dist", placement="sharded")),
@@ -246,7 +246,7 @@ def _compare_changes(
     """Predicts the gain in samples per second of a better part of the machine, or of a larger
     batch."""
     steps = min(config.steps, 5)
-    arms = {label: found[label].setting for label in (SERIAL, ALL, ASKED) if label in found}
+    arms = {label: found[label].setting for label in (SERIAL, ALL, GIVEN) if label in found}
     made = []
     twice = None
     if not config.data:
@@ -268,7 +268,7 @@ def _predict_useful_time(
     """The share of useful time with regular failures, by the source of the restored state."""
     if config.failure_every is None:
         return []
-    cluster, outcome = plans.cluster, found.get(ALL) or found[ASKED]
+    cluster, outcome = plans.cluster, found.get(ALL) or found[GIVEN]
     costs = load_recovery(config.recovery)
     dense = 12 * cluster.model.parameters  # a weight and both of Adam's moments
     tables = plans.place(outcome.setting.placement, outcome.setting.cache_miss)

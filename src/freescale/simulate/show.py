@@ -17,7 +17,7 @@ from freescale.simulate.calibrate import calibrate
 from freescale.simulate.network import list_presets, load_preset
 from freescale.simulate.recovery import PARTS
 from freescale.simulate.run import Outcome, run_simulation
-from freescale.simulate.verdict import ASKED, BASE
+from freescale.simulate.verdict import BASE, GIVEN
 
 _WIDE = 120  # columns of a table, if the output is not a terminal
 
@@ -46,7 +46,7 @@ def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
     if data["useful"]:
         console.print(_make_useful_table(data["useful"], config.failure_every or 0.0))
     for one in outcomes:
-        if one.label == ASKED:
+        if one.label == GIVEN:
             print_ledger(console, one.figures)
     for note in data["notes"]:
         _print_note(console, note)

@@ -9,7 +9,7 @@ from typing import Any
 # deduplication of ids (the peer of `freescale bench ladder`).
 BASE = "TorchRec SparseDist"
 ALL, UNBALANCED = "staged + balancing + hostwire", "staged + hostwire"
-ASKED = "as asked"  # a single configuration
+GIVEN = "as given"  # a single configuration
 _BASE_NAME = "TorchRec's SparseDist"
 
 LIMIT = 10.0  # percent of a step; above, something other than compute limits it
@@ -26,7 +26,7 @@ def write_verdict(
         changes: The gains of better machines, for the same GPUs.
         gpu: Name of a GPU.
     """
-    name = ALL if ALL in rows else ASKED
+    name = ALL if ALL in rows else GIVEN
     best, base = rows[name], rows[BASE]
     count = best["gpus"]
     if count == 1:

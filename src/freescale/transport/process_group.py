@@ -1,7 +1,7 @@
 """Transport over torch's process groups: gloo on CPU tensors, NCCL on CUDA tensors, control traffic
 always over gloo.
 
-Channels, which run beside the compute, are always gloo's: tensors on a GPU go through pinned
+Channels, which run alongside compute, are always gloo's: tensors on a GPU go through pinned
 memory. NCCL's kernels of several communicators wait for each other on the device, in any order; a
 rank that meanwhile loads a kernel or maps memory, which waits for the device, would wait for ever.
 And they take multiprocessors from the compute.
@@ -193,8 +193,8 @@ class ProcessGroupTransport:
                 line = next(self._next_line) if self._next_line is not None else group
                 exchange = StagedAllToAll if staged else PairwiseAllToAll
                 return exchange(output, tensor, list(receive), list(send), line), output
-            # The group's own method: what torch's function checks beside it is known here, and
-            # takes longer than the call.
+            # The group's own method: the checks of torch's function take longer
+            # than the call, and their result is known here.
             return group.alltoall_base(output, tensor, list(receive), list(send)), output
 
         return self._begin(

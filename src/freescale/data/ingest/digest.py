@@ -26,7 +26,7 @@ from typing import Any
 
 _BLOCK = 1 << 18
 _THREADS = 4
-_SETTLED_S = 2.0  # at least the time resolution of any such file system
+_STABLE_S = 2.0  # at least the time resolution of any such file system
 _KEPT_S = 30 * 24 * 3600  # cached digests
 # file systems that set change times themselves
 _DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "zfs", "bcachefs"}
@@ -85,7 +85,7 @@ def _read_content(path: Path, memory: Path, report: Callable[[int], None]) -> Co
         if _make_stamp(os.fstat(file.fileno())) != stamp:
             raise _make_changed_error(path)
     content.check_unchanged()  # another file may have the name now
-    if known is not None and time.time() - stamp[4] / 1e9 > _SETTLED_S:
+    if known is not None and time.time() - stamp[4] / 1e9 > _STABLE_S:
         _remember(known, content)
     return content
 

@@ -173,7 +173,7 @@ def room_kernel(
     do_not_specialize_on_alignment=["keys"],
 )
 def choose_kernel(
-    ids, keys, scratch, choices, sums, told, shards, padded, first_shard, bits, rows, limit,
+    ids, keys, scratch, choices, sums, host_sums, shards, padded, first_shard, bits, rows, limit,
     BY_COUNT: tl.constexpr, EVICTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
     SCAN: tl.constexpr, SHARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +183,7 @@ def choose_kernel(
     lowest empty entries, ascending, then the first entries in the order of eviction, also ascending
     by number; `assign_kernel` orders these. `chosen` has their numbers in the shard. The last
     program scans the entries taken by each shard, and sums the taken, evicted and wanted ones:
-    sums [3], and told [3] if given."""
+    sums [3], and host_sums [3] if given."""
     if keys is not None:
         collect(keys, scratch, choices, shards, padded, first_shard, bits, SCAN)
     # A name in a Triton loop must keep its type: `_` has another one below.
@@ -301,10 +301,10 @@ def choose_kernel(
         tl.store(sums, all_taken)
         tl.store(sums + 1, all_evicted)
         tl.store(sums + 2, all_wanted)
-        if told is not None:
-            tl.store(told, all_taken)
-            tl.store(told + 1, all_evicted)
-            tl.store(told + 2, all_wanted)
+        if host_sums is not None:
+            tl.store(host_sums, all_taken)
+            tl.store(host_sums + 1, all_evicted)
+            tl.store(host_sums + 2, all_wanted)
 
 
 @triton.jit(do_not_specialize=["shards", "padded", "rows", "batch"])

@@ -230,10 +230,10 @@ def gate_backward_kernel(
         row = (part * steps + step) * R + tl.arange(0, R)
         there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
         place = row[:, None] * WIDTH + column[None, :]
-        beside = row[:, None] * TOTAL + column[None, :]
+        into = row[:, None] * TOTAL + column[None, :]
         slope = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
         values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-        opening = tl.load(gate + beside, mask=there, other=0.0).to(tl.float32)
+        opening = tl.load(gate + into, mask=there, other=0.0).to(tl.float32)
         mean = tl.load(means + row, mask=row < tokens, other=0.0)
         inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
         if keys is not None:
@@ -242,7 +242,7 @@ def gate_backward_kernel(
         opened_part = _sigmoid(opening)
         opened = slope * (normal * scale[None, :] + shift[None, :])
         opened *= _silu_slope(opening, opened_part)
-        tl.store(grad_gate + beside, opened.to(grad_gate.dtype.element_ty), mask=there)
+        tl.store(grad_gate + into, opened.to(grad_gate.dtype.element_ty), mask=there)
         slope *= opening * opened_part
         result = _norm_gradient(slope, normal, scale, inverse, WIDTH)
         tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=there)

@@ -2,7 +2,7 @@
 (() => {
   Tip.listen();
   const drawn = JSON.parse(document.getElementById("timelines").textContent);
-  // Runs beside each other have one scale: the shorter step looks shorter.
+  // Runs next to each other have one scale: the shorter step looks shorter.
   const common = Math.max(0, ...drawn.filter(Boolean).map((data) => Timeline.pairLength(data)));
   document.querySelectorAll(".timeline").forEach((root) => {
     const data = drawn[Number(root.dataset.run)];

@@ -134,17 +134,17 @@ def collect_rest(
     except TypeError as error:
         raise ValueError(f"progress must be plain JSON: {error}") from None
     transport, names = model.transport, name_parameters(model)
-    beside: dict[str, Tensor] = {}
-    extra = pack_extra(listed, beside)
-    own, shared = pack_optimizer(optimizer, names, beside)
+    tensors: dict[str, Tensor] = {}
+    extra = pack_extra(listed, tensors)
+    own, shared = pack_optimizer(optimizer, names, tensors)
     carried = CompressionState(reducer, names)
     state = describe_model(model, listed, optimizer) | {"progress": dict(progress)}
     state |= {"ranks": transport.world, "device": transport.device.type}
     state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
     if transport.device.type != "cpu":
-        state["on_host"] = [name for name, value in beside.items() if value.device.type == "cpu"]
+        state["on_host"] = [name for name, value in tensors.items() if value.device.type == "cpu"]
     state |= {"carried": carried.names} if carried.names else {}
-    return collect_dense(listed) | beside | carried.tensors(transport.rank), state
+    return collect_dense(listed) | tensors | carried.tensors(transport.rank), state
 
 
 @dataclass(frozen=True)

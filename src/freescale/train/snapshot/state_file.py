@@ -82,12 +82,12 @@ class StateFile:
             self._sums[name] = other._sums[name].copy()
         self.current = True
 
-    def seal(self, header: Mapping[str, Any], beside: Mapping[str, Tensor]) -> Segment:
+    def seal(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
         """Once the tables are written: adds what is beside them. The segment's descriptor is its
         own."""
         assert self._sums.keys() == self.tables.keys()
-        entries, end = lay_out(beside, self._end or ALIGN)
-        write_tensors(self._file, entries, beside)
+        entries, end = lay_out(tensors, self._end or ALIGN)
+        write_tensors(self._file, entries, tensors)
         for name, sums in self._sums.items():
             self._entries[name][3] = join_sums(sums)
         segment = seal_file(os.dup(self._file), header, self._entries | entries, end)
