@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from freescale.pipeline.gc_freeze import freeze_objects
+from freescale.pipeline.process_memory import freeze_objects
 
 # Examples are drawn slowly on a busy machine; no test depends on its speed.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

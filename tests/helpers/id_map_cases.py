@@ -17,10 +17,10 @@ from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage import draw_initial_rows
-from freescale.kernels.draws import reference as draws
-from freescale.kernels.draws import triton as triton_draws
+from freescale.kernels.id_map import reference as draws
 from freescale.kernels.id_map import reference as id_map
 from freescale.kernels.id_map import triton as triton_id_map
+from freescale.kernels.id_map import triton_draws
 from freescale.kernels.id_map import triton_memory as id_map_memory
 from freescale.kernels.row_moves import triton as row_exchange
 from freescale.random import derive, hash_name, mix

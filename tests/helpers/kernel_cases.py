@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import torch
 
+from freescale.embedding.changed_rows import ALL, mark_rows
 from freescale.embedding.layout import choose_stride, spread_ids
-from freescale.kernels.marks import ALL, mark_rows
 from freescale.kernels.requests import reference as division
 from freescale.kernels.requests import reference as unique
 from freescale.kernels.requests import triton as triton_division

@@ -16,7 +16,7 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.kernels.dispatch import rows as dispatch
 from freescale.kernels.requests import triton as triton_requests
 from freescale.kernels.row_sums import triton as triton_row_sums
-from freescale.pipeline.gc_freeze import freeze_objects
+from freescale.pipeline.process_memory import freeze_objects
 from freescale.transport.local import LocalTransport
 from helpers.gpu_training import CudaClicks
 from helpers.toys import Clicks, clicks_batch

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freescale.embedding import changed_rows as marks
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import Adam
 from freescale.embedding.storage import DeviceStorage, TableRange
-from freescale.kernels import marks
 from freescale.kernels import native as bindings
 from freescale.kernels.row_sums.reference import SortedRows
 

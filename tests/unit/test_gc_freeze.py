@@ -9,7 +9,7 @@ import torch
 from helpers.toys import Clicks, clicks_batch
 
 import freescale
-from freescale.pipeline import gc_freeze
+from freescale.pipeline import process_memory
 from freescale.transport.local import LocalTransport
 
 
@@ -25,7 +25,7 @@ def pipeline(schedule):
 @pytest.fixture
 def nothing_frozen(monkeypatch):
     """As if the suite had not set its own objects aside."""
-    monkeypatch.setattr(gc_freeze, "_running", 0)
+    monkeypatch.setattr(process_memory, "_running", 0)
     gc.unfreeze()
     yield
     gc.freeze()

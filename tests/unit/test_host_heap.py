@@ -13,7 +13,7 @@ import torch
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.pipeline.agreement import PendingAgreement, Proposal
-from freescale.pipeline.host_heap import trim_heap
+from freescale.pipeline.process_memory import trim_heap
 from freescale.transport.local import LocalTransport
 
 PIECE, PIECES = 100 << 10, 400  # below the size of blocks that glibc maps by themselves

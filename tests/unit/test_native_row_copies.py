@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from freescale.embedding.host_tables import copies
-from freescale.kernels.row_moves import native as row_copies
+from freescale.kernels.requests import native as row_copies
 
 
 @pytest.fixture(params=["c", "torch"], autouse=True)

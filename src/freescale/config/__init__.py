@@ -1,8 +1,7 @@
 """Settings of a run, with their defaults, help and limits. Imports nothing heavy: `--help` is made
 from here."""
 
-from freescale.config.data import DataConfig
-from freescale.config.generate import GenerateConfig
+from freescale.config.data import DataConfig, GenerateConfig
 from freescale.config.model import ModelConfig
 from freescale.config.options import option
 from freescale.config.run import RunConfig

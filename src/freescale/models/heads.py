@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from freescale.batch import HostSizes, Jagged, Nested, SequenceBatch, compute_offsets, concat_ranges
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch.softmax import sampled_softmax
+from freescale.kernels.dispatch.layer import sampled_softmax
 from freescale.models.columns import (
     find_candidates,
     find_log_q,

@@ -23,10 +23,10 @@ from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.pipeline.dense.local import LocalGradients
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
-from freescale.pipeline.gc_freeze import freeze_objects
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.precision import hold_matmul_precision, make_autocast
+from freescale.pipeline.process_memory import freeze_objects
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
 from freescale.pipeline.stopwatch import Stopwatch

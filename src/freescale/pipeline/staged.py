@@ -57,10 +57,10 @@ from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.exchange import Sharded
 from freescale.embedding.lease import Capture
 from freescale.embedding.request import Request
-from freescale.pipeline.host_heap import share_heap, trim_heap
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
+from freescale.pipeline.process_memory import share_heap, trim_heap
 from freescale.pipeline.row_stages import RowStages
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource

@@ -50,7 +50,7 @@ def _render_run(place: int, run: Run) -> str:
         up = format_figure(place, "cache_bytes_up", ledger, format_bytes)
         down = format_figure(place, "cache_bytes_down", ledger, format_bytes)
         words += (
-            f"<p>{explain('Cache misses')}: <b>{share}</b> of the rows that are requested from owners; "
+            f"<p>{explain('Cache misses')}: <b>{share}</b> of the rows requested from owners; "
             f"{up} a step from their home into the caches, {down} back.</p>"
         )
     if ledger.get("dynamic_rows") is not None:

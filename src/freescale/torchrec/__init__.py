@@ -13,10 +13,9 @@ except ImportError as error:
     ) from error
 
 from freescale.torchrec.checkpoint import load_checkpoint, save_checkpoint
-from freescale.torchrec.independence import check_samples_independent
 from freescale.torchrec.parallelize import parallelize
 from freescale.torchrec.pipeline import Pipeline
-from freescale.torchrec.sharded_model import ShardedModel
+from freescale.torchrec.sharded_model import ShardedModel, check_samples_independent
 
 __all__ = [
     "Pipeline",

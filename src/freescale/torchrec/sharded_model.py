@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_map
 from freescale.batch import SequenceBatch
 from freescale.embedding import sharded_model
 from freescale.embedding.tables import Tables
+from freescale.pipeline import independence
 from freescale.torchrec.batches import TASK, BatchForm
 
 
@@ -79,3 +81,32 @@ def split_loss(returned: Any) -> tuple[Tensor, Any]:
     if not torch.is_floating_point(loss):
         raise TypeError(f"the model returned a loss of {loss.dtype}")
     return loss.reshape(()), outputs
+
+
+def check_samples_independent(
+    model: nn.Module | ShardedModel,
+    batch: Any,
+    *,
+    samples: int = 8,
+    shared: Sequence[str] = (),
+    loss_weight: str | Callable[[Any], Tensor] | None = None,
+) -> None:
+    """`freescale.check_samples_independent` for a model whose batches contain KeyedJaggedTensors,
+    before or after `parallelize`.
+
+    Args:
+        model: returns the mean loss over the samples, or (loss, outputs).
+        batch: at least two samples.
+        samples: how many of them are checked.
+        shared, loss_weight: as in `freescale.torchrec.parallelize`, for a model before it.
+
+    Raises:
+        ValueError: samples depend on each other; the message names the module.
+    """
+    if isinstance(model, ShardedModel):
+        independence.check_samples_independent(model, batch, samples=samples)
+        return
+    form = BatchForm(shared, loss_weight)
+    independence.check_samples_independent(
+        SummedLoss(model, form), form.encode(batch), samples=samples
+    )

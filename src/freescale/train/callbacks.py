@@ -121,8 +121,8 @@ class Callback:
     def on_snapshot_interval(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         """When snapshots become less frequent, because one takes longer than the steps between two
         of them or, with `auto`, more than 1 % of these. The line of metrics.jsonl: `step`, and in
-        `snapshot_interval` the new interval (`steps`), the setting (key `asked`), the `seconds` of a
-        snapshot and the share of training spent on it (`percent`)."""
+        `snapshot_interval` the new interval (`steps`), the setting (key `asked`), the
+        `seconds` of a snapshot and the share of training spent on it (`percent`)."""
 
     def on_snapshot_cost(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         """Once, when snapshots at the configured interval take more than 1 % of training. The

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic
 from freescale.kernels.dispatch.id_map import choose_draws
-from freescale.kernels.draws.buckets import ROWS
+from freescale.kernels.id_map.buckets import ROWS
 from freescale.streams import InTurn
 
 SAMPLE = 1 << 20  # what the ids of a sample are worth together

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freescale.kernels.row_moves import native as row_copies
+from freescale.kernels.requests import native as row_copies
 from freescale.kernels.row_moves import triton as triton_row_copies
 from freescale.streams import new_stream, record_event
 from freescale.transport.event_waits import wait_for_event

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch.versions import runs_triton
-from freescale.kernels.draws import reference as draws
-from freescale.kernels.draws import triton as triton_draws
-from freescale.kernels.id_map import reference, triton
+from freescale.kernels.id_map import reference, triton, triton_draws
+from freescale.kernels.id_map import reference as draws
 from freescale.kernels.id_map.reference import IdMap
 
 

@@ -1,4 +1,6 @@
-"""The operations around the attention, in the version that fits the batch's attention plan."""
+"""The operations around the attention, in the version that fits the batch's attention plan; and the
+sampled softmax.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,19 @@ from torch import Tensor
 
 from freescale.kernels.attention.checks import Plan
 from freescale.kernels.attention.triton_plan import TilePlan
-from freescale.kernels.layer import native, reference, triton, triton_fused
+from freescale.kernels.dispatch.versions import runs_triton
+from freescale.kernels.layer import native, reference, triton, triton_fused, triton_positions
 from freescale.kernels.layer.parameters import LayerOptions, LayerParameters
-from freescale.kernels.positions import native as native_positions
-from freescale.kernels.positions import reference as positions
-from freescale.kernels.positions import triton as triton_positions
+from freescale.kernels.softmax import native as native_softmax
+from freescale.kernels.softmax import reference as softmax
+from freescale.kernels.softmax import triton as triton_softmax
+from freescale.kernels.softmax.reference import Negatives
 
 
 def add_positions(
     plan: Plan, x: Tensor, position: Tensor, keys: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`positions.reference.add_positions`, in the version that fits `plan` and x."""
+    """`layer.reference.add_positions`, in the version that fits `plan` and x."""
     if (
         isinstance(plan, TilePlan)
         and plan.tokens
@@ -29,7 +33,7 @@ def add_positions(
     ):
         return triton_positions.add_positions(x, position, plan, keys, **options)
     fits = native.fits(plan, x, position.dtype)
-    compute = native_positions.add_positions if fits else positions.add_positions
+    compute = native.add_positions if fits else reference.add_positions
     return compute(x, position, plan.lengths, plan.candidate_counts, keys, **options)
 
 
@@ -75,3 +79,29 @@ def _fits_triton(plan: Plan, x: Tensor, widest: int | None = triton.MAX_WIDTH) -
     """Whether x [tokens, width] of this plan can go through kernels for rows up to `widest`."""
     narrow = widest is None or x.shape[1] <= widest
     return isinstance(plan, TilePlan) and x.dtype in triton.DTYPES and narrow
+
+
+def sampled_softmax(
+    outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """`softmax.reference.sampled_softmax`.
+
+    On a GPU in Triton, with products in autocast's dtype. On a CPU in C for small batches that
+    share their negatives, and for negatives of each token.
+    """
+    inputs = (outputs, rows, targets, negatives, lengths)
+    if (
+        runs_triton(outputs.device)
+        and {outputs.dtype, rows.dtype} <= set(triton_softmax.DTYPES)
+        and outputs.shape[1] <= triton_softmax.MAX_WIDTH
+    ):
+        kind = outputs.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return triton_softmax.sampled_softmax(*inputs, dtype=dtype, **options)
+    compute = (
+        native_softmax.sampled_softmax
+        if native_softmax.fits(outputs, rows, negatives)
+        else softmax.sampled_softmax
+    )
+    return compute(*inputs, **options)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from freescale.kernels.dispatch.versions import Versions, runs_triton
 from freescale.kernels.requests import native as native_requests
-from freescale.kernels.row_moves import reference as row_moves
 from freescale.kernels.row_moves import triton as triton_row_moves
 from freescale.kernels.row_sums import reference as row_sums
 from freescale.kernels.row_sums import triton as triton_row_sums
@@ -19,6 +18,7 @@ from freescale.kernels.row_updates import native as native_updates
 from freescale.kernels.row_updates import reference as row_updates
 from freescale.kernels.row_updates import triton as triton_updates
 from freescale.kernels.rows import reference, triton
+from freescale.kernels.rows import reference as row_moves
 from freescale.kernels.rows.gradients import RowGradients
 
 

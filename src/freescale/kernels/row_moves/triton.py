@@ -73,7 +73,7 @@ def _exchange(
     state: tuple[Tensor | None, Tensor | None] = (None, None), total: Tensor | None = None,
     draws: bool = False, swaps: bool = False,
 ) -> None:  # fmt: skip
-    require_gpu(table.device, "kernels.row_moves.reference")
+    require_gpu(table.device, "kernels.rows.reference")
     assert table.is_contiguous() and kept.is_contiguous() and slots.dtype == torch.int64
     if kept.numel():
         shape = EXCHANGE.shape(kept.numel() // kept.shape[0])
@@ -86,7 +86,7 @@ def _exchange(
 def copy_rows(to: Tensor, to_rows: Tensor, source: Tensor, rows: Tensor) -> None:
     """to[to_rows] = source[rows], row numbers [n] int64 on the GPU. The rows of `to` are
     distinct."""
-    require_gpu(rows.device, "kernels.row_moves.native")
+    require_gpu(rows.device, "kernels.requests.native")
     assert to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
     assert to_rows.dtype == rows.dtype == torch.int64 and to.shape[1:] == source.shape[1:]
     width = torch.Size(to.shape[1:]).numel()

@@ -1,4 +1,6 @@
-"""Table rows in plain torch: gather, and the sum of duplicates."""
+"""Rows of a table in plain torch: gather, sum of duplicates, exchange. embedding/storage.py draws
+initial rows.
+"""
 
 from __future__ import annotations
 
@@ -45,3 +47,11 @@ def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         return unique, start.index_add_(0, inverse, gradients)
 
     return sum_gradients
+
+
+def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
+    """Exchanges distinct slots [m] of table [n, ...] with the rows `kept` [m or more, ...]."""
+    kept = kept[: slots.numel()]
+    before = table.index_select(0, slots)
+    table.index_copy_(0, slots, kept)
+    kept.copy_(before)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from freescale.batch import HostSizes, compute_offsets, concat_ranges
 from freescale.kernels.attention.checks import read_sizes
-from freescale.kernels.positions.reference import compute_positions
+from freescale.kernels.layer.reference import compute_positions
 from freescale.kernels.summary_attention.plan import SummaryPlan
 from freescale.kernels.upload import upload
 from freescale.segments import Segments

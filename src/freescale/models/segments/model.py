@@ -20,7 +20,7 @@ from freescale.config import ModelConfig
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.attention import attend_to_summaries
-from freescale.kernels.positions.reference import (
+from freescale.kernels.layer.reference import (
     compute_positions,
     derive_token_keys,
     drop_inputs,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.draws import buckets as draw_buckets
+from freescale.kernels.id_map import buckets as draw_buckets
 
 ROWS = tl.constexpr(draw_buckets.ROWS)
 SHARD = tl.constexpr(draw_buckets.SHARD)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.kernels.draws.buckets import ROWS
+from freescale.kernels.id_map.buckets import ROWS
 from freescale.kernels.jit.launch import KernelModule, launch_blocks, require_gpu
 
 BLOCK = 256  # keys of a program
-_kernels = KernelModule("freescale.kernels.draws.triton_kernels")
+_kernels = KernelModule("freescale.kernels.id_map.triton_draws_kernels")
 
 
 def add_draws(
@@ -36,7 +36,7 @@ def estimate_log(sums: Tensor, keys: Tensor, lowest: int) -> Tensor:
 def _launch(
     kernel: str, sums: Tensor, keys: Tensor, other: Tensor, lowest: int, **options: Any
 ) -> None:
-    require_gpu(sums.device, "kernels.draws.reference")
+    require_gpu(sums.device, "kernels.id_map.reference")
     assert sums.is_contiguous() and keys.dtype == torch.int64 and keys.is_contiguous()
     launch_blocks(
         getattr(_kernels, kernel), sums.device, keys.numel(), BLOCK, sums, keys, other,

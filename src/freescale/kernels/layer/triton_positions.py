@@ -18,8 +18,8 @@ from freescale.kernels.jit.launch import (
     require_gpu,
     use_device,
 )
+from freescale.kernels.layer.reference import STREAM
 from freescale.kernels.layer.triton import choose_draws
-from freescale.kernels.positions.reference import STREAM
 
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
 
@@ -29,7 +29,7 @@ def add_positions(
     keep: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As the reference, with lengths and candidates from the plan."""
-    require_gpu(x.device, "kernels.positions.reference")
+    require_gpu(x.device, "kernels.layer.reference")
     out, token_keys = _AddPositions.apply(  # type: ignore[no-untyped-call]
         x, position, plan, keys, float(scale), float(keep)
     )
@@ -39,7 +39,7 @@ def add_positions(
 class _AddPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, position, plan, keys, scale, keep):  # type: ignore[no-untyped-def]
-        from freescale.kernels.positions.triton_kernels import add_positions_kernel
+        from freescale.kernels.layer.triton_positions_kernels import add_positions_kernel
 
         tokens, shape = x.shape[0], FORWARD.shape(x.shape[1])
         ctx.plan, ctx.dtype, ctx.scale, ctx.keep = plan, x.dtype, scale, keep
@@ -62,7 +62,7 @@ class _AddPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-        from freescale.kernels.positions.triton_kernels import (
+        from freescale.kernels.layer.triton_positions_kernels import (
             drop_gradient_kernel,
             position_gradient_kernel,
             sum_candidates_kernel,

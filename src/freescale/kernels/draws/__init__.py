@@ -1,1 +1,0 @@
-"""Sums of ids' draws, for log-q of dynamic tables."""

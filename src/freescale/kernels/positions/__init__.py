@@ -1,1 +1,0 @@
-"""The inputs of the encoder: values plus positions, with dropout."""
