@@ -15,7 +15,7 @@ from freescale.simulate.curves import Curve, Shape
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.network import Link, Network
 from freescale.simulate.output import collect_run, make_records
-from freescale.simulate.ranks import Beside, slow_down
+from freescale.simulate.ranks import Overlap, slow_down
 from freescale.simulate.schedules import SCHEDULES
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
 from freescale.simulate.workload import SmallTable
@@ -312,8 +312,8 @@ def test_compute_is_slowed_by_what_is_beside_it():
     """Three ranks, two things beside; against a clock that moves by ticks."""
     begin, seconds = np.array([0.0, 1.0, 2.0]), np.array([3.0, 0.5, 4.0])
     beside = [
-        Beside(np.array([1.0, 1.2, 1.0]), np.array([2.0, 1.4, 3.0]), 0.0),
-        Beside(np.full(3, 2.5), np.full(3, 4.5), 0.5),
+        Overlap(np.array([1.0, 1.2, 1.0]), np.array([2.0, 1.4, 3.0]), 0.0),
+        Overlap(np.full(3, 2.5), np.full(3, 4.5), 0.5),
     ]
     tick, ends = 1e-4, []
     for rank in range(3):
