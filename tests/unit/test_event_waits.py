@@ -41,7 +41,7 @@ def test_another_thread_can_make_happen_what_a_thread_polls_for(poll):
     thread = threading.Thread(target=work)
     thread.start()
     polling.wait()
-    event.value = b"0"
+    event[0] = b"0"  # one byte, so that no other number is ever there
     thread.join()
     assert answers == [HAPPENED]
 

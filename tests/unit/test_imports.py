@@ -100,14 +100,16 @@ def test_documents_use_the_public_names_alone(path):
 
 
 def imported(path: Path) -> set[str]:
-    """Names that a file imports, in functions too; `from a import b` may name a module or something
-    in it."""
+    """Names that a file imports, in functions and as a `KernelModule` too; `from a import b` may
+    name a module or something in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "KernelModule":
+            names.add(ast.literal_eval(node.args[0]))
     return names
 
 
