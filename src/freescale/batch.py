@@ -1,7 +1,8 @@
 """Batches of sequences: jagged features, two-level candidates, per-sample columns.
 
-A sample is one user's history with everything that belongs to it. All moves (select, split, concat)
-work on whole samples, by index arithmetic and without a Python loop over samples, on any device.
+A sample is one user's history with everything that belongs to it. All operations (select, split,
+concat) keep samples whole. They use index arithmetic, without a Python loop over samples, and run
+on any device.
 """
 
 from __future__ import annotations
@@ -31,14 +32,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Some samples, feature by feature. Every feature has the same number of samples.
+    """A batch of samples, stored by feature. Every feature has the same number of samples.
 
-    `weights` holds the supervised weight of each sample, per task: what a task's summed loss is
-    divided by, once it is added up over all ranks. `keys` are the samples' random keys, a function
-    of (seed, step, sample): whatever is random about a sample (dropout, negatives) is drawn from
-    its key, so that results do not depend on the rank. `shared` belongs to the batch as a whole and
-    is the same on all ranks (negatives that every sample uses, say): moves of samples leave it
-    alone.
+    `weights` holds each sample's weight, per task: a task's summed loss is divided by the sum of
+    its weights over all ranks. `keys` are random keys, a function of (seed, step, sample).
+    Randomness of a sample (dropout, negatives) is drawn from its key, so results do not depend on
+    the rank that computes it. `shared` belongs to the batch as a whole and is equal on all ranks,
+    for example negatives that every sample uses. Moving samples does not change it.
     """
 
     sequences: Mapping[str, Jagged] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class SequenceBatch:
     keys: Tensor | None = None  # [samples] int64
     number: int = 0  # of the global batch, counted from the start of the run
     shared: Mapping[str, Tensor] = field(default_factory=dict)  # each [any, ...]
-    # the buffer that all tensors are views of, if there is one
+    # the buffer that holds all tensors, if the batch is packed
     packing: Packed | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class SequenceBatch:
         return self
 
     def values(self, name: str) -> Tensor:
-        """All values of a feature, flat, as an embedding table reads them."""
+        """All values of a feature as a flat tensor, as an embedding table reads them."""
         for columns in (self.sequences, self.candidates):
             if name in columns:
                 return columns[name].values
@@ -144,7 +144,7 @@ class SequenceBatch:
 
     @staticmethod
     def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
-        """All samples, in order. Shared features must be equal."""
+        """Concatenates batches, in order. Their shared features must be equal."""
         if not batches:
             raise ValueError("concat needs at least one batch")
         columns = [b.parts() for b in batches]
@@ -195,7 +195,8 @@ class SequenceBatch:
         return replace(self, shared=shared, packing=None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
-        """Moves the batch; features keep their sizes on the host. A packed batch is one copy."""
+        """Copies the batch to `device`; lengths stay known on the host. A packed batch needs only
+        one copy."""
         device = torch.device(device)
         if self.packing is not None and device.type != "cpu":
             return self.with_packing(self.packing.to(device, non_blocking), moved=True)
@@ -204,11 +205,11 @@ class SequenceBatch:
 
     @property
     def packed(self) -> Tensor | None:
-        """The buffer ([bytes] uint8) that all tensors are views of; None if there is none."""
+        """The buffer ([bytes] uint8) that all tensors are views of; None if not packed."""
         return None if self.packing is None else self.packing.buffer
 
     def find_bounds(self, values: Tensor) -> tuple[int, int]:
-        """(least, greatest) of host integers; known in advance for packed tensors of this batch."""
+        """(minimum, maximum) of integers on the host. Packing may have stored them already."""
         packing = self.packing
         if packing is not None and packing.bounds is not None:
             for tensor, known in zip(self.tensors(), packing.bounds, strict=True):
@@ -219,7 +220,7 @@ class SequenceBatch:
         return found
 
     def pack(self, pin: bool = False) -> SequenceBatch:
-        """The same batch, on the host, with all tensors in one buffer."""
+        """Packs all tensors into one buffer on the host."""
         if self.packing is not None and (not pin or self.packing.buffer.is_pinned()):
             return self
         return self.with_packing(Packed.of(self.tensors(), pin))
@@ -229,7 +230,7 @@ class SequenceBatch:
         return self.pack(pin=True)
 
     def tensors(self) -> list[Tensor]:
-        """Flat list of all tensors, sizes before what they size; the shared ones last."""
+        """All tensors as a flat list: counts and lengths before values, shared tensors last."""
         tensors: list[Tensor] = []
         for part in self.parts().values():
             if isinstance(part, Tensor):
@@ -241,7 +242,7 @@ class SequenceBatch:
         return tensors + self.list_shared()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> SequenceBatch:
-        """This batch's features with other values: the inverse of `tensors`."""
+        """The same features with other tensors: the inverse of `tensors`."""
         queue = iter(tensors)
         parts: dict[str, Jagged | Nested | Tensor] = {}
         for name, part in self.parts().items():
@@ -256,7 +257,8 @@ class SequenceBatch:
         return self.with_parts(parts)._with_shared(list(queue))
 
     def with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
-        """This batch with its values in a buffer, on another device if they `moved`."""
+        """The same features as views of a buffer. `moved`: the buffer is on another device, so
+        lengths that were on the CPU are kept as host sizes."""
         queue = iter(packing.tensors())
         parts: dict[str, Jagged | Nested | Tensor] = {}
         for name, part in self.parts().items():
@@ -275,11 +277,11 @@ class SequenceBatch:
 
 
 def check_is_batch(batch: object) -> SequenceBatch:
-    """The batch itself.
+    """Returns `batch` if it is a usable SequenceBatch.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: its features are on different devices, or on the meta device.
+        TypeError: if it is not a SequenceBatch.
+        ValueError: if its features are on different devices, or on the meta device.
     """
     if not isinstance(batch, SequenceBatch):
         raise TypeError(
@@ -293,6 +295,6 @@ def check_is_batch(batch: object) -> SequenceBatch:
     if len(set(devices.values())) > 1 or torch.device("meta") in devices.values():
         listed = ", ".join(f"{name or 'keys'} on {device}" for name, device in devices.items())
         raise ValueError(
-            f"the batch is on several devices or on none ({listed}): put it on the CPU"
+            f"the batch is on several devices or on meta ({listed}): put it on the CPU"
         )
     return batch

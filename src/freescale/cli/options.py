@@ -1,4 +1,4 @@
-"""Converts settings (freescale.config) into options of a command, and back."""
+"""Converts settings (freescale.config) to command-line options, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]
-    """The settings check the words that stand for a number."""
+    """An integer or a word such as `auto`. The settings class checks which words are allowed."""
 
     name = "integer or word"
 
@@ -27,8 +27,8 @@ _TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "int | str": _
 
 
 def add_settings(*kinds: Any, only: Collection[str] | None = None) -> Callable[[F], F]:
-    """Decorates a command with an option for each field of the settings classes `kinds`, or for the
-    fields `only`. An option that is not given is None: the default is that of the class."""
+    """Decorates a command with one option per field of the settings classes `kinds`; `only` limits
+    them to the named fields. An option that is not given is None: defaults belong to the class."""
 
     def add(function: F) -> F:
         for kind in reversed(kinds):
@@ -70,7 +70,7 @@ def select_given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Formats options as arguments of a command."""
+    """Formats options as command-line arguments."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")

@@ -1,5 +1,5 @@
-"""Starts this machine's ranks and watches them: if one fails, all stop, and the exit status reports
-it."""
+"""Starts and watches the ranks of this machine. If one fails, all are stopped and the exit status
+reports the failure."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from freescale.launch.signals import REQUEUE, SIGNALS, is_second
 from freescale.transport.shared_gpu import GpuBusy
 from freescale.worker_server import count_cores
 
-_LAUNCHER = "FREESCALE_LAUNCHER"  # the launcher's process, for its ranks
+_LAUNCHER = "FREESCALE_LAUNCHER"  # process id of the launcher, set for its ranks
 # environment variables that identify a rank
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     _LAUNCHER,
 )
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
-# seconds until the other ranks get SIGTERM after a failure, unless they notice it themselves: ranks
-# before the rendezvous with the failed one do not
+# seconds after a failure until the other ranks get SIGTERM. Connected ranks notice a failure
+# earlier; ranks that still wait at the rendezvous do not.
 _NOTICE = 4.0
-# grace period on GPU machines after a rank was killed by a signal, until all are killed: in a GPU
-# collective they would only notice after --timeout
+# grace period on GPU machines after a signal killed a rank. Then all are killed: inside a GPU
+# collective they would notice only after --timeout.
 _KILL_GRACE = 0.5
 _GPUS = Path("/dev/nvidiactl")
-_GRACE = 20.0  # seconds after a failure until they are stopped
-_BUSY = 20.0  # seconds that a GPU may be busy with ending processes
+_GRACE = 20.0  # seconds after a failure until ranks that still run are stopped
+_BUSY = 20.0  # seconds in which ranks are started again if exiting processes still hold their GPU
 
 
 class RankProcess(Protocol):
-    """The part of Popen's interface that ranks have."""
+    """The part of Popen's interface that the launcher uses."""
 
     @property
     def stderr(self) -> IO[str] | None: ...
@@ -61,29 +61,30 @@ StartRank = Callable[[Sequence[str], Mapping[str, str]], RankProcess]  # command
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or `launch`, started this process as one of several ranks."""
+    """Whether torchrun or `launch` started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def has_launcher() -> bool:
-    """Whether `launch` started this process, and handles its failures."""
+    """Whether `launch` started this process and handles its failures."""
     return _LAUNCHER in os.environ
 
 
 def follow_launcher() -> None:
-    """Makes a rank of `launch` or torchrun receive SIGTERM when that process dies: it saves, ends
-    and releases the run's folder. Only on Linux; elsewhere ranks outlive their launcher."""
+    """Asks the kernel to send this rank SIGTERM when its launcher (`launch` or torchrun) dies. The
+    rank then saves, exits and releases the run's folder. Linux only; elsewhere ranks outlive their
+    launcher."""
     launcher, torchrun = os.environ.get(_LAUNCHER), "TORCHELASTIC_RUN_ID" in os.environ
     if not (launcher or torchrun) or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-    if launcher is not None and os.getppid() != int(launcher):  # it died before
+    if launcher is not None and os.getppid() != int(launcher):  # it died before prctl
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def find_free_port() -> int:
-    """Finds a free port below the ephemeral ones (from 32,768 on Linux by default): ranks take
-    seconds until they listen, and an ephemeral port may be taken by then."""
+    """Finds a free port below the ephemeral range (on Linux from 32,768 by default). Ranks take
+    seconds to start listening, and an ephemeral port may be in use by then."""
     for _ in range(100):
         port = 15_000 + secrets.randbelow(15_000)
         with socket.socket() as probe, suppress(OSError):
@@ -111,8 +112,8 @@ class Ended:
     """How the ranks ended."""
 
     failed: tuple[int, int] | None  # (rank, status) of the failure; None: all succeeded
-    number: int  # of the first signal that came here, or 0
-    last_lines: dict[int, str] = field(default_factory=dict)  # of each rank, on standard error
+    number: int  # of the first signal that the launcher received, or 0
+    last_lines: dict[int, str] = field(default_factory=dict)  # by rank, of standard error
     when: float = 0.0  # time of the first failure, since 1970
 
     @property
@@ -126,7 +127,7 @@ class Ended:
         rank, status = self.failed
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
         if status == -signal.SIGBUS:
-            how += " (a file that it has mapped was cut short, or the disk under it has failed)"
+            how += " (a memory-mapped file was truncated, or its disk failed)"
         return f"rank {rank} {how}"
 
 
@@ -146,12 +147,11 @@ def launch(
         ranks: number of ranks.
         port: port of the rendezvous; None finds a free one.
         module: the module of each rank.
-        extra: (rank) -> more environment variables of that rank.
-        seconds: a limit, after which all ranks are stopped.
+        extra: (rank) -> additional environment variables for that rank.
+        seconds: time limit, after which all ranks are stopped.
 
     Returns:
-        0 if all ranks succeeded, 1 after a failure, the status of `choose_status` after a stop by a
-        signal.
+        0 if all ranks succeeded, 1 after a failure, `choose_status` if a signal stopped the run.
 
     Raises:
         TimeoutError: if the ranks run longer than `seconds`.
@@ -171,7 +171,7 @@ def run_ranks(
     seconds: float | None = None,
     start: StartRank | None = None,
 ) -> Ended:
-    """Runs the ranks like `launch`, and returns how they ended. `start` replaces `start_rank`."""
+    """Like `launch`, but returns how the ranks ended. `start` replaces `start_rank`."""
     if port is not None:
         check_port(port)
     port = port or find_free_port()
@@ -193,7 +193,7 @@ def run_ranks(
 
     def begin_again(rank: int) -> None:
         processes[rank] = begin(rank)
-        if signals.first:  # the others have it
+        if signals.first:  # the other ranks have received it already
             processes[rank].terminate()
 
     try:
@@ -222,9 +222,9 @@ def report_end(ended: Ended) -> int:
     _, status = ended.failed
     number = ended.number
     if ended.is_stopped:
-        # ranks also receive SIGTERM for a terminal's Ctrl-C
+        # Ctrl-C in a terminal reaches ranks as SIGTERM, too
         return 128 + signal.SIGINT if number == signal.SIGINT else status
-    if number == signal.SIGINT and status == -signal.SIGTERM:  # they had nothing to save yet
+    if number == signal.SIGINT and status == -signal.SIGTERM:  # ranks had nothing to save yet
         raise KeyboardInterrupt
     print(f"freescale: {ended.describe()}; the run has ended on all ranks", file=sys.stderr)
     return 128 + number if number and status in (-number, -signal.SIGTERM) else 1
@@ -241,7 +241,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         _LAUNCHER: str(os.getpid()),
     }
-    # Ranks that each use all cores slow each other down. A value that the user has set stays.
+    # Ranks that each use all cores slow each other down. The user's own value takes precedence.
     return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}
 
 
@@ -263,11 +263,12 @@ def _relay(
 def _watch(
     processes: Sequence[RankProcess], seconds: float | None, begin_again: Callable[[int], None]
 ) -> tuple[tuple[int, int] | None, float]:
-    """Waits for all ranks. After a failure the others get a grace period (short after a death),
-    then are stopped. Returns (rank, status) of the failure and its time.
+    """Waits for all ranks and returns (rank, status) of the failure, if any, and its time.
 
-    A rank whose GPU is busy is started again, while the others wait at the rendezvous. A rank that
-    a signal killed is the cause of the other failures, even if those came first.
+    After a failure the other ranks get a grace period, a short one on GPU machines if a signal
+    killed the rank. Then they are stopped. If a signal killed a rank, that is reported as the
+    cause, even if other ranks failed first. A rank whose GPU is busy is started again while the
+    others wait at the rendezvous.
     """
     failed_at, when, ending = None, 0.0, False
     failures: list[tuple[int, int]] = []
@@ -279,7 +280,7 @@ def _watch(
             for rank in [rank for rank, status in ended.items() if status == GpuBusy.exit_status]:
                 begin_again(rank)
                 ended[rank] = None
-        if not ending:  # later endings are a consequence
+        if not ending:  # later exits are consequences
             failures = [(rank, status) for rank, status in ended.items() if status]
         if failures and failed_at is None:
             failed_at, when = time.monotonic(), time.time()
@@ -299,8 +300,8 @@ def _watch(
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
             raise TimeoutError(
-                f"the run has taken {seconds:.0f} s, its limit, with ranks "
-                f"{running} still at work; it was stopped"
+                f"the run exceeded its limit of {seconds:.0f} s with ranks {running} still "
+                "running; it was stopped"
             )
         time.sleep(0.05)
 
@@ -310,8 +311,7 @@ def _is_stop(status: int) -> bool:
 
 
 def _is_killed(status: int) -> bool:
-    """Whether a signal that is not a stop killed the rank: a crash, or the system ran out of
-    memory."""
+    """Whether a signal other than a stop request killed the rank: a crash, or the OOM killer."""
     return status < 0 and -status not in SIGNALS
 
 
@@ -329,11 +329,12 @@ def _stop(processes: Sequence[RankProcess]) -> None:
 
 
 class _Signals:
-    """Forwards Ctrl-C, SIGTERM and SIGUSR1 to the ranks until `restore`. The launcher itself waits,
-    since ranks may have to save.
+    """Forwards Ctrl-C, SIGTERM and SIGUSR1 to the ranks until `restore`. The launcher itself waits:
+    ranks may have to save.
 
-    The first signal is forwarded as SIGTERM: a terminal's Ctrl-C reaches the ranks directly, and a
-    second one would end them. A second signal ends all.
+    The first signal is forwarded as SIGTERM: Ctrl-C in a terminal reaches the ranks directly, and
+    they would take a forwarded SIGINT for a second one, which ends them. A second signal ends the
+    run at once.
     """
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
@@ -342,7 +343,7 @@ class _Signals:
         self._old: dict[int, object] = {}
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._received) for number in SIGNALS}
-            # If the parent ignores it, so does this process, and exit statuses of ranks are lost.
+            # A parent's SIG_IGN would be inherited, and the ranks' exit statuses would be lost.
             self._old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _received(self, number: int, _frame: object) -> None:
@@ -354,7 +355,7 @@ class _Signals:
             raise KeyboardInterrupt
 
     def all_started(self) -> None:
-        """Forwards a signal that came before all ranks were started."""
+        """Forwards a signal that arrived before all ranks were started."""
         if self.first:
             self._send(signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""One layer of HSTU: norm, projection, attention, gate, projection back."""
+"""One layer of HSTU: norm, projection, attention, gate, output projection."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from freescale.kernels.dispatch.layer import gated_norm, layer_norm, silu_split
 from freescale.kernels.layer.parameters import LayerParameters
 
 EPS = 1e-6  # of both norms
-# Initial std of the projection: with small gates and values the inputs dominate at first, and a
-# model learns faster than from layers that drown them.
+# Initial std of the projection. Small gates and values let the residual stream dominate at first,
+# and the model learns faster.
 PROJECTION_STD = 0.02
 
 
 def get_product_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with this parameter. Autocast leaves float64 alone."""
+    """The dtype of a matrix product with this parameter. Autocast does not change float64."""
     kind = parameter.device.type
     cast = torch.is_autocast_enabled(kind) and parameter.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else parameter.dtype
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) for x [tokens, in], fast for requests of a served model on ARM processors.
+    """linear(x) for x [tokens, in], with a fast path for inference on CPUs.
 
-    There torch passes products with a transposed matrix to oneDNN, whose setup takes half a
-    millisecond each: longer than the products of a small request. Without gradients the matrix is
-    copied into the order in which it is read.
+    On ARM, torch passes products with a transposed matrix to oneDNN, whose setup takes half a
+    millisecond per call, longer than the product itself in a small request. Without gradients the
+    transposed matrix is therefore made contiguous first.
     """
     served = (
         x.device.type == "cpu"
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
     )
-    # of few tokens the copy would be the larger part
+    # with fewer tokens the copy would cost more than the product
     if not served or x.shape[0] < linear.out_features:
         out: Tensor = linear(x)
         return out
@@ -53,7 +53,7 @@ class InputNorm(nn.LayerNorm):
 
 
 class GatedNorm(nn.LayerNorm):
-    """LayerNorm, gate and, with keys, dropout, in the dtype of the following projection."""
+    """LayerNorm, gate and dropout (if keys are given), in the dtype of the following projection."""
 
     def forward(  # type: ignore[override]
         self,
@@ -69,7 +69,7 @@ class GatedNorm(nn.LayerNorm):
 
 
 class Earlier(Protocol):
-    """What tokens attend to beyond their samples; the result is added."""
+    """Attention to earlier segments of the histories. Its result is added to the layer's own."""
 
     def attend(
         self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
@@ -77,7 +77,7 @@ class Earlier(Protocol):
 
 
 class HSTULayer(nn.Module):
-    """LayerNorm, projection to u, v, q, k, attention, gate, dropout, projection back, residual."""
+    """LayerNorm, projection to u, v, q, k, attention, gate, dropout, output projection; adds x."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class HSTULayer(nn.Module):
         position_bias: bool,
         time_bias: bool,
         num_time_buckets: int,
-        reach: int | None = None,  # largest distance of two tokens, if not max_length
+        reach: int | None = None,  # largest distance between two tokens; None: max_length
     ) -> None:
         super().__init__()
         self.number = number
@@ -118,7 +118,7 @@ class HSTULayer(nn.Module):
                 nn.init.normal_(bias, std=0.02)
 
     def collect_parameters(self) -> LayerParameters:
-        """As the fused kernels take them."""
+        """The parameters as the fused kernels expect them."""
         return LayerParameters(
             self.input_norm.weight,
             self.input_norm.bias,

@@ -1,4 +1,4 @@
-"""The top of the report: the most important figures, as tiles of one run or a table of several."""
+"""The top of the report: key figures, as tiles for one run or as a table for several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from freescale.report.glossary import explain
 from freescale.report.markup import NONE, format_bytes, format_figure, render_name, render_table
 from freescale.report.runs import Run
 
-# Shown name, place in the ledger, format.
+# Displayed name, path in the ledger, format.
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step, mean", "step_ms/mean", "{:,.1f} ms".format),
     ("step, median", "step_ms/median", "{:,.1f} ms".format),
@@ -21,13 +21,13 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("sent a step, all ranks", "bytes_per_step", lambda sent: format_bytes(sum(sent.values()))),
     ("collisions", "collision_percent", "{:.1f} %".format),
 )
-# Of GPU runs: shown name, name in metrics.jsonl, format.
+# For GPU runs. Displayed name, key in metrics.jsonl, format.
 _DEVICE_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("device busy", "device_busy", "{:.0%}".format),
     ("kernels launched a step", "launches", "{:,.0f}".format),
     ("compilations after step 1", "compilations", "{:,.0f}".format),
 )
-_METRICS = 6  # of the model's quality, at most
+_METRICS = 6  # quality metrics shown, at most
 
 
 def render_overview(runs: Sequence[Run]) -> str:
@@ -69,7 +69,7 @@ def render_overview(runs: Sequence[Run]) -> str:
 
 
 def _find_quality(run: Run) -> dict[str, float]:
-    """Metrics of the test part at the end, or of the last validation."""
+    """Headline metrics of the last test evaluation, or of the last validation if there is none."""
     for part in ("test", "validation"):
         evaluated = (entry[part]["model"] for entry in reversed(run.metrics) if part in entry)
         if found := next(evaluated, None):
@@ -88,7 +88,7 @@ def _show_quality(name: str, place: int, run: Run) -> str:
 
 
 def _find_device_figure(run: Run, key: str) -> float | None:
-    """A figure of the last profile: a resumed run makes another."""
+    """A figure of the last profile; a resumed run has several."""
     return next((entry[key] for entry in reversed(run.metrics) if key in entry), None)
 
 
@@ -98,7 +98,7 @@ def _show_device_figure(key: str, show: Callable[[float], str], place: int, run:
 
 
 def _compare_throughput(first: Run, run: Run) -> str:
-    """How much faster than the first run."""
+    """The speed-up over the first run; empty for the first run itself."""
     base, own = (one.ledger.get("samples_per_second") for one in (first, run))
     if run is first or not base or own is None:
         return ""

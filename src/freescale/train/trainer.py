@@ -1,5 +1,5 @@
-"""The trainer: builds the parts of a run and takes it from the first step to the results. The steps
-themselves are in training_loop.py."""
+"""The trainer: builds the parts of a run, trains, and evaluates the result. The loop over the steps
+is in training_loop.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DIVERGED = "lower --lr and --row-lr, or set --clip and --row-clip"
 class Trainer:
     """A run in a folder: `Trainer(config).train()`.
 
-    Every rank creates one with the same arguments; creating it and `train` are collectives. Its
+    Every rank creates one with the same arguments. The constructor and `train` are collectives. The
     parts are `data`, `model`, `optimizer`, `pipeline` and `checkpoints`.
     """
 
@@ -64,27 +64,27 @@ class Trainer:
         transport: Transport | None = None,
         worker_server: WorkerServer | None = None,
     ) -> None:
-        """Builds everything and, with `resume`, loads a checkpoint of the folder.
+        """Builds the run and, with `resume`, loads a checkpoint from its folder.
 
         Args:
             config: settings of data, model and training.
-            folder: the run's folder. None makes a new one under runs/ when training begins.
-            resume: continue from the last checkpoint in `folder`, or from a named one: "best" or a
-                step. Later checkpoints are given up. "auto": continue if there is a checkpoint,
-                else begin.
+            folder: the run's folder. None creates one under runs/ when training begins.
+            resume: True continues from the last checkpoint in `folder`, "best" or a step from that
+                one; later checkpoints are then renamed to `given-up-*`. "auto" continues if there
+                is a checkpoint and starts a new run otherwise.
             callbacks: called at steps, evaluations and checkpoints, on every rank.
             histories: the prepared histories file. None prepares `config.data.data`.
-            transport: joins the ranks. None connects by torchrun's environment, or as one process,
-                and disconnects after training.
-            worker_server: a server for data workers, if it was started earlier; ends with training.
-                None starts one if workers are expected.
+            transport: connects the ranks. None: connect as torchrun's environment variables say, or
+                as a single process without them, and close the connection after training.
+            worker_server: a server of data workers that is already running; closed after training.
+                None starts one if the run needs workers.
 
         Raises:
             ValueError: if the folder holds another run, there is nothing to resume, or the data,
-                the model and the checkpoint do not fit each other.
+                the model and the checkpoint do not match.
         """
         self.config = config
-        # Started first: it comes up while the model is built and kernels are compiled.
+        # Started first: it starts up while the model is built and kernels are compiled.
         worker_server = worker_server or start_early(config)
         self.histories = histories if histories is not None else prepare_data(config)
         self._connected = transport is None
@@ -111,7 +111,7 @@ class Trainer:
     def _build(self, callbacks: Sequence[Callback], worker_server: WorkerServer | None) -> Run:
         config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self.histories, transport)
-        # config.json stores the choices, so that a resumed run repeats them
+        # config.json stores the automatic choices: a resumed run repeats them
         self.config = config = adopt_choices(config, self.data.negatives)
         total = count_steps(self.data, settings.steps)
         self.model = build_model(config, self.data, transport)
@@ -124,7 +124,7 @@ class Trainer:
             full_every=settings.full_every,
             asynchronous=settings.async_checkpoints,
         )
-        self.best = build_best(config)  # evaluation so far, if evaluations are compared
+        self.best = build_best(config)  # evaluation so far; None unless evaluations are compared
         self.position = Position(settings, self.pipeline, self.data, self.best)
         self.state = RunState(self.checkpoints, self.model, self.optimizer, self.position)
         own: list[Callback] = [MetricsLog(self.run_folder), DeviceFigures(settings.profile_steps)]
@@ -140,7 +140,7 @@ class Trainer:
             worker_server,
         )
 
-    # ---- where the run stands
+    # ---- progress
 
     @property
     def folder(self) -> Path:
@@ -153,12 +153,12 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps made so far, those of a resumed run included."""
+        """Steps completed so far, including those before a resume."""
         return self.position.step
 
     @property
     def total(self) -> int:
-        """Steps that the run ends with."""
+        """The step at which the run ends."""
         return self.position.total
 
     @property
@@ -168,29 +168,29 @@ class Trainer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no step is left to make."""
+        """Whether all steps are done."""
         return self.position.is_complete
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know about the folder and what was resumed from it."""
+        """Messages for the user about the folder and about what was resumed."""
         return [*self.run_folder.notes, *self.state.notes]
 
     # ---- training
 
     def stop(self) -> None:
-        """Ends training on all ranks after the same step, one of the next three, as if `steps` had
-        been that many: with a checkpoint and the test evaluation. Any rank may call it."""
+        """Ends training on all ranks after the same step, at most three steps from now. The run
+        then finishes as usual, with a checkpoint and the test evaluation. Any rank may call it."""
         self.pipeline.stop()
 
     def train(self, signals: StopSignals | None = None) -> dict[str, Any]:
-        """Trains to the end of the configuration, or until `stop`, `patience` or a signal ends it.
+        """Trains for the configured steps, or until `stop`, `patience` or a signal ends training.
 
-        With `keep="best"` the test part is evaluated with the best checkpoint, which `model` holds
-        afterwards.
+        With `keep="best"`, the best checkpoint is loaded into `model` and evaluated on the test
+        part.
 
         Args:
-            signals: listens for SIGTERM, SIGUSR1 and Ctrl-C. None leaves signal handlers alone.
+            signals: listens for SIGTERM, SIGUSR1 and Ctrl-C. None installs no signal handlers.
 
         Returns:
             `loss` of the last step, `test` with the metrics of the test part, `ledger` (on rank 0)
@@ -198,7 +198,7 @@ class Trainer:
             compared, `best` with its `metric`, `value`, `step` and whether it is `kept`.
 
         Raises:
-            ValueError: if nothing is left to train, or the model diverges.
+            ValueError: if no step is left to train, or the model diverges.
             RemoteError: if another rank fails.
         """
         with self._hold_folder():
@@ -213,9 +213,9 @@ class Trainer:
         return results
 
     def iterate(self) -> Iterator[StepResult]:
-        """Yields the steps of `train`, for a program with its own loop. Logs, evaluations and
-        checkpoints are made when due; the last checkpoint and the test part are left out. A
-        collective, like each of its steps."""
+        """Yields the result of each step, for programs with a loop of their own. Logs, evaluations
+        and checkpoints happen when they are due. Unlike `train`, it neither saves a final
+        checkpoint nor evaluates the test part. A collective, as is each step."""
         with self._hold_folder():
             loop = self._open(StopSignals(self.stop, self.rank))
             try:
@@ -230,13 +230,14 @@ class Trainer:
             self._close_snapshots()
 
     def evaluate(self, part: str) -> dict[str, dict[str, float]]:
-        """The metrics of the `validation` or `test` part, with the model as it is. Calls
-        `on_evaluation`. Before training it leaves no trace in the run. A collective."""
+        """Returns the metrics of the current model on the `validation` or `test` part, and calls
+        `on_evaluation`. Before training, nothing is recorded in the run. A collective."""
         return self._run.evaluate(part)
 
     @contextmanager
     def _hold_folder(self) -> Iterator[None]:
-        """Releases the folder, the worker server and the snapshots, however the block ends."""
+        """Releases the folder, the worker server and the snapshots when the block ends, also after
+        an exception."""
         try:
             with self.run_folder.note_failure(lambda: self.step), name_silent_ranks(self.transport):
                 yield
@@ -249,14 +250,15 @@ class Trainer:
                 self.snapshots.abandon(end=not expected)
 
     def _close_snapshots(self) -> None:
-        """Closes the snapshots of a run that is over and saved."""
+        """Closes the snapshots of a run that has ended and is saved."""
         if self.snapshots is not None:
             self.snapshots.close(self.state)
 
     def _open(self, signals: StopSignals) -> TrainingLoop:
-        """Opens the folder. From here on the run is not refused any more."""
+        """Refuses a run without steps left; otherwise prepares the first step and opens the
+        folder."""
         self.position.refuse_end(self.folder)
-        # Workers come up while kernels are compiled.
+        # Workers start while kernels are compiled.
         batches = read_batches(self._run)
         try:
             self._prepare_steps()
@@ -274,7 +276,7 @@ class Trainer:
             self.transport.device,
             partial(self.callbacks.call, "on_compile"),
         )
-        self.pipeline.tune()  # before the run is described
+        self.pipeline.tune()  # before callbacks describe the run: it makes automatic choices
         if self.run_folder.resume:
             self.run_folder.forget_snapshots()
             give_up_later(self._run)
@@ -305,7 +307,7 @@ class Trainer:
         signals.saved = True
         loop.collect()
         results["ledger"] = loop.collector.close(self.transport.device)
-        # Whichever rank got a signal, all ranks skip the rest.
+        # If any rank received a signal, all ranks skip the evaluation.
         numbers = self.transport.gather_bytes(b"%d" % signals.number)
         results["stopped"] = max(map(int, numbers))
         if self.best is not None:

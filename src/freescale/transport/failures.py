@@ -57,13 +57,13 @@ def failing_together(transport: Transport) -> Iterator[None]:
 
 
 def raise_in_step(error: Exception | None, transport: Transport, need: int = 0) -> None:
-    """As `raise_together`, with a single number from each rank if none failed. A collective.
+    """Like `raise_together`, but ranks exchange only one number each if none failed. A collective.
 
     Args:
         error: this rank's own failure; None if it has none.
         transport: over all ranks.
-        need: positive if `error` is a shortage: how much this rank needs. The message of the rank
-            that needs most is raised on all ranks, as a ValueError.
+        need: how much this rank needs, if `error` is a shortage; otherwise 0. The error of the
+            rank that needs most is raised on all ranks, as a ValueError.
     """
     mine = need if need or error is None else -1
     needs = transport.all_gather(torch.tensor([mine]), "counts").wait().view(-1).tolist()
@@ -81,8 +81,8 @@ def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[V
     """Runs `work` on every rank and returns its result on this one. A collective.
 
     Raises:
-        ValueError: on all ranks, if `work` raises OSError or ValueError on any; of the same class
-            if that is one of `kinds`.
+        ValueError: on all ranks, if `work` raises OSError or ValueError on any of them. If the
+            error's class is one of `kinds`, all ranks raise that class.
     """
     problem: list[str] | None = None
     try:
@@ -99,8 +99,8 @@ def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[V
 def run_on_rank_0(
     transport: Transport, work: Callable[[], object], failure: str | None = None
 ) -> None:
-    """Runs `work` on rank 0. If it fails, all ranks raise a ValueError that begins with `failure`.
-    A collective."""
+    """Runs `work` on rank 0. If it raises OSError or ValueError, all ranks raise a ValueError;
+    after an OSError its message begins with `failure`. A collective."""
 
     def run() -> None:
         try:
@@ -114,7 +114,8 @@ def run_on_rank_0(
 
 
 def describe_error(error: BaseException) -> str:
-    """One line. A full disk is found behind whatever torch's writer makes of it."""
+    """Describes an error in one line. A full disk is recognised even if torch's writer has wrapped
+    the error in one of its own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _FULL:

@@ -1,4 +1,4 @@
-"""Runs an iterable ahead of its consumer, in a thread."""
+"""Runs an iterable ahead of its consumer, in a background thread."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ T = TypeVar("T")
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """Yields the items of `iterable`, up to `depth` ahead of the consumer.
 
-    The iterable runs in a thread of its own. What it raises is raised here; when the consumer stops
+    The iterable runs in a background thread. Its exceptions are raised here. If the consumer stops
     early (break, close, an exception), the thread ends before this generator does.
 
     Args:
-        iterable: What to run ahead, for example a `Histories`.
-        depth: Items that wait for the consumer, at most.
+        iterable: the iterable to run ahead, for example a `Histories`.
+        depth: maximum number of items that wait for the consumer.
 
     Raises:
-        ValueError: `depth` is below 1.
+        ValueError: if `depth` is below 1.
     """
     if depth < 1:
         raise ValueError(f"depth is {depth}; it must be 1 or more")
@@ -32,7 +32,8 @@ def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 def _consume(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     items: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    # one entry for each item that may be made; a queue wakes its reader without Python's help
+    # One entry per item that may still be produced. A semaphore would do, but SimpleQueue is
+    # written in C and wakes its reader without running Python code.
     slots: queue.SimpleQueue[None] = queue.SimpleQueue()
     for _ in range(depth):
         slots.put(None)

@@ -21,16 +21,16 @@ from freescale.data.values import BadValue
 def parse_csv(
     block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
 ) -> pa.Table:
-    """The columns as strings; null if empty."""
+    """Parses the columns as strings; empty values become null."""
     data, separator = block.data, layout.separator
-    # the parser takes one character; such files have no tabs in values
+    # Arrow accepts only single characters; files with `::` have no tabs in their values
     if separator == b"::":
         data, separator = data.replace(b"::", b"\t"), b"\t"
     quoted = layout.quoted and b'"' in data
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(data),
-            # one thread counts rows, for its errors
+            # Arrow's errors name the row only if a single thread parses
             read_options=pa.csv.ReadOptions(column_names=list(layout.names), use_threads=False),
             parse_options=pa.csv.ParseOptions(
                 delimiter=separator.decode(),
@@ -59,7 +59,7 @@ def parse_csv(
 
 
 def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Stripped of blanks; null if nothing is left."""
+    """Strips whitespace; empty strings become null."""
     texts = pc.ascii_trim_whitespace(values)
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 
@@ -67,7 +67,7 @@ def _strip(values: pa.ChunkedArray) -> pa.ChunkedArray:
 def parse_json(
     block: TextBlock, layout: Layout, columns: Sequence[str], file: SourceFile
 ) -> pa.Table:
-    """The columns as in JSON: numbers or strings; null if missing."""
+    """Parses the columns with their JSON types, number or string; missing values become null."""
     types = {name: layout.types.get(name, pa.null()) for name in columns}
     expected = pa.json.ParseOptions(
         explicit_schema=pa.schema(types), unexpected_field_behavior="ignore"
@@ -76,7 +76,8 @@ def parse_json(
         table = _read_json(block, expected)
     except pa.ArrowException:
         try:
-            table = _read_json(block, pa.json.ParseOptions())  # types differ from the first lines'
+            # types differ from those of the file's first lines: infer them again
+            table = _read_json(block, pa.json.ParseOptions())
         except pa.ArrowException as error:
             raise _explain_json(error, block, file) from error
     for name in columns:
@@ -86,7 +87,7 @@ def parse_json(
 
 
 def _explain_json(error: pa.ArrowException, block: TextBlock, file: SourceFile) -> ValueError:
-    """The parser's message with line and value."""
+    """Adds the line and the value to the parser's message."""
     message = str(error).splitlines()[0][:200].removeprefix("JSON parse error: ")
     found = re.search(r" in row (\d+)", message)
     if found is None:
@@ -98,12 +99,12 @@ def _explain_json(error: pa.ArrowException, block: TextBlock, file: SourceFile) 
         about = f"not a JSON object ({reason}): {line[:60].decode(errors='replace')!r}"
     else:
         value = json.loads(line).get(changed[1])
-        about = f"column {changed[1]!r} holds {value!r}: changed from {changed[2]}"
+        about = f"column {changed[1]!r} holds {value!r}: its type changed from {changed[2]}"
     return ValueError(f"{file}, {block.locate(row)}: {about}; fix or drop such rows")
 
 
 def _read_json(block: TextBlock, options: pa.json.ParseOptions) -> pa.Table:
-    # no object straddles two of the parser's blocks
+    # everything in one block of the parser: no object can straddle two
     reading = pa.json.ReadOptions(block_size=len(block.data) + 1, use_threads=False)
     return pa.json.read_json(
         pa.BufferReader(block.data), read_options=reading, parse_options=options
@@ -111,10 +112,11 @@ def _read_json(block: TextBlock, options: pa.json.ParseOptions) -> pa.Table:
 
 
 def parse_lines(block: TextBlock, format: str, first_user: int) -> tuple[pa.Table, int]:
-    """Lines of ids between blanks, as columns `user` and `item`; and the number of lines.
+    """Parses lines of ids separated by whitespace into columns `user` and `item`. Also returns the
+    number of lines.
 
-    `format` is `pairs` (user and item), `sequences` (the items of a user) or `user-sequences` (a
-    user and its items). `first_user` is the user of the first line, if lines do not name it.
+    `format` is `pairs` (a user and an item), `sequences` (a user's items) or `user-sequences` (a
+    user and its items). The lines of `sequences` name no user: they are numbered from `first_user`.
     """
     lines = [line.strip() for line in block.data.split(b"\n")]
     text = pa.array([line for line in lines if line], pa.binary()).cast(pa.string())
@@ -134,7 +136,7 @@ def parse_lines(block: TextBlock, format: str, first_user: int) -> tuple[pa.Tabl
     if format == "sequences":
         users: pa.Array = pa.array(np.repeat(first_user + np.arange(len(text)), counts))
         return pa.table({"user": users, "item": items}), len(text)
-    heads = np.cumsum(counts) - counts  # where each line begins among the tokens
+    heads = np.cumsum(counts) - counts  # index of each line's first token
     keep = np.ones(len(items), bool)
     keep[heads] = False
     users = pc.list_element(tokens, 0).take(pa.array(np.repeat(np.arange(len(text)), counts - 1)))

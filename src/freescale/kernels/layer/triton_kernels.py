@@ -1,9 +1,9 @@
-"""The Triton kernels of `layer.triton`: layer norm, gated norm with dropout, and the gradient of
-SiLU from those of its parts.
+"""The Triton kernels of `layer.triton`: layer norm, gated norm with dropout, and the backward of
+SiLU followed by a split into four parts.
 
-A program works on R tokens of up to W columns, a power of two, at a time. In the backward kernels
-of the norms it works on a whole part of the tokens and also sums the gradients of weight and bias.
-All arithmetic is in float32. Token indices have 64 bits.
+A program handles a tile of R tokens by W columns, where W is the width rounded up to a power of
+two. In the backward kernels of the norms, a program loops over several tiles and also sums their
+gradients of weight and bias. All arithmetic is in float32. Token indices have 64 bits.
 """
 
 # mypy: ignore-errors
@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INLINE = tl.constexpr(not triton.knobs.runtime.interpret)  # assembly
+INLINE = tl.constexpr(not triton.knobs.runtime.interpret)  # PTX
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of freescale.random
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)
 
 
-# ---- the draws of freescale.random, in unsigned 64 bits
+# ---- the draws of freescale.random, in unsigned 64-bit arithmetic
 
 
 @triton.jit
@@ -35,14 +35,14 @@ def _derive(key, counter):
 
 @triton.jit
 def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr):
-    """[R, W]: the bits of draw_keep_mask(derive(keys, layer), ...) for the tokens `row`."""
+    """[R, W]: draw_keep_mask(derive(keys, layer), ...) for the tokens `row`, bit for bit."""
     key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
     return _draw_kept(key, layer, threshold, R, W)
 
 
 @triton.jit
 def _draw_kept(key, layer, threshold, R: tl.constexpr, W: tl.constexpr):
-    """[R, W], of keys [R]. A hash gives four draws of 16 bits, for four columns."""
+    """[R, W], from keys [R]. Each hash gives four 16-bit draws, one per column."""
     key = _derive(key, layer)
     draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
     shifts = (16 * tl.arange(0, 4)).to(tl.uint64)
@@ -55,8 +55,8 @@ def _draw_kept(key, layer, threshold, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _statistics(x, column, eps, WIDTH: tl.constexpr):
-    """(mean, 1 / standard deviation) of rows, each [R]. x is 0 beyond WIDTH. The statistics of rows
-    beyond the tokens are never read."""
+    """(mean, 1 / standard deviation) per row, each [R]. x is 0 in columns past WIDTH. The results
+    for rows past the last token are never read."""
     mean = tl.sum(x, 1) / WIDTH
     apart = x - mean[:, None]
     if x.shape[1] != WIDTH:
@@ -66,10 +66,13 @@ def _statistics(x, column, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _norm_gradient(grad, normal, weight, inverse, WIDTH: tl.constexpr):
-    """Gradient of the norm's input, from grad [R, W], 0 beyond WIDTH, normal (the normalised input,
-    finite everywhere) [R, W], weight [W] and inverse standard deviation [R]."""
+    """Gradient of the norm's input, [R, W].
+
+    grad [R, W] is 0 in columns past WIDTH; normal [R, W] is the normalised input, finite
+    everywhere; weight is [W]; inverse [R] is 1 / standard deviation.
+    """
     grad = grad * weight[None, :]
-    # one reduction for both sums: half the barriers
+    # one reduction for both sums halves the barriers
     along, level = tl.split(tl.sum(tl.join(grad * normal, grad), 1))
     along, level = along * (inverse / WIDTH), level * (inverse / WIDTH)
     return grad * inverse[:, None] - (normal * along[:, None] + level[:, None])
@@ -77,7 +80,8 @@ def _norm_gradient(grad, normal, weight, inverse, WIDTH: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """Without Triton's handling of denormal numbers, which takes eight more instructions."""
+    """Flushes denormals to zero. Triton's own sigmoid preserves them, which costs eight more
+    instructions."""
     if INLINE:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; "
@@ -90,7 +94,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _silu_slope(x, part):
-    """SiLU's derivative. part: the sigmoid of x."""
+    """The derivative of SiLU at x. part: the sigmoid of x."""
     return part + x * part * (1 - part)
 
 
@@ -118,7 +122,7 @@ def layer_norm_backward_kernel(
     grad, x, weight, means, inverses, grad_x, weight_parts, bias_parts, tokens, steps,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """A program's part: `steps` times R tokens."""
+    """A program handles `steps` tiles in a row and stores its own sums for weight and bias."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, W)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -150,7 +154,7 @@ def gated_norm_kernel(
     tokens, gate_stride, eps, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """share = 1 / kept share; keys is None without dropout."""
+    """share: 1 / probability to keep; keys: None without dropout."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -178,7 +182,7 @@ def gated_norm_backward_kernel(
     tokens, steps, gate_stride, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """A program's part: `steps` times R tokens."""
+    """A program handles `steps` tiles in a row and stores its own sums for weight and bias."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, W)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -220,7 +224,8 @@ def gated_norm_backward_kernel(
 def _silu_gradient(
     grad, x, out, row, column, tokens, total: tl.constexpr, first: tl.constexpr, width: tl.constexpr
 ):  # fmt: skip
-    """grad [tokens, width] belongs to the columns from `first` of x and out [tokens, total]."""
+    """Computes `width` columns of out, from column `first`. grad is [tokens, width]; x and out are
+    [tokens, total]."""
     there = (row < tokens)[:, None] & (column < width)[None, :]
     place = row[:, None] * total + first + column[None, :]
     values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
@@ -238,8 +243,8 @@ def silu_backward_kernel(
     THIRD_WIDTH: tl.constexpr, FOURTH_WIDTH: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Programs (r, c): R tokens, C columns of one of the four parts. Blocks of columns are numbered
-    part by part."""
+    """Grid (row block, column block): R tokens by C columns of one of the four parts. Column blocks
+    are numbered through all parts, and none straddles two."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     block = tl.program_id(1)
     second_start: tl.constexpr = FIRST_WIDTH
