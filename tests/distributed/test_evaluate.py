@@ -160,7 +160,7 @@ def dynamic_model(transport, rows=ROWS):
     keys = compute_keys(torch.arange(rows)).sort().values
     edges = group.layout.list_edges(torch.device("cpu")).tolist()
     first = edges[transport.rank - 1] if transport.rank else -(1 << 63)
-    group.rows.make_resident(keys[(keys >= first) & (keys < edges[transport.rank])], Ledger())
+    group.rows.resolve(keys[(keys >= first) & (keys < edges[transport.rank])], Ledger())
     group.rows.begin()
     return parallel
 
@@ -264,7 +264,8 @@ def test_ranking_metrics():
     parallel.module.eval()
     for seed in range(3):
         batch = ranking_batch(seed)
-        parallel.tables.fetch(parallel.tables.request([batch]), train=False)
+        tables = parallel.tables
+        tables.open(tables.set.fetch(tables.set.request([batch]), train=False))
         guesses.append(parallel.module.predict(batch).detach().float())
         labels.append(batch.sequences["labels"].values)
         users += batch.sequences["labels"].lengths.tolist()

@@ -13,9 +13,9 @@ import torch
 from helpers.collisions import batch_of, build, colliding, state_of, train
 from helpers.ranks import gather_ranks, run_ranks
 
-from freescale.embedding.host_tables import storage
 from freescale.embedding.host_tables.copies import HostCopies
 from freescale.embedding.host_tables.tiers import Disk, Host
+from freescale.embedding.storage import cached
 from freescale.train.checkpoint import Checkpoints
 from freescale.transport.local import LocalTransport
 
@@ -78,7 +78,7 @@ def _refused(transport, folder):
     found = []
     for owner, name, error in (
         (os, "posix_fallocate", OSError(ENOSPC, "No space left on device")),
-        (storage, "HostCopies", ValueError("128 MiB of pinned host memory cannot be had")),
+        (cached, "HostCopies", ValueError("128 MiB of pinned host memory cannot be had")),
     ):
         plain = getattr(owner, name)
 

@@ -38,7 +38,9 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.batch import SequenceBatch
-from freescale.embedding import collision, exchange
+from freescale.embedding import collision
+from freescale.embedding.collision import is_few
+from freescale.embedding.groups.sharded import Sharded
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.staged import Staged
@@ -322,7 +324,8 @@ def _few(transport, nearby):
         share_of(batch_of(ids, number), transport) for number, ids in enumerate(few_and_many())
     ]
     next(pipeline.run(batches))
-    return [parallel.tables.request([batch])[0].few for batch in batches]
+    requests = [parallel.tables.set.request([batch])[0] for batch in batches]
+    return [is_few(request.bytes, transport.device, nearby) for request in requests]
 
 
 def test_some_have_few_rows():
@@ -343,7 +346,7 @@ def _pieces(transport):
         for number, ids in enumerate(colliding(0.3, steps=3))
     ]
     next(pipeline.run(batches))
-    return [request.pieces for request in parallel.tables.request(batches[1:2])]
+    return [request.pieces for request in parallel.tables.set.request(batches[1:2])]
 
 
 def test_something_travels_in_pieces():
@@ -441,7 +444,7 @@ def test_an_error_between_the_moments_reaches_the_other_lane(monkeypatch):
     monkeypatch.setattr(
         pipeline.schedule.urgent, "submit", lambda *job: jobs.append(submit(*job)) or jobs[-1]
     )
-    monkeypatch.setattr(exchange.Sharded, "allocate_rows", crash)
+    monkeypatch.setattr(Sharded, "allocate_rows", crash)
     batches = [batch_of(ids, number) for number, ids in enumerate(colliding(0.3, steps=4))]
     with pytest.raises(RuntimeError, match="no memory today"):
         list(pipeline.run(batches))

@@ -10,15 +10,16 @@ from unittest import mock
 
 import torch
 
-from freescale.embedding.dynamic import storage as dynamic_storage
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout
-from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
 from freescale.embedding.dynamic_rules import SHARDS, After
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import SGD, Adam, RowWiseAdagrad
-from freescale.embedding.storage import DeviceStorage, TableRange
+from freescale.embedding.storage import dynamic as dynamic_storage
+from freescale.embedding.storage.api import TableRange
+from freescale.embedding.storage.device import DeviceStorage
+from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
 from freescale.kernels.id_map import triton as triton_id_map
 from freescale.ledger.ledger import Ledger
 from helpers.dynamic_oracle import FineDynamic
@@ -58,7 +59,7 @@ class Storages:
         for storage in self.both:
             device = storage.weight.device
             marks = None if counted is None else counted.to(device)
-            slots = storage.make_resident(keys.to(device), Ledger(), marks).unique()
+            slots = storage.resolve(keys.to(device), Ledger(), marks).slots.unique()
             gradients = torch.sin(storage.gather(slots, torch.float32) * 7 + step)
             storage.begin()
             storage.update(storage.find_targets(slots), gradients, step=step, factor=0.1, clip=None)
@@ -67,7 +68,7 @@ class Storages:
         """A batch is made resident, taken back, made again and dropped."""
         same = True
         for storage in self.both:
-            storage.make_resident(keys.to(storage.weight.device), Ledger())
+            storage.resolve(keys.to(storage.weight.device), Ledger())
         for change in ("roll_back", "restore_ahead", "drop_ahead"):
             for storage in self.both:
                 getattr(storage, change)()

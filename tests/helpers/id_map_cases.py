@@ -16,7 +16,7 @@ from freescale.embedding.dynamic.directory import Decided, Directory
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.storage import draw_initial_rows
+from freescale.embedding.storage.api import draw_initial_rows
 from freescale.kernels.id_map import reference as draws
 from freescale.kernels.id_map import reference as id_map
 from freescale.kernels.id_map import triton as triton_id_map

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import freescale
-from freescale.embedding import exchange, local
+from freescale.embedding.groups import local, sharded
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.kernels.dispatch import rows as dispatch
 from freescale.kernels.requests import triton as triton_requests
@@ -152,7 +152,7 @@ def differences(case, device="cpu"):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dispatch._fits_triton = lambda table, dtypes=None: table.dtype == torch.float32
-    exchange.deduplicate = local.deduplicate = triton_requests.deduplicate
+    sharded.deduplicate = local.deduplicate = triton_requests.deduplicate
     triton_row_sums.CHUNK = 8
     with freeze_objects():
         found = {}

@@ -13,7 +13,8 @@ from freescale.embedding import changed_rows as marks
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import Adam
-from freescale.embedding.storage import DeviceStorage, TableRange
+from freescale.embedding.storage.api import TableRange
+from freescale.embedding.storage.device import DeviceStorage
 from freescale.kernels import native as bindings
 from freescale.kernels.row_sums.reference import SortedRows
 

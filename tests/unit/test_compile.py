@@ -153,11 +153,12 @@ def test_what_is_compiled_covers_the_tables_of_one_rank(optimizer, full_every):
                 tables.place(batch)
             if seed == 2 and full_every > 1:  # the first of them is saved
                 follow_changes(tables, "checkpoints")
-            requests = tables.request_locally([batch])
+            rows = tables.local.fetch(tables.local.request([batch]))
+            tables.open(rows)
             with torch.autocast("cpu", torch.bfloat16):
                 losses = model.module.train()(batch)
             losses["next_item"].backward()
-            tables.update_locally(tables.collect_locally(requests), step=1 + seed)
+            tables.local.apply(rows, step=1 + seed, clip=None)
     assert len(needed) > 50 and not list_missing(needed, beforehand)
 
 

@@ -20,8 +20,8 @@ from helpers.toys import Clicks
 import freescale
 from freescale.config import RunConfig
 from freescale.embedding.dynamic import directory
-from freescale.embedding.dynamic.storage import DynamicStorage
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.embedding.storage.dynamic import DynamicStorage
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.build import parse_tables
@@ -136,7 +136,7 @@ def count_steps(schedule, rules, leaves=(99,)):
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_a_step_counts_the_decisions_of_its_batch(rules, monkeypatch):
     """Once, however late the lane decides, or how often somebody leaves the run meanwhile."""
-    decide, calls = DynamicStorage.make_resident, itertools.count()
+    decide, calls = DynamicStorage.resolve, itertools.count()
 
     def decide_late(*arguments):
         time.sleep(0.03 * (next(calls) % 2))  # into the next step of the ledger
@@ -146,7 +146,7 @@ def test_a_step_counts_the_decisions_of_its_batch(rules, monkeypatch):
     assert len(expected) == len(CHURN)
     assert all(step["dynamic_rows"] <= step["dynamic_capacity"] for step in expected)
     assert expected[-1]["dynamic_rows"] > 0
-    monkeypatch.setattr(DynamicStorage, "make_resident", decide_late)
+    monkeypatch.setattr(DynamicStorage, "resolve", decide_late)
     assert count_steps(Staged, rules) == expected
     assert count_steps(Staged, rules, leaves=(2, 3, 8, 99)) == expected
 

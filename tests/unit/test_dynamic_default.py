@@ -77,16 +77,18 @@ def test_what_is_read_for_a_key_may_change():
     given = [(0, ids), (0, torch.tensor([DEFAULT_ID]))]
     keys = torch.tensor([1, 2, 3, 4])  # of 5, 7, 9 and the default
     index = Index(keys, given, torch.tensor([0, 1, 0, 2, 3]))
-    index.redirect(torch.tensor([True, False, False, False]))
+    whole = index
+    index = whole.redirect(torch.tensor([True, False, False, False]))
     assert index.find_known(0, ids)[1].tolist() == [3, 1, 3, 2]
     assert [part.tolist() for part in index.search(torch.tensor([1, 2, 8]))] == [
         [3, 1, 3],
         [True, True, False],
     ]
-    index.redirect(torch.tensor([False, True, False, False]))
+    index = index.redirect(torch.tensor([False, True, False, False]))
     assert index.find_known(0, ids)[1].tolist() == [0, 3, 0, 2]
     assert index.find_own(0, ids, keys[:0]).tolist() == [0, 1, 0, 2]
     assert index.find_own(0, torch.tensor([7, 9]), keys[1:3]).tolist() == [1, 2]
+    assert whole.find_known(0, ids)[1].tolist() == [0, 1, 0, 2]
 
 
 def test_the_option():

@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.config import DataConfig, RunConfig
-from freescale.embedding import open_storage
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic.layout import compute_keys
-from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
 from freescale.embedding.dynamic_rules import (
     ENTRY_BYTES,
     SHARDS,
@@ -31,7 +29,10 @@ from freescale.embedding.dynamic_rules import (
     parse_dynamic,
 )
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.storage import DeviceStorage, TableRange
+from freescale.embedding.storage import opening
+from freescale.embedding.storage.api import TableRange
+from freescale.embedding.storage.device import DeviceStorage
+from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
 from freescale.kernels.id_map import reference as id_map
 from freescale.kernels.jit.compile import find_versions
 from freescale.kernels.jit.launch import record_launches
@@ -180,7 +181,7 @@ def on_device(monkeypatch):
         return opened[-1]
 
     opened: list[DeviceDirectory] = []
-    monkeypatch.setattr(open_storage, "open_directory", open_and_note)
+    monkeypatch.setattr(opening, "open_directory", open_and_note)
     return opened
 
 
@@ -221,7 +222,7 @@ def test_training_has_the_bits_of_the_host_map(rules, on_device, tmp_path, monke
         for name in ("host", "device"):
             with monkeypatch.context() as patch:
                 if name == "host":  # reads those of the device
-                    patch.setattr(open_storage, "open_directory", open_device)
+                    patch.setattr(opening, "open_directory", open_device)
                 states.append(load(tmp_path / name, step, rules))
         assert_same(([], states[0]), ([], states[1]))
 

@@ -4,6 +4,7 @@ on every number of owners, and what they estimate is the share that the data has
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +24,9 @@ from freescale.config import RunConfig
 from freescale.embedding.dynamic.draws import MOST_BUCKETS, SAMPLE, DrawCounts
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS
+from freescale.embedding.groups.local import InPlaceRows
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.local import LocalRequest
-from freescale.embedding.request import mark_draws
+from freescale.embedding.request import list_ids
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.pipeline.staged import Staged
@@ -90,7 +91,7 @@ def test_an_id_is_worth_its_share_of_the_sample():
     history = Jagged(torch.tensor([1, 2, 3, 4]), torch.tensor([3, 0, 1]))
     targets = Jagged(torch.tensor([2, 3, 9, 5]), torch.tensor([3, 0, 1]))
     batch = SequenceBatch({"history": history, "targets": targets}, keys=torch.arange(3))
-    worth = mark_draws([batch], spec)
+    worth = list_ids([batch], [spec]).draws
     assert worth.tolist() == [0] * 4 + [SAMPLE // 3] * 3 + [SAMPLE]
 
 
@@ -191,11 +192,14 @@ def add_log_q(batches, number) -> SequenceBatch:
 def test_rows_that_are_read_in_the_table_itself():
     given = [(0, torch.tensor([7, 8, 7])), (0, torch.tensor([9]))]
     keys = compute_keys(torch.tensor([7, 8, 7, 9]))
-    request = LocalRequest(given, keys, torch.zeros(4, 2), torch.tensor([2, 0, 2, 1]))
-    request.log_q = torch.tensor([0.5, 1.5, 0.5, 2.5])
-    assert request.find_log_q(0, keys[:3]).tolist() == [0.5, 1.5, 0.5]
-    assert request.find_log_q(1, keys[3:]).tolist() == [2.5]
-    assert request.find_log_q(None, keys.flip(0)[None]).tolist() == [[2.5, 0.5, 1.5, 0.5]]
+    storage = SimpleNamespace(weight=torch.zeros(4, 2))
+    find_keys = lambda _, ids: compute_keys(ids)  # noqa: E731
+    slots, log_q = torch.tensor([2, 0, 2, 1]), torch.tensor([0.5, 1.5, 0.5, 2.5])
+    rows = InPlaceRows(given, keys, storage, find_keys, slots, log_q)
+    assert rows.find_log_q(0, given[0][1]).tolist() == [0.5, 1.5, 0.5]
+    assert rows.find_log_q(0, given[1][1]).tolist() == [2.5]
+    others = torch.tensor([[9, 7, 8, 7]])
+    assert rows.find_log_q(0, others).tolist() == [[2.5, 0.5, 1.5, 0.5]]
 
 
 def test_a_table_that_counts_nothing_has_none():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from freescale.embedding.exchange import run_pipelined
+from freescale.embedding.groups.sharded import run_pipelined
 
 
 @dataclass

@@ -244,7 +244,8 @@ def test_int32_ids_read_the_same_rows(placement):
     parallel.tables.place()
     ids = torch.randint(0, 100_000, (500,), dtype=torch.int32)
     wanted = SequenceBatch(sequences={"history": Jagged(ids, torch.tensor([500]))})
-    parallel.tables.fetch(parallel.tables.request([wanted]), train=False)
+    tables = parallel.tables
+    tables.open(tables.set.fetch(tables.set.request([wanted]), train=False))
     assert torch.equal(parallel.module.first(ids), expected[ids.long()])
     assert torch.equal(parallel.module.first(ids.flip(0).clone()), expected[ids.long()].flip(0))
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
-from freescale.embedding.dynamic.storage import EXTRA_ROWS, DynamicStorage
 from freescale.embedding.dynamic_rules import MAPS, Dynamic
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import RowWiseAdagrad
-from freescale.embedding.storage import DeviceStorage, TableRange
+from freescale.embedding.storage.api import TableRange
+from freescale.embedding.storage.device import DeviceStorage
+from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.results import Destination, Row, at_most, show_claims, write
@@ -62,7 +63,7 @@ def measure_map(where: str, count: int, room: int, evict: str, device: torch.dev
     for _ in range(REPEATS):
         order = torch.randperm(present.numel(), device=device)
         keys = compute_keys(present[order[:count]])
-        slots = storage.make_resident(keys, ledger)
+        slots = storage.resolve(keys, ledger).slots
         storage.begin()
         times["static"].append(_time(device, lambda: storage.gather(slots, torch.float32)))  # noqa: B023
         times["lookup"].append(_time(device, lambda: storage.read(keys, torch.float32)))  # noqa: B023
@@ -106,14 +107,14 @@ def fill(storage: DynamicStorage, count: int, ledger: Ledger) -> int:
     number, device = 0, storage.weight.device
     while storage.directory.used < FULL * storage.spec.rows:
         batch = torch.arange(number, number + count, device=device)
-        storage.make_resident(compute_keys(batch), ledger)
+        storage.resolve(compute_keys(batch), ledger)
         storage.begin()
         number += count
     return number
 
 
 def _use(storage: DynamicStorage, keys: Tensor, ledger: Ledger) -> None:
-    slots = storage.make_resident(keys, ledger)
+    slots = storage.resolve(keys, ledger).slots
     storage.gather(slots, torch.float32)
     storage.begin()
 

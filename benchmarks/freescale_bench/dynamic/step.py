@@ -32,9 +32,9 @@ from torch import Tensor
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import RunConfig
 from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
-from freescale.embedding.dynamic.storage import DynamicStorage
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.embedding.storage.dynamic import DynamicStorage
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale.ledger.merge import merge_step
@@ -193,7 +193,7 @@ def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
         ids = torch.arange(number, number + size, device=storage.weight.device)
         keys = compute_keys(torch.where(ids < rows, ids, -ids))  # behind the catalogue: others
         shard = (keys >> group.layout.rules.shard_bits) + group.layout.rules.shards // 2
-        storage.make_resident(keys[(shard >= first) & (shard < last)], ledger)
+        storage.resolve(keys[(shard >= first) & (shard < last)], ledger)
         storage.begin()
         number += size
     return {"filled_percent": 100 * storage.directory.used / room}

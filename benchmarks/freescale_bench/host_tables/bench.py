@@ -25,8 +25,8 @@ import torch
 from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
-from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.embedding.storage.cached import CachedStorage
 from freescale.ledger.machine import get_gpu_name
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
@@ -151,7 +151,7 @@ class Bench:
         wait_idle(self.transport.device)
         begin = time.perf_counter()
         for part in torch.split(order, max(1, slots // 4)):
-            rows.make_resident(part, _NoLedger())
+            rows.resolve(part, _NoLedger())
             moved += rows.traffic.bytes_up + rows.traffic.bytes_down
         wait_idle(self.transport.device)
         seconds = time.perf_counter() - begin

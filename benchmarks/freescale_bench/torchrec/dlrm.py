@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.storage import draw_initial_rows
+from freescale.embedding.storage.api import draw_initial_rows
 
 COLLECTION = "model.sparse_arch.embedding_bag_collection"  # where its tables are
 ROW_EPSILON, DENSE_LR = 1e-8, 0.05

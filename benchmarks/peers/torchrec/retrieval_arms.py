@@ -33,7 +33,7 @@ from freescale.data.batches.loader import Histories
 from freescale.data.batches.prefetch import prefetch
 from freescale.data.batches.workers import read_ahead
 from freescale.embedding.layout import TableSpec
-from freescale.embedding.storage import draw_initial_rows
+from freescale.embedding.storage.api import draw_initial_rows
 from freescale.pipeline.precision import choose_precision, make_autocast, supports_bf16
 from freescale.train.build import (
     build_module,

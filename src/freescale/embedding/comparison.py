@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.collision import MarkedRows, Masks, divide_rows
-from freescale.embedding.request import Request, RequestPart, split_request
+from freescale.embedding.request import Requested, RequestPart, split_request
 from freescale.streams import begin_reading
 from freescale.transport.api import Transport
 
@@ -23,7 +23,7 @@ FindLocal = Callable[[Tensor], Tensor]
 class ComparedRequest:
     """One of the two requests, with the marks of its rows that the other one reads too."""
 
-    def __init__(self, request: Request, marks: Tensor) -> None:
+    def __init__(self, request: Requested, marks: Tensor) -> None:
         """marks [sum(receive)] bool: of the rows that are requested from this rank."""
         self.request, self._served_marks = request, marks
         self._requested_marks: Tensor | None = None
@@ -59,12 +59,12 @@ class ComparedRequest:
 
 
 def compare_requests(
-    current: Request,
-    following: Request,
+    current: Requested,
+    following: Requested,
     find_local: FindLocal,
     transport: Transport,
     masks: Masks,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[list[RequestPart], list[RequestPart]]:
     """Divides the requests of two consecutive batches by the rows that they share. On the caller's
     thread and stream.
@@ -90,8 +90,7 @@ def compare_requests(
         lists = [rows for side in sides for rows in side.list_rows(find_local)]
         positions, counts = divide_rows(lists)
         read_sizes = begin_reading(counts)  # one trip to the host for all split sizes
-    if meanwhile is not None:
-        meanwhile()
+    meanwhile()
     with transport.ledger.span("compare"):
         by_list, numbers = iter(positions), iter(read_sizes())
         first, second = (side.split(by_list, numbers, transport.world) for side in sides)

@@ -9,7 +9,9 @@ different ranks, and a checkpoint is one plain array whatever the number of rank
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.dynamic_rules import Dynamic
+from freescale.kernels.row_sums import triton as triton_row_sums
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,48 @@ def find_ids(position: Tensor, rows: int) -> Tensor:
     return (position * (high % rows) % rows * (1 << 20) + position * low) % rows
 
 
+class Layout(Protocol):
+    """Where the rows of a group's tables are: of a fixed size (`ShardLayout`), or dynamic."""
+
+    @property
+    def specs(self) -> Sequence[TableSpec]: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """Local rows of every rank."""
+
+    @property
+    def local_dtype(self) -> torch.dtype:
+        """The dtype in which local rows travel."""
+
+    def base(self, table: int) -> int:
+        """First local row of a table."""
+
+    def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
+        """[first, last) positions of a table that a rank owns."""
+
+    def compute_keys(self, table: int, ids: Tensor) -> Tensor:
+        """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
+
+    def find_local(self, keys: Tensor) -> Tensor:
+        """keys [n] -> local rows [n] at their owners."""
+
+    def find_rows(self, table: int, ids: Tensor) -> Tensor:
+        """ids [n] -> local rows [n], if one rank owns all."""
+
+    def list_rows(self, ids: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+        """(table, ids) -> local rows [n] of all these ids, on a device with Triton, if one rank
+        owns all."""
+
+    def list_edges(self, device: torch.device) -> Tensor:
+        """[world]: keys of rank r are below edge r."""
+
+    def count_owned(self, keys: Tensor, below: Tensor) -> Tensor:
+        """[world]: different keys of each rank among keys [n]; `below` [world] is how many are
+        below its edge, and not below that of the rank before."""
+
+
 @dataclass(frozen=True)
 class ShardLayout:
     """Tables of one group over `world` ranks. Every rank holds `size` local rows; a key is owner *
@@ -83,7 +128,6 @@ class ShardLayout:
         return -(-self.specs[table].rows // self.world)
 
     def base(self, table: int) -> int:
-        """First local row of a table."""
         return sum(self.block(t) for t in range(table))
 
     @property
@@ -91,7 +135,6 @@ class ShardLayout:
         return self.base(len(self.specs))
 
     def compute_keys(self, table: int, ids: Tensor) -> Tensor:
-        """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
         rows, block = self.specs[table].rows, self.block(table)
         if ids.is_cpu:  # by numpy: of a few ids, torch's calls would take most of the time
             place = ids.numpy().astype(np.int64)
@@ -105,21 +148,39 @@ class ShardLayout:
 
     @property
     def local_dtype(self) -> torch.dtype:
-        """In which local rows travel."""
         return torch.int32 if self.size < 1 << 31 else torch.int64
 
     def find_local(self, keys: Tensor) -> Tensor:
-        """keys [n] -> local rows [n] at their owners."""
         if keys.is_cpu:
             numbers = keys.numpy()
             return torch.from_numpy(numbers - numbers // self.size * self.size)
         return keys % self.size
 
+    def find_rows(self, table: int, ids: Tensor) -> Tensor:
+        return spread_ids(ids, self.specs[table].rows) + self.base(table)
+
+    def list_rows(self, ids: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+        """By one kernel for each table."""
+        sizes = [each.numel() for _, each in ids]
+        rows = torch.empty(sum(sizes), dtype=self.local_dtype, device=device)
+        begin = 0
+        for table, spec in enumerate(self.specs):
+            parts = [each.reshape(-1) for owner, each in ids if owner == table]
+            if not parts:
+                continue
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+            end = begin + joined.numel()
+            stride = choose_stride(spec.rows)
+            triton_row_sums.spread_ids(joined, rows[begin:end], stride, spec.rows, self.base(table))
+            begin = end
+        return rows
+
+    def count_owned(self, keys: Tensor, below: Tensor) -> Tensor:
+        return below
+
     def list_edges(self, device: torch.device) -> Tensor:
-        """[world]: keys of rank r are below edge r."""
         return torch.arange(1, self.world + 1, device=device) * self.size
 
     def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
-        """[first, last) positions of a table that a rank owns."""
         block, rows = self.block(table), self.specs[table].rows
         return min(rank * block, rows), min((rank + 1) * block, rows)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-from freescale.embedding.exchange import Sharded
-from freescale.embedding.replicated import Replicated
+from freescale.embedding.storage.api import Storage
 
 
 class Capture:
@@ -53,11 +52,14 @@ class Deferring(Protocol):
 
 
 class TableLease:
-    """One schedule at a time has the tables."""
+    """One schedule at a time has the tables.
 
-    def __init__(self, groups: Sequence[Sharded | Replicated]) -> None:
-        """groups: of the tables, filled when these are placed."""
-        self._groups = groups
+    Attributes:
+        storages: of the tables' groups, once these are placed.
+    """
+
+    def __init__(self) -> None:
+        self.storages: Sequence[Storage] = ()
         self._schedule: Deferring | None = None  # the last that trained
 
     def take_over(self, schedule: Deferring) -> Deferring | None:
@@ -84,31 +86,31 @@ class TableLease:
 
     def roll_back(self) -> None:
         """Takes back what was decided for steps that have not begun."""
-        for group in self._groups:
-            group.rows.roll_back()
+        for storage in self.storages:
+            storage.roll_back()
 
     def restore_ahead(self) -> None:
         """Restores what `roll_back` took back."""
-        for group in self._groups:
-            group.rows.restore_ahead()
+        for storage in self.storages:
+            storage.restore_ahead()
 
     def drop_ahead(self) -> None:
         """Forgets batches that were requested ahead and whose step has not begun: they will be
         requested again. Nothing of them may be under way."""
-        for group in self._groups:
-            group.rows.drop_ahead()
+        for storage in self.storages:
+            storage.drop_ahead()
 
     def mark_state(self) -> list[int]:
         """The last step, for `looking_back`."""
-        return [group.rows.begun for group in self._groups]
+        return [storage.begun for storage in self.storages]
 
     @contextmanager
     def looking_back(self, mark: Sequence[int]) -> Iterator[None]:
         """Inside, which rows there are is as it was at the mark, one or two steps ago. For copies:
         nobody updates rows meanwhile."""
         with ExitStack() as stack:
-            for group, begun in zip(self._groups, mark, strict=True):
-                stack.enter_context(group.rows.looking_back(begun))
+            for storage, begun in zip(self.storages, mark, strict=True):
+                stack.enter_context(storage.looking_back(begun))
             yield
 
     def discard(self) -> None:

@@ -13,14 +13,17 @@ larger price.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from freescale.batch import SequenceBatch
 from freescale.embedding.host_tables.tiers import Disk, Host, Tier, format_bytes, parse_tier
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
+from freescale.embedding.memory import check_memory, find_room, list_memory
 from freescale.embedding.optimizers import RowOptimizer
+from freescale.transport.api import Transport, gather_json
 
 BUDGET = 64 << 20
 TINY = 64 << 10
@@ -129,3 +132,93 @@ def move_to_host(
         )
         found[name] = Placement("sharded", reason, Host(cache))
     return found
+
+
+def place_tables(
+    specs: Sequence[TableSpec],
+    optimizers: Mapping[str, RowOptimizer],
+    wanted: Mapping[str, Placement],
+    recorded: Mapping[str, str],
+    batch: SequenceBatch | None,
+    transport: Transport,
+) -> dict[str, Placement]:
+    """Decides where each table lives. A collective.
+
+    Args:
+        specs: all tables.
+        optimizers: of each table.
+        wanted: the user's choices.
+        recorded: kinds of an earlier run, which are kept.
+        batch: this rank's first batch; None if nobody has looked at the data.
+        transport: connects the ranks.
+
+    Raises:
+        ValueError: the tables do not fit into the memory of a machine.
+    """
+    rows_read, placements = _count_rows_read(specs, batch, transport), {}
+    for spec in specs:
+        if spec.name in wanted:
+            placements[spec.name] = wanted[spec.name]
+        elif spec.dynamic is not None:
+            placements[spec.name] = Placement("sharded", "dynamic")
+        elif spec.name in recorded:
+            placements[spec.name] = Placement(recorded[spec.name], "as in the checkpoint")
+        else:
+            state = count_state_bytes(optimizers[spec.name], spec)
+            placements[spec.name] = choose_placement(spec, state, rows_read.get(spec.name))
+    return _fit_memory(placements, specs, optimizers, wanted, transport)
+
+
+def _count_rows_read(
+    specs: Sequence[TableSpec], batch: SequenceBatch | None, transport: Transport
+) -> dict[str, float]:
+    """How many distinct rows of each table a rank reads, mean over ranks that have a batch."""
+    mine: dict[str, int] = {}
+    if batch is not None and len(batch):
+        for spec in specs:
+            parts = [ids.reshape(-1) for _, ids in find_feature_ids(batch, spec)]
+            mine[spec.name] = torch.unique(torch.cat(parts)).numel()
+    seen = [counts for counts in gather_json(transport, mine) if counts]
+    if not seen:
+        return {}
+    return {spec.name: sum(counts[spec.name] for counts in seen) / len(seen) for spec in specs}
+
+
+def _fit_memory(
+    placements: dict[str, Placement],
+    specs: Sequence[TableSpec],
+    optimizers: Mapping[str, RowOptimizer],
+    fixed: Collection[str],
+    transport: Transport,
+) -> dict[str, Placement]:
+    """Moves tables that do not fit onto the GPUs into host memory, and refuses what does not fit
+    there either. A collective."""
+    ranks, sizes = list_memory(transport), {}
+    for spec in specs:
+        parts = transport.world if placements[spec.name].kind == "sharded" else 1
+        each = spec.bytes_per_row + count_state_bytes(optimizers[spec.name], spec)
+        sizes[spec.name] = ShardLayout((spec,), parts).size * each
+        if spec.dynamic is not None and spec.dynamic.maps_on_device:
+            sizes[spec.name] += spec.dynamic.map_bytes // parts
+    if transport.device.type == "cuda":
+        room = find_room(ranks)
+        placements = move_to_host(placements, _limit_to_caches(sizes, placements), room, fixed)
+    homes = sum(sizes[name] for name, placed in placements.items() if isinstance(placed.tier, Host))
+    for spec in specs:
+        if spec.dynamic is not None:
+            homes += spec.dynamic.counter_bytes // transport.world
+            if not spec.dynamic.maps_on_device or placements[spec.name].tier is not None:
+                homes += spec.dynamic.map_bytes // transport.world
+    check_memory(ranks, sum(_limit_to_caches(sizes, placements).values()), homes, specs)
+    return placements
+
+
+def _limit_to_caches(
+    sizes: Mapping[str, int], placements: Mapping[str, Placement]
+) -> dict[str, int]:
+    """Bytes that each table takes on the device."""
+    tiers = {name: placements[name].tier for name in sizes}
+    return {
+        name: size if (tier := tiers[name]) is None else min(size, tier.cache_bytes)
+        for name, size in sizes.items()
+    }

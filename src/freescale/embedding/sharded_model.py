@@ -100,11 +100,12 @@ class ShardedModel:
         self.tables.lease.flush()
         if not self.tables.placed:
             self.tables.place(batch)
-        self.tables.fetch(self.tables.request([batch]), train=False)
+        requests = self.tables.set.request([batch])
+        self.tables.open(self.tables.set.fetch(requests, train=False))
         try:
             yield
         finally:
-            self.tables.release()
+            self.tables.close()
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Refuses: no rank holds the whole model."""

@@ -6,14 +6,15 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.lease import Capture
-from freescale.embedding.request import Request
-from freescale.embedding.storage import UpdateOptions
+from freescale.embedding.request import GradientParts, Resident, RowParts
+from freescale.embedding.storage.api import UpdateOptions
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.lane import Job, Lane, Moment
@@ -32,11 +33,20 @@ class StagedBatch:
     compared: Moment  # the rows that it shares with the following batch are known
     requested: Moment  # lane `input` has requested its rows, unless another lane does
     requesting: list[Collective] = field(default_factory=list)  # collectives of lane `input` for it
-    requests: list[Request] = field(default_factory=list)  # one per group of tables
-    # [u, width] of each sharded group, until the last of them is sent
-    gradients: list[Tensor] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)  # one per group of tables
+    # Of each sharded group, filled by the stages as they come:
+    residents: list[Resident] = field(default_factory=list)
+    row_parts: list[RowParts] = field(default_factory=list)
+    arriving: list[Tensor] = field(default_factory=list)  # [u, width]: memory of the rows
+    gradient_parts: list[GradientParts] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)  # [u, width], until the last is sent
     captured: Moment | None = None  # the rows of the step before are copied; None: nobody asks
     update: UpdateOptions = field(init=False)  # of its step, from the end of its backward on
+    opened: list[Any] = field(init=False)  # rows of each group, while the model reads them
+
+    def forget_requests(self) -> None:
+        """All its rows are updated."""
+        self.requests, self.residents, self.gradient_parts = [], [], []
 
 
 class IncomingBatch:
@@ -47,7 +57,7 @@ class IncomingBatch:
         preparation: BatchPreparation,
         lane: Lane,
         split: Callable[[SequenceBatch], list[SequenceBatch]],
-        request: Callable[[list[SequenceBatch]], list[Request]] | None = None,
+        request: Callable[[list[SequenceBatch]], list[Any]] | None = None,
     ) -> None:
         """Submits the preparation to `lane`, which takes the batch from the data and waits for
         `proceed`; `split` cuts the batch into micro-batches, and `request`, if this lane is to do

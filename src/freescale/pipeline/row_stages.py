@@ -1,54 +1,90 @@
-"""The six stages of the staged schedule that exchange rows (see staged.py): each is a method, which
-runs on the thread and stream of the lane that it names, over its channel."""
+"""The stages of the staged schedule that exchange rows (see staged.py). Each runs on the thread and
+stream of the lane that it names, over its channel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor
 
-from freescale.embedding.collision import Masks
-from freescale.embedding.exchange import Sharded
-from freescale.embedding.request import Request, require
+from freescale.embedding.collision import Masks, collision_masks
+from freescale.embedding.groups.sharded import Sharded, TrainingRows
+from freescale.embedding.request import Requested
 from freescale.embedding.tables import Tables
 from freescale.pipeline.in_flight import StagedBatch
 from freescale.pipeline.lane import Lane
+from freescale.pipeline.stage_plan import Stage, StagePlan
 from freescale.transport.api import Transport
 
 
 class RowStages:
     """Stages 1 to 4 are those of lane `ahead`, 5 and 6 of lane `urgent`."""
 
-    def __init__(self, tables: Tables, ahead: Lane, urgent: Lane, masks: Masks) -> None:
-        self._tables, self._ahead, self._urgent, self._masks = tables, ahead, urgent, masks
+    def __init__(
+        self, tables: Tables, ahead: Lane, urgent: Lane, masks: Masks, plan: StagePlan
+    ) -> None:
+        self._tables, self._ahead, self._urgent = tables, ahead, urgent
+        self._masks, self._plan = masks, plan
+
+    def search(
+        self, stages: tuple[Stage, ...], current: StagedBatch, following: StagedBatch | None
+    ) -> None:
+        """Runs stages that send no row, lane `ahead`. Without a batch that follows, `current` is
+        compared at once."""
+        run: dict[Stage, Callable[[StagedBatch], None]] = {
+            Stage.REQUEST: self.request_ids,
+            Stage.COMPARE: partial(self.compare, current),
+            Stage.RESOLVE: self.resolve,
+        }
+        for stage in stages:
+            if following is not None:
+                run[stage](following)
+            if stage is Stage.COMPARE:
+                current.compared.reach()
 
     def request_ids(self, following: StagedBatch) -> None:
         """Stage 1, lane `ahead`, unless lane `input` does it: deduplicates the ids and sends them
         to the owners of the rows."""
         following.requested.wait(host=True)
         if not following.requests:
-            following.requests = self._tables.request(following.micro, self._ahead.transport)
+            transport = self._ahead.transport
+            following.requests = self._tables.set.request(following.micro, transport)
         for _, request in self._pair(following):
             self._ahead.borrow(*request.list_tensors())
 
-    def compare(self, current: StagedBatch, following: StagedBatch, brings: bool) -> None:
-        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share. With
-        `brings`, for a GPU, they make the rows resident while the device compares."""
+    def compare(self, current: StagedBatch, following: StagedBatch) -> None:
+        """Stage 2, lane `ahead`: the owners tell both requesters which rows the batches share."""
         transport = self._ahead.transport
-        pairs = zip(self._pair(current), self._pair(following), strict=True)
-        for (group, now), (_, then) in pairs:
-            bring = partial(group.make_resident, then, transport) if brings else None
-            group.compare(now, then, transport, self._masks, bring)
+        for number, (group, request) in enumerate(self._pair(following)):
+            before = current.requests[number]
+            gradients, rows = group.compare(
+                (before, current.residents[number]),
+                request,
+                transport,
+                self._masks,
+                divides=self._divides(before, request),
+                meanwhile=partial(self._resolve, group, request, following)
+                if self._plan.resolve_in_compare
+                else lambda: None,
+            )
+            current.gradient_parts.append(gradients)
+            following.row_parts.append(rows)
 
-    def make_resident(self, following: StagedBatch | None) -> None:
+    def _divides(self, current: Requested, following: Requested) -> bool:
+        """Other masks than those of collisions are for benchmarks, which show what they do."""
+        other = self._masks is not collision_masks
+        return other or self._plan.divides(current.bytes, following.bytes)
+
+    def resolve(self, following: StagedBatch) -> None:
         """At the beginning of stage 3, lane `ahead` of a CPU: the owners bring the rows to where it
         reaches them. Those of `current` and of the batch before stay there: their gradients are on
         the way."""
-        if following is None:
-            return
         for group, request in self._pair(following):
-            group.make_resident(request, self._ahead.transport)
+            self._resolve(group, request, following)
+
+    def _resolve(self, group: Sharded, request: Requested, following: StagedBatch) -> None:
+        following.residents.append(group.resolve(request, self._ahead.transport))
 
     def push_deferred_gradients(
         self,
@@ -62,13 +98,15 @@ class RowStages:
         gradients: list[Tensor] = []
         if previous is not None:
             gradients, previous.gradients = previous.gradients, []
-            for (group, request), gradient in zip(self._pair(previous), gradients, strict=True):
-                deferred = [request.whole] if request.deferred is None else request.deferred
+            parts = [each.deferred for each in previous.gradient_parts]
+            parts = parts or [[request.whole] for _, request in self._pair(previous)]
+            pairs = zip(self._tables.set.sharded, previous.residents, gradients, parts, strict=True)
+            for group, resident, gradient, deferred in pairs:
                 group.push_gradients(
-                    request, gradient, deferred, transport, meanwhile, **previous.update
+                    resident, gradient, deferred, transport, meanwhile, **previous.update
                 )
                 meanwhile = None
-            previous.requests = []  # done: several numbers for each row
+            previous.forget_requests()  # done: several numbers for each row
         if meanwhile is not None:
             meanwhile()
         return gradients
@@ -76,26 +114,65 @@ class RowStages:
     def allocate_rows(self, following: StagedBatch, spent: list[Tensor]) -> None:
         """Between stages 3 and 4, lane `ahead`: memory for the rows, out of the spent gradients."""
         for group, request in self._pair(following):
-            group.allocate_rows(request, spent.pop(0) if spent else None)
-            self._urgent.borrow(request.rows)
+            rows = group.allocate_rows(request, spent.pop(0) if spent else None)
+            self._urgent.borrow(rows)
+            following.arriving.append(rows)
 
     def pull_early_rows(self, following: StagedBatch) -> None:
         """Stage 4, lane `ahead`: the rows that do not collide."""
-        for group, request in self._pair(following):
-            group.pull_rows(request, request.early, self._ahead.transport)
-            request.await_log_q()
+        for number, group in enumerate(self._tables.set.sharded):
+            resident, rows = following.residents[number], following.arriving[number]
+            early = following.row_parts[number].early
+            group.pull_rows(resident, rows, early, self._ahead.transport)
+            if resident.log_q is not None:
+                resident.log_q.wait()
 
     def push_urgent_gradients(self, current: StagedBatch) -> None:
         """Stage 5, lane `urgent`: gradients of the rows that the following batch reads too."""
-        pairs = zip(self._pair(current), current.gradients, strict=True)
-        for (group, request), gradient in pairs:
-            urgent, transport = [require(request.urgent)], self._urgent.transport
-            group.push_gradients(request, gradient, urgent, transport, **current.update)
+        for number, group in enumerate(self._tables.set.sharded):
+            group.push_gradients(
+                current.residents[number],
+                current.gradients[number],
+                [current.gradient_parts[number].urgent],
+                self._urgent.transport,
+                **current.update,
+            )
 
     def pull_late_rows(self, following: StagedBatch) -> None:
         """Stage 6, lane `urgent`: the rows that collide, after their update."""
-        for group, request in self._pair(following):
-            group.pull_rows(request, [require(request.late)], self._urgent.transport)
+        for number, group in enumerate(self._tables.set.sharded):
+            late = [following.row_parts[number].late]
+            resident, rows = following.residents[number], following.arriving[number]
+            group.pull_rows(resident, rows, late, self._urgent.transport)
 
-    def _pair(self, batch: StagedBatch) -> list[tuple[Sharded, Request]]:
-        return self._tables.pair_sharded(batch.requests)
+    # ---- the main thread
+
+    def fetch(self, batch: StagedBatch, transport: Transport) -> list[TrainingRows]:
+        """Fetches all rows of a batch that is requested, blocking. They are resolved again where
+        the tables have been replaced since, unless their slots are the same."""
+        pairs, before = list(self._pair(batch)), batch.residents
+        batch.residents = [
+            before[number]
+            if before and group.rows.keeps_slots
+            else group.resolve(request, transport)
+            for number, (group, request) in enumerate(pairs)
+        ]
+        return [
+            group.fetch_resident(request, resident, transport)
+            for (group, request), resident in zip(pairs, batch.residents, strict=True)
+        ]
+
+    def open_rows(self, batch: StagedBatch, transport: Transport) -> list[TrainingRows]:
+        """Stages 4 and 6 have brought the rows."""
+        opened = []
+        for number, (group, request) in enumerate(self._pair(batch)):
+            resident, rows = batch.residents[number], batch.arriving[number]
+            self._ahead.lend(rows)
+            if resident.log_q is not None:
+                self._ahead.lend(resident.log_q.wait())
+            opened.append(group.open(request, resident, rows, transport))
+        return opened
+
+    def _pair(self, batch: StagedBatch) -> Iterator[tuple[Sharded, Requested]]:
+        """The sharded groups, which come first, with their requests."""
+        return zip(self._tables.set.sharded, batch.requests, strict=False)

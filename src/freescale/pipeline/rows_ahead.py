@@ -17,8 +17,7 @@ from contextlib import suppress
 import torch
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.local import LocalRequest
-from freescale.embedding.request import Request
+from freescale.embedding.groups.local import LocalRequest
 from freescale.embedding.tables import Tables
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.lane import Job, Lane, Moment
@@ -32,7 +31,7 @@ class ResidentRows:
     def __init__(self) -> None:
         self.job: Job | None = None
         self.micro: list[SequenceBatch] = []
-        self.requests: list[LocalRequest | Request] = []
+        self.requests: list[LocalRequest] = []
 
 
 class RowsAhead:
@@ -60,7 +59,7 @@ class RowsAhead:
             if copied is not None:
                 current_stream(self._lane.device).wait_event(copied)
             rows.micro = split(batch)
-            rows.requests = self._tables.prepare_locally(rows.micro, self._lane.side)
+            rows.requests = self._tables.local.request(rows.micro, self._lane.transport)
 
         tensors = list(batch.tensors()) if batch.packed is None else [batch.packed]
         now = Moment(self._lane.device)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.request import Request
 from freescale.pipeline.agreement import Agreement
 from freescale.pipeline.next_batch import BatchPreparation, Juncture
 from freescale.pipeline.schedule import Schedule
@@ -68,25 +68,27 @@ class Serial(Schedule):
         if not self.tables.placed:
             self.tables.place(batch)
         micro = self._split_batch(batch)
-        requests = self.tables.request(micro)
+        requests = self.tables.set.request(micro)
         self._count_collisions(requests)
-        self.tables.fetch(requests)
+        rows = self.tables.set.fetch(requests)
+        self.tables.open(rows)
         following.advance(Juncture.FETCHED)
         losses = self._compute(micro, agreement, lambda: following.advance(Juncture.FORWARDED))
         following.advance(Juncture.DIFFERENTIATED)
         self.steps += 1
         self.stopwatch.finish(self.steps)
         factor = self._get_factor(self.steps)
-        self.tables.apply(requests, step=self.steps, factor=factor)
+        self.tables.close()
+        self.tables.set.apply(rows, step=self.steps, factor=factor, clip=self.tables.row_clip)
         self.buckets.start(self.transport, losses, agreement.longest)
         self.buckets.send()
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         return self._make_result(batch, agreement, losses, norm)
 
-    def _count_collisions(self, requests: list[Request]) -> None:
+    def _count_collisions(self, requests: list[Any]) -> None:
         if self.steps and self.steps % _COLLISIONS_EVERY == 0:
             with self.ledger.span("count collisions"):
-                requested, colliding = self.tables.count_collisions(requests)
+                requested, colliding = self.tables.set.count_collisions(requests)
             self.ledger.count("requests", requested)
             self.ledger.count("collisions", colliding)

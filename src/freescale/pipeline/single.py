@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.groups.local import Collected
 from freescale.embedding.lease import Capture
-from freescale.embedding.local import Collected
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.agreement import Agreement, agree_alone
 from freescale.pipeline.captured.graphs import Graphs, can_capture
@@ -151,7 +151,8 @@ class Single(Schedule):
         self.steps += 1
         factor = self._get_factor(self.steps)
         with self.ledger.span("update rows"):
-            self.tables.update_locally(collected, step=self.steps, factor=factor)
+            clip = self.tables.row_clip
+            self.tables.local.update(collected, step=self.steps, factor=factor, clip=clip)
         self.buckets.start(self.transport, losses)
         self.buckets.send()
         losses = self.buckets.reduce()
@@ -172,14 +173,16 @@ class Single(Schedule):
         if rows is not None and self._rows_ahead is not None:
             self._rows_ahead.wait(rows, self.ledger)
             micro, requests = rows.micro, rows.requests
-            self.tables.open_locally(requests)
+            opened = self.tables.local.fetch(requests)
         else:
             micro = self._split_batch(batch)
             with self.ledger.span("deduplicate"):
-                requests = self.tables.request_locally(micro)
+                opened = self.tables.local.fetch(self.tables.local.request(micro))
+        self.tables.open(opened)
         losses = self._compute(micro, agreement)
+        self.tables.close()
         with self.ledger.span("update rows"):
-            return self.tables.collect_locally(requests), losses
+            return self.tables.local.collect(opened), losses
 
     # ---- between steps, and at the end
 

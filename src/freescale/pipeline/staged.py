@@ -1,5 +1,6 @@
 """The staged schedule: rows of the following batch travel while the current one computes, except
-those that the current one updates. No row is stale.
+those that the current one updates. No row is stale: once `flush` has applied the deferred
+gradients, the tables equal those of the serial schedule bit for bit (docs/how/staged.md).
 
     lane `ahead`, while batch i computes                lane `urgent`, after the backward of i
       1. ids of batch i+1: deduplicate, AllToAll          5. urgent gradients of i, of rows that
@@ -11,32 +12,11 @@ those that the current one updates. No row is stale.
       forward, backward, dense optimizer of i;
       the forward of i+1 waits for 4 and 6
 
-A row of i+1 collides if batch i reads it too: it must wait for i's update. The gradients of i are
-urgent for these rows and deferred for all others, until stage 3 of the next step.
-
-Every row is updated once per step, with the step number and learning rate of the step that made its
-gradient; once `flush` has applied the deferred gradients, the tables equal those of the serial
-schedule bit for bit. Stage 3 precedes 4 for the rows that i-1 and i+1 read, but not i. Stages 1 and
-2 touch no row. On CPUs they go first: stage 5 depends on their result, and their messages would
-queue behind the bulk of 3 on a slow link. On GPUs, where computing takes longer than messages, they
-run while the first gradients of 3 are on their way. Each lane is a thread with its own channel,
-so urgent traffic does not queue behind the bulk. The main thread waits for lanes at the next
-forward only and, before it, for the dense sums, which begin during the backward, and for i+2.
-
-On GPUs, and between CPUs of several machines, lane `input` also does stage 1, a step earlier. A
-message between machines takes as long as many rows, and the link would be idle while a step begins
-with two of them. On a GPU the host waits for the device to count the ids for each owner, which
-would stall the lane that the next forward waits for. The step of i does not wait for it; stage 2 of
-the next step does.
-
-On a CPU, consecutive batches of few rows are not divided: all gradients of i are urgent, all rows
-of i+1 wait for them, and stages 3 and 4 have nothing to do. Dividing so few rows would cost more
-processor time than it hides.
-
-Where a table is at home in host memory (embedding/host_tables), its owner makes the rows of i+1
-resident while the first gradients of 3 are on their way. Those of i-1, whose gradients it applies,
-of i and of i+1 stay in the cache meanwhile. Of a dynamic table (embedding/dynamic), the owner
-decides there which ids of i+1 get a row; until the step of i+1 begins, that can be taken back.
+A row of i+1 collides if batch i reads it too: it waits for i's update. The gradients of i are
+urgent for these rows and deferred for all others, until stage 3 of the next step. When stages 1 and
+2 run depends on the machines (stage_plan.py). Each lane is a thread with its own channel, so urgent
+traffic does not queue behind the bulk. The main thread waits for lanes at the next forward only
+and, before it, for the dense sums, which begin during the backward, and for i+2.
 
 The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
@@ -54,9 +34,7 @@ import torch
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
-from freescale.embedding.exchange import Sharded
 from freescale.embedding.lease import Capture
-from freescale.embedding.request import Request
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
@@ -64,6 +42,7 @@ from freescale.pipeline.process_memory import share_heap, trim_heap
 from freescale.pipeline.row_stages import RowStages
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
+from freescale.pipeline.stage_plan import plan_stages
 from freescale.pipeline.step_result import StepResult
 
 
@@ -78,14 +57,14 @@ class Staged(Schedule):
         collective: opens three channels."""
         super().__init__(*arguments, **options)
         self._on_host = self.transport.device.type == "cpu"
-        self._requests_early = not (self._on_host and self.transport.nearby)
+        self._plan = plan_stages(self.transport.device, self.transport.nearby)
         if self._on_host:
             share_heap()  # before the lanes' threads have heaps of their own
         self.ahead = Lane("ahead", self.transport)
         self.urgent = Lane("urgent", self.transport, urgent=True)
         self.input = Lane("input", self.transport)
         self.lanes = (self.ahead, self.urgent, self.input)
-        self._stages = RowStages(self.tables, self.ahead, self.urgent, masks)
+        self._stages = RowStages(self.tables, self.ahead, self.urgent, masks, self._plan)
         self._in_flight = InFlight()
 
     # ---- the main thread
@@ -118,7 +97,6 @@ class Staged(Schedule):
         self._await_input()
         self.ledger.cancel_step()
         self.flush()
-        self.tables.release()
         if self._failure is not None:
             raise self._failure
 
@@ -143,28 +121,30 @@ class Staged(Schedule):
         self.stopwatch.finish(self.steps)
         factor = self._get_factor(self.steps)
         current.update = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
-        current.gradients = [request.take_gradient() for _, request in self._sharded(current)]
+        self.tables.close()
+        sharded = len(self.tables.set.sharded)
+        opened, summed = current.opened[:sharded], current.opened[sharded:]
+        del current.opened
+        while opened:  # dropped one by one: each gradient takes the place of its rows
+            current.gradients.append(opened.pop(0).pop_gradient())
         in_flight.jobs.append(
             self.urgent.submit(lambda: self._run_urgent(current, following), current.gradients)
         )
         in_flight.deferred = current
         # A rank that has left the loop takes part in no further collective.
         in_flight.wait_for_agreement(self.ledger)
-        for replicated, request in self.tables.pair_replicated(current.requests):
-            replicated.apply(request, self.transport, **current.update)
+        for replicated, rows in zip(self.tables.set.replicated, summed, strict=True):
+            found = replicated.collect(rows, self.transport)
+            replicated.update(found, self.transport, **current.update)
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         after = self._await_input()
         return self._make_result(current.batch, current.agreement, losses, norm), after
 
     def _compute_and_prepare(self, current: StagedBatch, source: BatchSource) -> None:
-        """Forward and backward, while lane `input` prepares the next batch.
-
-        The lane plans and packs in Python. On a GPU it does so after the forward, whose launches
-        need the interpreter more than the backward's; on a CPU it has the whole step.
-        """
+        """Forward and backward, while lane `input` prepares the next batch."""
         incoming = self._begin_input(source)
-        if self._on_host:
+        if self._plan.prepare_at_once:
             incoming.proceed()
         self._compute(current.micro, current.agreement, incoming.proceed)
 
@@ -179,11 +159,8 @@ class Staged(Schedule):
     ) -> None:
         """Runs during the forward and backward of `current`."""
         try:
-            if self._on_host:
-                self._find_shared(current, following)
-                meanwhile = partial(self._stages.make_resident, following)
-            else:
-                meanwhile = partial(self._find_shared, current, following)
+            self._stages.search(self._plan.before, current, following)
+            meanwhile = partial(self._stages.search, self._plan.meanwhile, current, following)
             spent = self._stages.push_deferred_gradients(previous, self.ahead.transport, meanwhile)
             if current.captured is not None:  # all of i-1 is applied, nothing of i
                 for capture in captures:
@@ -201,17 +178,7 @@ class Staged(Schedule):
             raise
         self._stages.pull_early_rows(following)
         if self._on_host:
-            trim_heap(sum(request.bytes_of_rows for _, request in self._sharded(following)))
-
-    def _find_shared(self, current: StagedBatch, following: StagedBatch | None) -> None:
-        """Stages 1 and 2, lane `ahead`."""
-        with current.compared.reached_by():
-            if following is not None:
-                self._stages.request_ids(following)
-                self._stages.compare(current, following, brings=not self._on_host)
-
-    def _sharded(self, batch: StagedBatch) -> list[tuple[Sharded, Request]]:
-        return self.tables.pair_sharded(batch.requests)
+            trim_heap(sum(rows.numel() * rows.element_size() for rows in following.arriving))
 
     # ---- lane `urgent`: stages 5 and 6, on its thread and stream, over its channel
 
@@ -245,12 +212,12 @@ class Staged(Schedule):
             )
         return incoming
 
-    def _choose_request(self) -> Callable[[list[SequenceBatch]], list[Request]] | None:
-        """Stage 1 as lane `input` does it; None where lane `ahead` does. The first batches wait
-        for tables that have no place yet."""
-        if not (self._requests_early and self.tables.placed):
+    def _choose_request(self) -> Callable[[list[SequenceBatch]], list[Any]] | None:
+        """Stage 1 as lane `input` does it; None if lane `ahead` does. The first batches wait for
+        tables that have no place yet."""
+        if self._plan.request_lane != "input" or not self.tables.placed:
             return None
-        return lambda micro: self.tables.request(micro, self.input.transport)
+        return lambda micro: self.tables.set.request(micro, self.input.transport)
 
     def _await_input(self) -> StagedBatch | None:
         """Waits for the incoming batch. None if no rank has one, or if the data failed, which is
@@ -278,10 +245,10 @@ class Staged(Schedule):
         begin = self.ledger.clock.stamp()
         current.requested.wait()
         self.ledger.record_wait(current.requesting, begin)
-        current.requests = current.requests or self.tables.request(current.micro)
-        self.tables.fetch(current.requests)
-        for _, request in self._sharded(current):
-            self.ahead.borrow(request.owned, request.slots, request.targets, request.index.keys)
+        current.requests = current.requests or self.tables.set.request(current.micro)
+        self._open(current, self._stages.fetch(current, self.transport))
+        for request, resident in zip(current.requests, current.residents, strict=False):
+            self.ahead.borrow(request.owned, resident.slots, resident.targets, request.index.keys)
 
     def _await_rows(self, current: StagedBatch) -> None:
         """Waits for stages 4 and 6; from now on the model can read the rows of `current`."""
@@ -292,22 +259,21 @@ class Staged(Schedule):
         self.ledger.record_wait(current.requesting + sides, begin)
         if self._in_flight.replaced:
             self._in_flight.replaced = False
-            for group, request in self._sharded(current):
-                request.slots = request.slots if group.rows.keeps_slots else None
-            self.tables.fetch(current.requests)
+            self._open(current, self._stages.fetch(current, self.transport))
             return
-        for _, request in self._sharded(current):
-            assert request.rows is not None
-            self.ahead.lend(request.rows)
-            if request.log_q is not None:
-                self.ahead.lend(request.log_q)
-            request.open(request.rows, train=True)
+        for request, parts in zip(current.requests, current.row_parts, strict=False):
             self.ledger.count("requests", request.owned.numel())
-            self.ledger.count("collisions", request.collisions)
-            request.drop_pulled()
-        for replicated, request in self.tables.pair_replicated(current.requests):
-            replicated.fetch(request, self.transport, train=True)
-        self.tables.open(current.requests)
+            self.ledger.count("collisions", parts.collisions)
+        self._open(current, self._stages.open_rows(current, self.transport))
+
+    def _open(self, current: StagedBatch, rows: list[Any]) -> None:
+        """The model can read these rows of the sharded groups, and the replicated ones."""
+        replicated = self.tables.set.replicated
+        requests = current.requests[len(rows) :]
+        for group, request in zip(replicated, requests, strict=True):
+            rows.append(group.fetch(request, self.transport, train=True))
+        current.opened, current.arriving, current.row_parts = rows, [], []
+        self.tables.open(rows)
 
     # ---- between steps, and at the end
 

@@ -22,7 +22,8 @@ from freescale.data.batches.negatives import choose_log_q, choose_negatives
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
-from freescale.embedding.storage import DeviceStorage, TableRange, UpdateOptions
+from freescale.embedding.storage.api import TableRange, UpdateOptions
+from freescale.embedding.storage.device import DeviceStorage
 from freescale.kernels.dispatch.id_map import choose_draws, choose_id_map
 from freescale.kernels.dispatch.requests import collision_masks, deduplicate, tag_rows
 from freescale.kernels.dispatch.rows import (

@@ -9,6 +9,7 @@ number of ranks, so that a checkpoint is one plain array.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ def compute_keys(ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DynamicLayout:
-    """A dynamic table over `world` ranks, with the methods of `ShardLayout`."""
+    """A dynamic table over `world` ranks."""
 
     specs: tuple[TableSpec]
     world: int
@@ -51,7 +52,6 @@ class DynamicLayout:
         return self._block * self.rules.shard_rows
 
     def base(self, table: int) -> int:
-        """First local row of the table."""
         return 0
 
     def get_owned_shards(self, rank: int) -> tuple[int, int]:
@@ -60,34 +60,36 @@ class DynamicLayout:
         return min(rank * self._block, shards), min((rank + 1) * self._block, shards)
 
     def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
-        """[first, last) positions of a rank."""
         first, last = self.get_owned_shards(rank)
         return first * self.rules.shard_rows, last * self.rules.shard_rows
 
     def compute_keys(self, table: int, ids: Tensor) -> Tensor:
-        """ids [n] -> keys [n]. Sorted keys are grouped by owner."""
         return compute_keys(ids)
 
     @property
     def local_dtype(self) -> torch.dtype:
-        """In which keys travel."""
-        return torch.int64
+        return torch.int64  # of keys: only the owner knows the rows
 
     def find_local(self, keys: Tensor) -> Tensor:
-        """What is requested from the owner: only the owner knows the rows."""
         return keys
 
+    def find_rows(self, table: int, ids: Tensor) -> Tensor:
+        return compute_keys(ids)
+
+    def list_rows(self, ids: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return compute_keys(torch.cat([none, *(each.reshape(-1) for _, each in ids)]))
+
     def list_edges(self, device: torch.device) -> Tensor:
-        """[world]: keys of rank r are below edge r; the largest key of all is below none."""
+        """The largest key of all is below none, see `count_owned`."""
         shards = [self.get_owned_shards(rank)[1] for rank in range(self.world)]
         bits, all_shards = self.rules.shard_bits, self.rules.shards
         edges = [(shard << bits) + _SIGN if shard < all_shards else _LAST for shard in shards]
         return torch.tensor(edges, dtype=torch.int64, device=device)
 
-    def count_above(self, keys: Tensor) -> Tensor:
-        """[world]: different keys of each rank that are not below its edge."""
-        counts = torch.zeros(self.world, dtype=torch.int64, device=keys.device)
+    def count_owned(self, keys: Tensor, below: Tensor) -> Tensor:
         last = self.rules.shards
         owner = next(r for r in range(self.world) if self.get_owned_shards(r)[1] == last)
-        counts[owner] = (keys == _LAST).any()
-        return counts
+        above = torch.zeros_like(below)
+        above[owner] = (keys == _LAST).any()
+        return below + above

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.local import Collected
+from freescale.embedding.groups.local import Collected
 from freescale.kernels.dispatch.versions import has_triton
 from freescale.models.columns import measure_time_span
 from freescale.pipeline.agreement import Agreement
@@ -134,7 +134,9 @@ class StaticStep:
         schedule.buckets.clear()
         device = schedule.transport.device
         with hold_matmul_precision(schedule.choices.precision, device):
-            requests = schedule.tables.request_locally([self._static.batch])
+            tables = schedule.tables
+            rows = tables.local.fetch(tables.local.request([self._static.batch]))
+            tables.open(rows)
             with schedule._autocast():
                 sums = schedule.parallel.module(self._static.batch)
                 check_losses(sums, tasks)
@@ -150,7 +152,8 @@ class StaticStep:
                 total = torch.stack(parts).sum()
                 losses = torch.stack([*means, total]).detach().double()
             total.backward()  # type: ignore[no-untyped-call]
-            return schedule.tables.collect_locally(requests), losses
+            tables.close()
+            return tables.local.collect(rows), losses
 
     def _capture(self, tasks: list[str]) -> None:
         graph, stream = torch.cuda.CUDAGraph(), self._graphs.stream

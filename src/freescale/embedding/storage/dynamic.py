@@ -1,9 +1,9 @@
 """Rows of a dynamic table on one rank: a storage of as many rows as there is room for, on the
 device or behind a cache, and a directory that says which id each of them has.
 
-    make_resident   decide (directory.py, device_directory.py), keep the rows that go, draw those
-                    that come
-    wait_for_rows   where the device decides: the host waits until it knows how many came
+    resolve         decide (dynamic/directory.py, dynamic/device_directory.py), keep the rows that
+                    go, draw those that come
+    wait_for_rows   if the device decides: the host waits until it knows how many came
     begin           the step of a batch begins: what was decided for it is no longer provisional
     roll_back       take back what is provisional; the next `begin` restores it
     looking_back    the state after an earlier batch, for copies of it
@@ -34,7 +34,13 @@ from freescale.embedding.dynamic.device_directory import Deciding, DeviceDirecto
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
-from freescale.embedding.storage import Recorder, RowStorage, UpdateOptions, draw_initial_rows
+from freescale.embedding.storage.api import (
+    Recorder,
+    Resolved,
+    Storage,
+    UpdateOptions,
+    draw_initial_rows,
+)
 from freescale.kernels.dispatch.rows import choose_row_exchange, fits_exchange
 from freescale.kernels.row_moves.triton import insert_drawn, insert_zeros
 from freescale.kernels.row_sums.reference import SortedRows
@@ -46,14 +52,14 @@ _SPARE = 4  # headroom: 25 % above the larger of the last two batches
 _ALIGNED = 32  # rows: the rest begins at an address for which kernels are compiled
 
 
-class DynamicStorage(RowStorage):
-    """What `make_resident`, `read` and the exchange call local rows are keys of ids here."""
+class DynamicStorage(Storage):
+    """What `resolve`, `read` and the exchange call local rows are keys of ids here."""
 
     keeps_slots = False
 
     def __init__(
         self,
-        inner: RowStorage,
+        inner: Storage,
         directory: Directory | DeviceDirectory,
         draws: DrawCounts | None = None,
     ) -> None:
@@ -66,6 +72,9 @@ class DynamicStorage(RowStorage):
         self.size, self.optimizer, self.changed = inner.size, inner.optimizer, inner.changed
         self.weight, self.state = inner.weight, inner.state
         self._ranges = inner._ranges
+        self.may_fail = inner.may_fail
+        self._deciding_directory = directory if isinstance(directory, DeviceDirectory) else None
+        self._has_default = self.spec.dynamic is not None and self.spec.dynamic.default == LEARNED
         self._zero, self._spent = inner.size - 2, inner.size - 1  # local rows
         self._slots: list[int] | None = None  # of these two
         self._seed, self._std = 0, 1.0
@@ -81,24 +90,37 @@ class DynamicStorage(RowStorage):
 
     # ---- every step
 
-    def make_resident(
-        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
-    ) -> Tensor:
-        """Slots [n] of keys [n]; those that are only not `counted` [n] do not get a row. A host
-        directory waits for the keys; if the device decides, `wait_for_rows` waits, once the rows
-        are needed."""
+    def resolve(
+        self,
+        rows: Tensor,
+        ledger: Recorder,
+        marks: Tensor | None = None,
+        draws: Tensor | None = None,
+    ) -> Resolved:
+        """Keys [n]; those whose `marks` are all 0 do not get a row. A host directory waits for the
+        keys; if the device decides, `wait_for_rows` waits, once the rows are needed."""
+        slots = self._decide(rows, ledger, marks)
+        missing = self._find_missing(slots) if self._has_default else None
+        log_q = None
+        if self.draws is not None:
+            drawn = torch.zeros_like(rows) if draws is None else draws
+            log_q = self._count_draws(self.draws, rows, drawn)
+        return Resolved(slots, missing, log_q)
+
+    def _decide(self, rows: Tensor, ledger: Recorder, counted: Tensor | None) -> Tensor:
+        """Slots [n] of keys [n]."""
         with self._lock:
             self.wait_for_rows()
             self._decisions.redo_all()
-            if isinstance(self.directory, DeviceDirectory) and self._draws_in_place:
+            if self._deciding_directory is not None and self._draws_in_place:
                 with ledger.span("decide rows"):
-                    return self._begin_deciding(self.directory, rows, counted)
+                    return self._begin_deciding(self._deciding_directory, rows, counted)
             with ledger.span("decide rows"):
                 decided = self.directory.decide(rows, counted, self._zero)
             slots, new = decided.entries, decided.new
             if decided.inserted is not None:
                 extra = torch.arange(self._zero, self._spent + 1, device=rows.device)
-                slots = self.inner.make_resident(torch.cat([slots, extra]), ledger)
+                slots = self.inner.resolve(torch.cat([slots, extra]), ledger).slots
                 new = slots.index_select(0, decided.inserted).long()
                 if self._slots is None:
                     # Of a cache, too: they are wanted in every batch and stay where they are.
@@ -129,8 +151,8 @@ class DynamicStorage(RowStorage):
             deciding = self._deciding
             if deciding is None:  # another thread was here
                 return
-            assert isinstance(self.directory, DeviceDirectory)
-            decided, decision = self.directory.finish(deciding), self._decisions.last
+            assert self._deciding_directory is not None
+            decided, decision = self._deciding_directory.finish(deciding), self._decisions.last
             decision.changes, decision.removed = decided.changes, decided.removed
             decision.slots = decided.new
             decision.rows = self._end_insert(decided.new, decided.new_ids)
@@ -217,26 +239,26 @@ class DynamicStorage(RowStorage):
             kept[name] = insert_zeros(value, slots, room, total)
         return kept
 
-    def find_missing(self, slots: Tensor) -> Tensor:
+    def _find_missing(self, slots: Tensor) -> Tensor:
         """[n] uint8: which slots [n] are of keys that have no row."""
         assert self._slots is not None
         return (slots == self._slots[0]).to(torch.uint8)
 
-    def find_missing_keys(self, rows: Tensor) -> Tensor:
-        """[n] uint8: which keys [n] have no row. Changes nothing."""
+    def describe(self, rows: Tensor) -> Tensor | None:
+        if not self._has_default:
+            return None
         with self._lock:
             return (self.directory.find(rows, absent=self._zero) == self._zero).to(torch.uint8)
 
-    def count_draws(self, rows: Tensor, drawn: Tensor) -> Tensor:
-        """Counts what keys [n] of the batch that was made resident last are worth as draws, [n]
-        int64. Returns their log-q [n], with that of this batch."""
-        assert self.draws is not None
+    def _count_draws(self, counts: DrawCounts, rows: Tensor, drawn: Tensor) -> Tensor:
+        """Counts what keys [n] of the last resolved batch are worth as draws, [n] int64. Returns
+        their log-q [n], with that of this batch."""
         with self._lock:
             self._decisions.redo_all()
-            where = self.draws.sums.device
+            where = counts.sums.device
             keys = rows.to(where)
-            self._decisions.last.draws = self.draws.add(keys, drawn.to(where))
-            return self.draws.estimate(keys).to(rows.device)
+            self._decisions.last.draws = counts.add(keys, drawn.to(where))
+            return counts.estimate(keys).to(rows.device)
 
     @property
     def _draws_in_place(self) -> bool:
@@ -275,8 +297,8 @@ class DynamicStorage(RowStorage):
         """Rows [n, width] of keys [n]; zeros for those that have none."""
         with self._lock:
             self.wait_for_rows()
-            if isinstance(self.directory, DeviceDirectory) and fits_exchange(self.weight):
-                return self.directory.read(rows, self.weight, dtype, absent=self._zero)
+            if self._deciding_directory is not None and fits_exchange(self.weight):
+                return self._deciding_directory.read(rows, self.weight, dtype, absent=self._zero)
             return self.inner.read(self.directory.find(rows, absent=self._zero), dtype)
 
     def update(self, slots: Tensor, gradients: Tensor, **options: Unpack[UpdateOptions]) -> None:
@@ -296,8 +318,8 @@ class DynamicStorage(RowStorage):
     # ---- what is provisional
 
     def begin(self, ledger: Recorder | None = None) -> None:
-        """The step of the next batch that was made resident begins. Waits for a lane that decides
-        about another batch only if something was rolled back."""
+        """The step of the next resolved batch begins. Waits for a lane that decides about another
+        batch only if something was rolled back."""
         # Counted here, not where it is decided: a lane may be late, and the ledger's step would
         # have the rows of two batches, and the one before it none.
         if not self._uncounted:
@@ -387,7 +409,7 @@ class DynamicStorage(RowStorage):
     def _list_used(self) -> Tensor:
         held = self.directory.get_tensors()
         used = held["last_use"] >= 0
-        if self.spec.dynamic is not None and self.spec.dynamic.default == LEARNED:
+        if self._has_default:
             used &= held["ids"] != DEFAULT_ID
         return used.nonzero().view(-1)
 

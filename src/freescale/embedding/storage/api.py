@@ -1,11 +1,11 @@
 """Rows in storage: the part of a group of tables that this rank holds, with the optimizer state of
 each row.
 
-A row has two numbers. Its *local row* is its place in the rank's part of the tables, for ever. Its
-*slot* is where it lies on the device that computes, from `make_resident` on, for as long as the
-steps that requested it read and update it. In `DeviceStorage` the two are the same; in
-host_tables/storage.py the slots are those of a cache. In dynamic/storage.py rows come and go, and
-what stands for a local row is the key of its id.
+A row has two numbers. Its *local row* is its place in the rank's part of the tables and never
+changes. Its *slot* is where it lies on the device that computes, from `resolve` on, for as long as
+the steps that requested it read and update it. In device.py the two are the same, in cached.py the
+slots are those of a cache. In dynamic.py rows come and go, and the key of an id takes the place of
+a local row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -47,6 +47,16 @@ class UpdateOptions(TypedDict):
     clip: float | None  # largest norm of a row's gradient
 
 
+class Resolved(NamedTuple):
+    """Where requested rows are."""
+
+    slots: Tensor  # [n]
+    # [n] uint8: requests for ids without a row, which read the learned default row instead; None:
+    # the table has no such row
+    missing: Tensor | None = None
+    log_q: Tensor | None = None  # [n] float32; None: the table does not count draws
+
+
 @dataclass(frozen=True)
 class TableRange:
     """Where a table is in the local storage: local rows [base, base + last - first) are its
@@ -72,7 +82,7 @@ def draw_initial_rows(spec: TableSpec, ids: Tensor, seed: int, std: float) -> Te
     return rows
 
 
-class RowStorage(ABC):
+class Storage(ABC):
     """Local storage of a group. Rows that are resident can be gathered and updated by their slots:
     weight [slots, width] and state tensors [slots, ...] on the device that computes."""
 
@@ -81,6 +91,7 @@ class RowStorage(ABC):
     chunk_rows = 2048  # of `iterate_chunks`
     slots_are_rows = True  # a local row is its slot
     keeps_slots = True  # what is resident stays where it is when all rows are replaced
+    may_fail = False  # `resolve` can fail on one rank alone: the ranks have to agree on it
 
     def __init__(
         self, ranges: list[TableRange], size: int, optimizer: RowOptimizer, device: torch.device
@@ -103,16 +114,25 @@ class RowStorage(ABC):
     # ---- every step
 
     @abstractmethod
-    def make_resident(
-        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
-    ) -> Tensor:
-        """Slots [n] of local rows [n] that a batch is trained on. They stay there until two more
-        batches are made resident, in the order of training. `counted` [n] uint8, of tables whose
-        rows come and go: 0 for negatives. On the caller's thread and stream."""
+    def resolve(
+        self,
+        rows: Tensor,
+        ledger: Recorder,
+        marks: Tensor | None = None,
+        draws: Tensor | None = None,
+    ) -> Resolved:
+        """Makes local rows [n] of a training batch resident: they keep their slots until two more
+        batches are resolved, in the order of training. `marks` and `draws` are those of the
+        requests, see `RequestedIds`. Runs on the caller's thread and stream."""
 
     def wait_for_rows(self) -> None:  # noqa: B027 - for rows that come and go
-        """The rows that were made resident last are there, and what was decided about them is
-        known: before others than `gather` read them, or on other streams."""
+        """Waits until the rows that were resolved last are there, and what was decided about them
+        is known. Needed before anything but `gather` reads them, and for other streams."""
+
+    def describe(self, rows: Tensor) -> Tensor | None:
+        """Marks [n] uint8 of local rows [n] that have no row and read the learned default row
+        instead; None: the table has no such row. For reading alone: changes nothing."""
+        return None
 
     @abstractmethod
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,16 +189,16 @@ class RowStorage(ABC):
     # ---- what was decided for steps that have not begun: nothing, unless rows come and go
 
     def begin(self, ledger: Recorder | None = None) -> None:  # noqa: B027
-        """The step of the next batch that was made resident begins. `ledger`: of that step."""
+        """The step of the next resolved batch begins. `ledger`: of that step."""
 
     def roll_back(self) -> None:  # noqa: B027
-        """Whoever reads the rows from now on sees them as after the last step that has begun."""
+        """From now on the rows read as after the last step that has begun."""
 
     def restore_ahead(self) -> None:  # noqa: B027
-        """What was rolled back is there again."""
+        """Restores what was rolled back."""
 
     def drop_ahead(self) -> None:  # noqa: B027
-        """Batches that were made resident, and whose step has not begun, will be so again."""
+        """Forgets batches that were resolved and whose step has not begun: they come again."""
 
     @property
     def begun(self) -> int:
@@ -236,25 +256,3 @@ class RowStorage(ABC):
             stop = min(start + size, own.last)
             ids = find_ids(torch.arange(start, stop, device=self.weight.device), own.spec.rows)
             yield ids, rows[start - own.first : stop - own.first]
-
-
-class DeviceStorage(RowStorage):
-    """All rows in the memory of the device that computes: slots are local rows."""
-
-    def __init__(
-        self, ranges: list[TableRange], size: int, optimizer: RowOptimizer, device: torch.device
-    ) -> None:
-        super().__init__(ranges, size, optimizer, device)
-        self.weight, self.state = self._allocate(size, device)
-
-    def make_resident(
-        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
-    ) -> Tensor:
-        return rows
-
-    def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.gather(rows, dtype)
-
-    def get_tensors(self, name: str) -> dict[str, Tensor]:
-        part = self._ranges[name].slice
-        return {"rows": self.weight[part]} | {key: value[part] for key, value in self.state.items()}

@@ -1,6 +1,6 @@
 """Rows whose home is host memory or a file, and a cache of them on the device that computes.
 
-    make_resident   plan (plan.py), write back what makes room, bring what is missing
+    resolve         plan (host_tables/plan.py), write back what makes room, bring what is missing
     gather, update  by slots of the cache, as if it were the table
     get_tensors     write back all that changed; then the home is the table
 
@@ -37,7 +37,7 @@ from freescale.embedding.host_tables.plan import (
 )
 from freescale.embedding.host_tables.tiers import Host, Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.storage import Recorder, RowStorage, TableRange
+from freescale.embedding.storage.api import Recorder, Resolved, Storage, TableRange
 from freescale.kernels.dispatch.versions import has_triton
 from freescale.streams import InTurn
 
@@ -54,10 +54,11 @@ class CacheTraffic:
     bytes_down: int  # from the cache to the home
 
 
-class CachedStorage(RowStorage):
+class CachedStorage(Storage):
     """A home for all rows, a cache for those that are used."""
 
     slots_are_rows = False
+    may_fail = True  # the cache may be too small
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class CachedStorage(RowStorage):
         device: torch.device,
         tier: Tier,
     ) -> None:
-        """As `RowStorage`. The cache has the tier's size for each of the tables.
+        """As `Storage`. The cache has the tier's size for each of the tables.
 
         Raises:
             ValueError: memory or disk space cannot be had.
@@ -116,15 +117,19 @@ class CachedStorage(RowStorage):
 
     # ---- every step
 
-    def make_resident(
-        self, rows: Tensor, ledger: Recorder, counted: Tensor | None = None
-    ) -> Tensor:
+    def resolve(
+        self,
+        rows: Tensor,
+        ledger: Recorder,
+        marks: Tensor | None = None,
+        draws: Tensor | None = None,
+    ) -> Resolved:
         """Waits for the device, which plans: the host has to know which rows it copies."""
         with ledger.span("make resident"), self._in_turn():
             slots = self._make_resident(rows)
         for name, value in vars(self.traffic).items():
             ledger.count(f"cache_{name}", value)
-        return slots
+        return Resolved(slots)
 
     def _make_resident(self, rows: Tensor) -> Tensor:
         unique, inverse = torch.unique(rows, return_inverse=True)

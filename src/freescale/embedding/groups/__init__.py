@@ -1,0 +1,1 @@
+"""Groups of tables that are stored and exchanged together."""

@@ -1,0 +1,405 @@
+"""The exchange of one group of tables: rows travel to the ranks that read them, gradients back to
+the owners.
+
+    request           deduplicate ids, AllToAll split sizes and ids                    (kind: ids)
+    resolve           owners make sure that the rows lie where the device can reach them
+    compare           divide two consecutive requests by the rows they share           (kind: ids)
+    allocate_rows     memory for the rows of a request
+    pull_rows         look up parts of a request on their owners, AllToAll, store      (kind: rows)
+    open              the model can read the rows
+    push_gradients    AllToAll parts of a gradient, sum duplicates in rank order,
+                      update the rows                                             (kind: gradients)
+
+Bulk traffic is cut into pieces: `pull_rows` and `push_gradients` send one while they work on the
+one before it. `fetch`, `collect` and `update` are the blocking verbs that all groups have
+(groups/api.py): the serial schedule needs no others.
+Everything runs on the caller's thread and stream, over the transport that it passes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.batch import SequenceBatch
+from freescale.embedding.collision import Masks, collision_masks, count_pieces
+from freescale.embedding.comparison import compare_requests
+from freescale.embedding.dynamic.directory import mark_any
+from freescale.embedding.dynamic.layout import DynamicLayout
+from freescale.embedding.host_tables.plan import CacheTooSmall
+from freescale.embedding.host_tables.tiers import Tier
+from freescale.embedding.layout import Layout, ShardLayout, TableSpec
+from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.request import (
+    GradientParts,
+    GroupIds,
+    Index,
+    LogQ,
+    Requested,
+    RequestedIds,
+    RequestPart,
+    Resident,
+    RowParts,
+    SumGradients,
+    has_default_row,
+    list_ids,
+)
+from freescale.embedding.rows import FetchedRows
+from freescale.embedding.storage.api import Storage, UpdateOptions
+from freescale.embedding.storage.opening import open_dynamic_storage, open_storage
+from freescale.kernels.dispatch.requests import deduplicate, put_rows
+from freescale.kernels.dispatch.rows import group_duplicates
+from freescale.kernels.requests.reference import Unique
+from freescale.transport.api import Handle, Transport
+from freescale.transport.failures import raise_in_step
+
+Piece = TypeVar("Piece")
+_MARK_BITS = 2  # marks of `RequestedIds` are 0, 1 and 2
+_MARK = (1 << _MARK_BITS) - 1
+
+
+def run_pipelined(
+    pieces: Iterable[Piece],
+    start: Callable[[Piece], Handle],
+    finish: Callable[[Piece, Tensor], None],
+    lines: int,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Starts and finishes all pieces. One per line and one more are under way before the first is
+    finished, so the network does not wait for the host, which does something `meanwhile`."""
+    under_way: deque[tuple[Piece, Handle]] = deque()
+    for piece in pieces:
+        under_way.append((piece, start(piece)))
+        if len(under_way) > lines:
+            if meanwhile is not None:
+                meanwhile()
+                meanwhile = None
+            first, handle = under_way.popleft()
+            finish(first, handle.wait())
+    if meanwhile is not None:
+        meanwhile()
+    for first, handle in under_way:
+        finish(first, handle.wait())
+
+
+class TrainingRows(FetchedRows):
+    """Rows of a training step, with what their gradients need to find their way back."""
+
+    def __init__(
+        self, group: Sharded, request: Requested, resident: Resident, rows: Tensor
+    ) -> None:
+        log_q = resident.log_q.wait() if resident.log_q is not None else None
+        find_keys = group.layout.compute_keys
+        super().__init__(resident.index, rows, find_keys, train=True, log_q=log_q)
+        self.request, self.resident = request, resident
+
+
+class Sharded:
+    """A group of tables, sharded by row over the ranks."""
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        optimizer: RowOptimizer,
+        transport: Transport,
+        wire: torch.dtype | None = None,
+        tier: Tier | None = None,
+    ) -> None:
+        """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
+        rank's rows too. `tier`: where rows are at home, if not on the device."""
+        rules = specs[0].dynamic  # such a table is alone in its group
+        self.layout: Layout
+        self.rows: Storage
+        if rules is None:
+            layout = self.layout = ShardLayout(tuple(specs), transport.world)
+            self.rows = open_storage(layout, optimizer, transport, tier)
+        else:
+            dynamic = self.layout = DynamicLayout((specs[0],), transport.world)
+            self.rows = open_dynamic_storage(dynamic, optimizer, transport, tier)
+        self.encoding = wire if wire is not None else specs[0].dtype
+        self._ids = self.layout.local_dtype
+        self._edges = self.layout.list_edges(transport.device)
+        self._last_read: Tensor | None = None
+        negatives = rules is not None and set(rules.negatives) & set(specs[0].features)
+        self._has_marks = bool(negatives) or has_default_row(specs[0])
+        self._counts_draws = bool(rules and rules.draws is not None)
+
+    # ---- the verbs of a step, blocking: groups/api.py
+
+    def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Requested:
+        """Deduplicates the ids of some (micro-)batches and sends them to the owners of their rows.
+        A collective."""
+        with transport.ledger.span("deduplicate"):
+            given = list_ids(batches, self.layout.specs)
+            keys = self._compute_keys(given.ids, transport.device)
+            found = deduplicate(keys, self._edges)
+            own = self.layout.count_owned(keys, found.counts)
+        send, receive, totals = _exchange_counts(own, transport)
+        unique = found.keys[: sum(send)]
+        local = self.layout.find_local(unique).to(self._ids)
+        about = self._describe_ids(given, found)
+        marks = draws = None
+        if about is None:
+            owned = transport.all_to_all(local, send, receive, "ids").wait().long()
+        else:  # one message for all
+            both = torch.stack([local, about[: sum(send)]], 1)
+            owned, about = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
+            owned = owned.contiguous()
+            marks = (about & _MARK).to(torch.uint8) if self._has_marks else None
+            draws = about >> _MARK_BITS if self._counts_draws else None
+        size = sum(totals) * self.layout.specs[0].bytes_per_row // transport.world
+        return Requested(
+            Index(unique, given.ids, found.inverse),
+            RequestPart(None, None, send, receive),
+            owned,
+            size,
+            count_pieces(size, transport.device, transport.world),
+            marks,
+            draws,
+        )
+
+    def fetch(self, request: Requested, transport: Transport, train: bool) -> FetchedRows:
+        """Brings all rows of the request here. With `train`, they become resident at their owners,
+        and their step begins. A collective."""
+        if train:
+            return self.fetch_resident(request, self.resolve(request, transport), transport)
+        index, missing = request.index, self.rows.describe(request.owned)
+        if missing is not None:
+            index = self._redirect(request, missing, transport)
+        with transport.ledger.span("lookup"):
+            found = self.rows.read(request.owned, self.encoding)
+        rows = self._answer(found, request.whole, transport).wait()
+        rows = rows.to(self.rows.weight.dtype)
+        return FetchedRows(index, rows, self.layout.compute_keys, train=False)
+
+    def fetch_resident(
+        self, request: Requested, resident: Resident, transport: Transport
+    ) -> TrainingRows:
+        """Brings all rows of a resolved request here, and begins their step. A collective."""
+        if resident.log_q is not None:
+            resident.log_q.wait()
+        rows = self._look_up(resident, request.whole, transport).wait()
+        return self.open(request, resident, rows.to(self.rows.weight.dtype), transport)
+
+    def open(
+        self, request: Requested, resident: Resident, rows: Tensor, transport: Transport
+    ) -> TrainingRows:
+        """The rows [u, width] are here: their step begins, and the model can read them."""
+        self.rows.begin(transport.ledger)
+        return TrainingRows(self, request, resident, rows)
+
+    def collect(self, rows: TrainingRows, transport: Transport) -> tuple[TrainingRows, Tensor]:
+        """Sends the gradient of the rows to the owners. A collective."""
+        gradient = rows.pop_gradient()
+        return rows, self._send(gradient, rows.request.whole, transport).wait()
+
+    def update(
+        self,
+        collected: tuple[TrainingRows, Tensor],
+        transport: Transport,
+        **options: Unpack[UpdateOptions],
+    ) -> None:
+        """Updates the rows that this rank owns."""
+        rows, received = collected
+        self._update(rows.resident, rows.request.whole, received, transport, **options)
+        self._last_read = rows.request.owned
+
+    def count_collisions(self, request: Requested) -> tuple[int, Tensor | int]:
+        """(requests at this owner, those whose row the last step read too)."""
+        if self._last_read is None:
+            return request.owned.numel(), 0
+        return request.owned.numel(), collision_masks(self._last_read, request.owned)[1].sum()
+
+    # ---- the stages of the staged schedule
+
+    def resolve(self, request: Requested, transport: Transport) -> Resident:
+        """Makes sure that the rows which are requested from this rank can be gathered and updated.
+        A collective if that can fail, if ids without a row read a learned default row, or if the
+        table counts draws: log-q are on their way from then on."""
+        error = found = None
+        try:
+            found = self.rows.resolve(request.owned, transport.ledger, request.marks, request.draws)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks
+            error = caught
+        if self.rows.may_fail:
+            need = error.need if isinstance(error, CacheTooSmall) else 0
+            raise_in_step(error, transport, need)
+        elif error is not None:
+            raise error
+        assert found is not None
+        targets = self.rows.find_targets(found.slots)  # once, not for each piece of the gradient
+        index, log_q, part = request.index, None, request.whole
+        if found.missing is not None:
+            index = self._redirect(request, found.missing, transport)
+        if found.log_q is not None:
+            log_q = LogQ(transport.all_to_all(found.log_q, part.receive, part.send, "ids"))
+        return Resident(index, found.slots, targets, log_q)
+
+    def compare(
+        self,
+        current: tuple[Requested, Resident],
+        following: Requested,
+        transport: Transport,
+        masks: Masks,
+        *,
+        divides: bool,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[GradientParts, RowParts]:
+        """Divides the gradients of the current request and the rows of the following one by the
+        rows that both read. A collective, unless nothing is divided: then all gradients are urgent
+        and all rows late, which is right whatever the batches share. Calls `meanwhile` while a GPU
+        compares."""
+        request, resident = current
+        if divides:
+            find_local = self.layout.find_local
+            parts = compare_requests(request, following, find_local, transport, masks, meanwhile)
+            (urgent, *deferred), (late, *early) = parts
+            collisions = sum(late.receive)
+        else:
+            urgent, late, deferred, early = request.whole, following.whole, [], []
+            shared = masks(request.owned, following.owned)[1]
+            collisions = int(np.count_nonzero(shared.numpy()))
+            meanwhile()
+        with transport.ledger.span("compare"):
+            # Prepared here: the update of these rows delays the next forward.
+            urgent = replace(urgent, sum_gradients=self._prepare_sums(resident, urgent))
+        return GradientParts(urgent, deferred), RowParts(late, early, collisions)
+
+    def allocate_rows(self, request: Requested, spent: Tensor | None) -> Tensor:
+        """Memory for the rows of the request, to be filled as they arrive: that of the `spent`
+        gradients if it is large enough. Fresh memory would cost another batch, and the time to map
+        it. From then on any lane may pull them."""
+        self.rows.wait_for_rows()
+        count, width = request.index.keys.numel(), self.rows.weight.shape[1]
+        if spent is not None and spent.numel() >= count * width:
+            return spent.detach().view(-1)[: count * width].view(count, width)
+        return self.rows.weight.new_empty(count, width)
+
+    def pull_rows(
+        self, resident: Resident, rows: Tensor, parts: Sequence[RequestPart], transport: Transport
+    ) -> None:
+        """Looks up the parts on their owners and stores the rows in rows [u, width]. A
+        collective."""
+
+        def store(part: RequestPart, found: Tensor) -> None:
+            if part.requested is None:
+                rows.copy_(found)
+            else:
+                put_rows(rows, part.requested, found)
+
+        lines = transport.lines
+        if self.rows.weight.is_cuda:
+            lines += 1  # a piece waits for the device's other work longer than it travels
+        run_pipelined(parts, lambda part: self._look_up(resident, part, transport), store, lines)
+
+    def push_gradients(
+        self,
+        resident: Resident,
+        gradient: Tensor,
+        parts: Sequence[RequestPart],
+        transport: Transport,
+        meanwhile: Callable[[], None] | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> None:
+        """Sends the parts of the gradient [u, width] to the owners, who update the rows; calls
+        `meanwhile`, before a row is updated, while the first ones are on their way. A
+        collective."""
+        lines = transport.lines
+        if meanwhile is not None and gradient.is_cuda:
+            lines += 1  # it takes the host as long as some pieces travel
+        run_pipelined(
+            parts,
+            lambda part: self._send(gradient, part, transport),
+            lambda part, received: self._update(resident, part, received, transport, **options),
+            lines,
+            meanwhile,
+        )
+
+    # ---- parts
+
+    def _compute_keys(self, given: GroupIds, device: torch.device) -> Tensor:
+        """[n]: the keys of all ids."""
+        parts = []
+        for table, own in groupby(given, itemgetter(0)):
+            ids = [each.reshape(-1) for _, each in own]
+            # one computation for all features of a table: many have a few ids each
+            parts.append(self.layout.compute_keys(table, _join(ids)))
+        return _join(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+    def _describe_ids(self, given: RequestedIds, found: Unique) -> Tensor | None:
+        """[u] int64, for the different ids of a dynamic table: the lowest bits are the largest
+        mark, the others the sum of draws. None if the owner need know neither."""
+        if not self._has_marks and not self._counts_draws:
+            return None
+        about = torch.zeros_like(found.keys)
+        if given.draws is not None:
+            about.index_add_(0, found.inverse, given.draws << _MARK_BITS)
+        if given.marks is not None:
+            about |= mark_any(given.marks, found.inverse, found.keys.numel())
+        return about
+
+    def _redirect(self, request: Requested, missing: Tensor, transport: Transport) -> Index:
+        """Requesters learn which of their ids have no row, and read the default row for them.
+        missing [sum(receive)] uint8. A collective."""
+        part = request.whole
+        absent = transport.all_to_all(missing, part.receive, part.send, "ids").wait().bool()
+        return request.index.redirect(absent)
+
+    def _look_up(self, resident: Resident, part: RequestPart, transport: Transport) -> Handle:
+        """The rows of a part, on their way to the requesters."""
+        with transport.ledger.span("lookup"):
+            found = self.rows.gather(_select_served(resident.slots, part), self.encoding)
+        return self._answer(found, part, transport)
+
+    def _answer(self, rows: Tensor, part: RequestPart, transport: Transport) -> Handle:
+        return transport.all_to_all(rows, part.receive, part.send, "rows")
+
+    def _send(self, gradient: Tensor, part: RequestPart, transport: Transport) -> Handle:
+        """A part of the gradient [u, width], on its way to the owners."""
+        chosen = gradient if part.requested is None else gradient.index_select(0, part.requested)
+        return transport.all_to_all(chosen.to(self.encoding), part.send, part.receive, "gradients")
+
+    def _update(
+        self,
+        resident: Resident,
+        part: RequestPart,
+        received: Tensor,
+        transport: Transport,
+        **options: Unpack[UpdateOptions],
+    ) -> None:
+        """received [sum(part.receive), width]: gradients of the part, as `_send` brought them."""
+        with transport.ledger.span("update rows"):
+            sum_gradients = part.sum_gradients or self._prepare_sums(resident, part)
+            self.rows.update(*sum_gradients(received.to(self.rows.weight.dtype)), **options)
+
+    def _prepare_sums(self, resident: Resident, part: RequestPart) -> SumGradients:
+        return group_duplicates(_select_served(resident.targets, part), self.rows.weight)
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Some tensors, at least one, one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list[int], list[int]]:
+    """own [ranks]: how many rows this rank requests from each owner. Returns the rows that this
+    rank requests from each, that each requests from this one, and that each requests in all."""
+    ones, send = [1] * transport.world, own.tolist()
+    # From host to host, of a GPU too: a few numbers, which nobody wants on a device.
+    counts = torch.tensor([[count, sum(send)] for count in send])
+    kind = "ids" if own.is_cpu else "counts"
+    receive, totals = transport.all_to_all(counts, ones, ones, kind).wait().T.tolist()
+    return send, receive, totals
+
+
+def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:
+    """Out of one number for each row that is requested from this rank: those of the part."""
+    return numbers if part.served is None else numbers.index_select(0, part.served)

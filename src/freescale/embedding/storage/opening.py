@@ -1,0 +1,63 @@
+"""Opens the storage of a rank's part of a group of sharded tables, by where its rows are at home
+and whether they come and go."""
+
+from __future__ import annotations
+
+import torch
+
+from freescale.embedding.dynamic.device_directory import DeviceDirectory
+from freescale.embedding.dynamic.directory import Directory
+from freescale.embedding.dynamic.draws import DrawCounts
+from freescale.embedding.dynamic.layout import DynamicLayout
+from freescale.embedding.dynamic_rules import Dynamic
+from freescale.embedding.host_tables.tiers import Tier
+from freescale.embedding.layout import Layout, ShardLayout
+from freescale.embedding.optimizers import RowOptimizer
+from freescale.embedding.storage.api import Storage, TableRange
+from freescale.embedding.storage.cached import CachedStorage
+from freescale.embedding.storage.device import DeviceStorage
+from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
+from freescale.transport.api import Transport
+
+
+def open_storage(
+    layout: ShardLayout, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
+) -> Storage:
+    """Allocates the rows of tables of a fixed size. `tier`: where the rows are at home, if not on
+    the device."""
+    return _open(layout, layout.size, optimizer, transport, tier)
+
+
+def open_dynamic_storage(
+    layout: DynamicLayout, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
+) -> Storage:
+    """As `open_storage`, for a dynamic table: also allocates the directory of its ids."""
+    rows = _open(layout, layout.size + EXTRA_ROWS, optimizer, transport, tier)
+    first, last = shards = layout.get_owned_shards(transport.rank)
+    home = transport.device if tier is None else torch.device("cpu")
+    draws = None
+    if layout.rules.draws is not None:
+        where = home if layout.rules.maps_on_device else torch.device("cpu")
+        draws = DrawCounts(layout.rules, first, last, where)
+    return DynamicStorage(rows, open_directory(layout.rules, shards, home), draws)
+
+
+def _open(
+    layout: Layout, size: int, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
+) -> Storage:
+    ranges = [
+        TableRange(spec, layout.base(table), *layout.get_owned_range(table, transport.rank))
+        for table, spec in enumerate(layout.specs)
+    ]
+    if tier is None:
+        return DeviceStorage(ranges, size, optimizer, transport.device)
+    return CachedStorage(ranges, size, optimizer, transport.device, tier)
+
+
+def open_directory(
+    rules: Dynamic, shards: tuple[int, int], home: torch.device
+) -> Directory | DeviceDirectory:
+    """The directory of the shards [first, last), whose rows are at home on a device."""
+    if rules.maps_on_device and home.type != "cpu":
+        return DeviceDirectory(rules, *shards, home)
+    return Directory(rules, *shards)
