@@ -214,7 +214,7 @@ def test_ids_that_were_not_announced_raise_and_name_the_module(placement):
         Sneaky(nn.Embedding(10, 4)), {"first": ["history"]}, placement=placement
     )
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"module 'first' was asked for id 6, .* \(history\)"):
+    with pytest.raises(ValueError, match=r"module 'first' was called with id 6, .* \(history\)"):
         list(pipeline.run([batch(4, 5)]))
 
 
@@ -230,7 +230,7 @@ def test_ids_beyond_the_table_are_refused_in_forward_too(placement):
         Wrapping(nn.Embedding(10, 4)), {"first": ["history"]}, placement=placement
     )
     pipeline = freescale.Pipeline(parallel, torch.optim.SGD(parallel.dense_parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="module 'first' was asked for id 14"):
+    with pytest.raises(ValueError, match="module 'first' was called with id 14"):
         list(pipeline.run([batch(4, 5)]))
 
 

@@ -36,8 +36,6 @@ FORMATS = {"asked"}
 MEASURED = re.compile(r"<!-- measured:.*?<!-- /measured -->", re.DOTALL)
 # The text of these folders is rewritten when they are redesigned; names in them count already.
 REDESIGNED = (
-    "embedding",
-    "pipeline",
     "train/checkpoint",
     "train/snapshot",
     "transport/hostwire",

@@ -45,8 +45,8 @@ def check_memory(
 ) -> None:
     """Compares what the ranks of each machine need with what it has, so that all ranks refuse
     together: a ValueError if a machine has less, with a message about `specs`, all tables.
-    `on_device` and `on_host` are the bytes that each rank's tables take on its device, and beside
-    that in host memory."""
+    `on_device` and `on_host` are the bytes that each rank's tables take on its device, and in
+    addition in host memory."""
     need: Counter[tuple[str, str]] = Counter()
     free: dict[tuple[str, str], int] = {}
     for rank in ranks:

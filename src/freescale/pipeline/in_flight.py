@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
+from freescale.embedding.groups.replicated import ReplicatedRows
+from freescale.embedding.groups.sharded import TrainingRows
 from freescale.embedding.lease import Capture
 from freescale.embedding.request import GradientParts, Resident, RowParts
 from freescale.embedding.storage.api import UpdateOptions
@@ -42,7 +44,14 @@ class StagedBatch:
     gradients: list[Tensor] = field(default_factory=list)  # [u, width], until the last is sent
     captured: Moment | None = None  # the rows of the step before are copied; None: nobody asks
     update: UpdateOptions = field(init=False)  # of its step, from the end of its backward on
-    opened: list[Any] = field(init=False)  # rows of each group, while the model reads them
+    # Rows of each group, while the model can read them:
+    sharded: list[TrainingRows] = field(default_factory=list)
+    replicated: list[ReplicatedRows] = field(default_factory=list)
+
+    def pop_gradients(self) -> None:
+        """The gradients of sharded groups take the place of their rows, one by one."""
+        while self.sharded:
+            self.gradients.append(self.sharded.pop(0).pop_gradient())
 
     def forget_requests(self) -> None:
         """All its rows are updated."""

@@ -32,9 +32,9 @@ class StagePlan:
     prepare_at_once: bool  # lane `input` plans from the forward on, not from its end
 
     def divides(self, current: int, following: int) -> bool:
-        """Whether rows that two consecutive batches share are told apart from the others.
-        Arguments: bytes that a rank reads for each batch. For a few rows on a CPU it would cost
-        more time than it hides."""
+        """Whether two consecutive batches are divided by the rows that they share. The arguments
+        are the bytes that a rank reads for each. Dividing a few rows on a CPU would cost more time
+        than it hides."""
         few = (is_few(size, self.device, self.nearby) for size in (current, following))
         return not all(few)
 

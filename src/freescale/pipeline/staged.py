@@ -14,9 +14,8 @@ gradients, the tables equal those of the serial schedule bit for bit (docs/how/s
 
 A row of i+1 collides if batch i reads it too: it waits for i's update. The gradients of i are
 urgent for these rows and deferred for all others, until stage 3 of the next step. When stages 1 and
-2 run depends on the machines (stage_plan.py). Each lane is a thread with its own channel, so urgent
-traffic does not queue behind the bulk. The main thread waits for lanes at the next forward only
-and, before it, for the dense sums, which begin during the backward, and for i+2.
+2 run depends on the machines (stage_plan.py). The main thread waits for lanes at the next forward
+only and, before it, for the dense sums, which begin during the backward, and for i+2.
 
 The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
@@ -25,15 +24,15 @@ has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
+from freescale.embedding.groups.sharded import TrainingRows
 from freescale.embedding.lease import Capture
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
@@ -73,10 +72,9 @@ class Staged(Schedule):
         self._in_flight = InFlight()
         for lane in self.lanes:
             lane.side.take()
-        following: StagedBatch | None = None
         self.ledger.begin_step(self.steps)
         self._begin_input(source)
-        current = self._await_input()
+        current, following = self._await_input(), None
         if current is not None:
             self._begin_input(source).proceed()
             self._fetch_first(current)
@@ -116,37 +114,28 @@ class Staged(Schedule):
         ]
         del previous  # the lane has it, and lets it go before the backward needs most memory
         current.preparation.count(self.ledger)
-        self._compute_and_prepare(current, source)
+        incoming = self._begin_input(source)
+        if self._plan.prepare_at_once:
+            incoming.proceed()
+        self._compute(current.micro, current.agreement, incoming.proceed)
         self.steps += 1
         self.stopwatch.finish(self.steps)
         factor = self._get_factor(self.steps)
         current.update = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
         self.tables.close()
-        sharded = len(self.tables.set.sharded)
-        opened, summed = current.opened[:sharded], current.opened[sharded:]
-        del current.opened
-        while opened:  # dropped one by one: each gradient takes the place of its rows
-            current.gradients.append(opened.pop(0).pop_gradient())
+        current.pop_gradients()
         in_flight.jobs.append(
             self.urgent.submit(lambda: self._run_urgent(current, following), current.gradients)
         )
         in_flight.deferred = current
         # A rank that has left the loop takes part in no further collective.
         in_flight.wait_for_agreement(self.ledger)
-        for replicated, rows in zip(self.tables.set.replicated, summed, strict=True):
-            found = replicated.collect(rows, self.transport)
-            replicated.update(found, self.transport, **current.update)
+        for group, rows in zip(self.tables.set.replicated, current.replicated, strict=True):
+            group.update(group.collect(rows, self.transport), self.transport, **current.update)
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         after = self._await_input()
         return self._make_result(current.batch, current.agreement, losses, norm), after
-
-    def _compute_and_prepare(self, current: StagedBatch, source: BatchSource) -> None:
-        """Forward and backward, while lane `input` prepares the next batch."""
-        incoming = self._begin_input(source)
-        if self._plan.prepare_at_once:
-            incoming.proceed()
-        self._compute(current.micro, current.agreement, incoming.proceed)
 
     # ---- lane `ahead`: stages 1 to 4, on its thread and stream, over its channel
 
@@ -205,19 +194,15 @@ class Staged(Schedule):
     def _begin_input(self, source: BatchSource) -> IncomingBatch:
         """Lane `input` begins to prepare the next batch."""
         preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
+        request = None  # stage 1, if this lane does it; the first batches find no tables
+        if self._plan.request_lane == "input" and self.tables.placed:
+            request = partial(self.tables.set.request, transport=self.input.transport)
         # the job must not wait for the compute
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             incoming = self._in_flight.incoming = IncomingBatch(
-                preparation, self.input, self._split_batch, self._choose_request()
+                preparation, self.input, self._split_batch, request
             )
         return incoming
-
-    def _choose_request(self) -> Callable[[list[SequenceBatch]], list[Any]] | None:
-        """Stage 1 as lane `input` does it; None if lane `ahead` does. The first batches wait for
-        tables that have no place yet."""
-        if self._plan.request_lane != "input" or not self.tables.placed:
-            return None
-        return lambda micro: self.tables.set.request(micro, self.input.transport)
 
     def _await_input(self) -> StagedBatch | None:
         """Waits for the incoming batch. None if no rank has one, or if the data failed, which is
@@ -259,21 +244,20 @@ class Staged(Schedule):
         self.ledger.record_wait(current.requesting + sides, begin)
         if self._in_flight.replaced:
             self._in_flight.replaced = False
-            self._open(current, self._stages.fetch(current, self.transport))
-            return
+            return self._open(current, self._stages.fetch(current, self.transport))
         for request, parts in zip(current.requests, current.row_parts, strict=False):
             self.ledger.count("requests", request.owned.numel())
             self.ledger.count("collisions", parts.collisions)
         self._open(current, self._stages.open_rows(current, self.transport))
 
-    def _open(self, current: StagedBatch, rows: list[Any]) -> None:
+    def _open(self, current: StagedBatch, rows: list[TrainingRows]) -> None:
         """The model can read these rows of the sharded groups, and the replicated ones."""
-        replicated = self.tables.set.replicated
-        requests = current.requests[len(rows) :]
-        for group, request in zip(replicated, requests, strict=True):
-            rows.append(group.fetch(request, self.transport, train=True))
-        current.opened, current.arriving, current.row_parts = rows, [], []
-        self.tables.open(rows)
+        pairs = zip(self.tables.set.replicated, current.requests[len(rows) :], strict=True)
+        current.replicated = [
+            group.fetch(request, self.transport, train=True) for group, request in pairs
+        ]
+        current.sharded, current.arriving, current.row_parts = rows, [], []
+        self.tables.open([*rows, *current.replicated])
 
     # ---- between steps, and at the end
 

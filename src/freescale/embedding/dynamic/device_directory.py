@@ -226,7 +226,7 @@ class DeviceDirectory(BatchClock):
         return {"ids": self.map.ids, "last_use": self.map.last, "count": self.map.count}
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
+        """What each shard holds besides its entries, [shards, ...]: batches so far, and the counts
         of ids that have no row."""
         counters = None if self._waiting is None else self._waiting.counters
         return get_shard_tensors(self.clock, self._shards, counters)

@@ -239,7 +239,7 @@ class Directory(BatchClock):
         return self.rows.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds beside its entries, [shards, ...]: batches so far, and the counts
+        """What each shard holds besides its entries, [shards, ...]: batches so far, and the counts
         of ids that have no row."""
         return get_shard_tensors(self.clock, self._shards, self.counters)
 

@@ -1,6 +1,6 @@
-"""Ids of a dynamic table that have no row yet and are counted (`Seen`), beside a map that is on the
-device. Counted in host memory: of a batch only the ids without a row come there, and those that get
-one go back."""
+"""Ids of a dynamic table that have no row yet and are counted (`Seen`), for a map on the device.
+They are counted in host memory: only a batch's ids without a row travel there, and those that get a
+row travel back."""
 
 from __future__ import annotations
 

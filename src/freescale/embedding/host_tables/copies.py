@@ -192,7 +192,7 @@ class DirectCopies(PinnedCopies):
         for home, cache in pairs:
             triton_row_copies.copy_rows(cache, up.slots, home, up.rows)
         self._moved = record_event(blocking=True)
-        with torch.cuda.stream(self._down):  # beside the kernel; over when `_store` returns
+        with torch.cuda.stream(self._down):  # while the kernel runs; over when `_store` returns
             self._down.wait_event(ready)
             for home, values in leaving:
                 for part in self._cut(home, rows.numel()):

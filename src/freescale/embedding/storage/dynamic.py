@@ -386,7 +386,7 @@ class DynamicStorage(Storage):
         return self.inner.get_tensors(name) | self.directory.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds beside its rows, [shards, ...]: batches so far, the counts of ids
+        """What each shard holds besides its rows, [shards, ...]: batches so far, the counts of ids
         that have no row, and those of draws."""
         found = self.directory.get_shard_tensors()
         if self.draws is not None:
