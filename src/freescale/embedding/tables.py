@@ -210,7 +210,7 @@ class Tables:
         if found is not None and ids.numel() and not bool(found.all()):
             missing = int(ids[~found].reshape(-1)[0])
             raise ValueError(
-                f"module {name!r} was called with id {missing}, which none of its announced features "
+                f"module {name!r} was called with id {missing}, which none of its features "
                 f"({', '.join(spec.features)}) holds: add the feature to `ids` of parallelize"
             )
         return rows, part, index
