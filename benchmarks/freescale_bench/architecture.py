@@ -1,5 +1,5 @@
-"""The picture of the architecture: the way of a batch through the lanes of a rank, and the layers
-of the library as pyproject.toml has them."""
+"""The pictures of the architecture: the way of a batch through the lanes of a rank, the layers of
+the library as pyproject.toml has them, and the tables with the phases of a request."""
 
 from __future__ import annotations
 
@@ -107,3 +107,81 @@ def draw_architecture(layers: Sequence[str]) -> str:
         parts.append(svg.text(x + 8, y + 15, layer, more='font-weight="bold"'))
         parts.append(svg.text(x + 8, y + 28, _ABOUT[layer], style=svg.SMALL))
     return svg.finish(parts)
+
+
+# The phases of a request, with where each happens and what it is for.
+_PHASES = (
+    ("RequestedIds", "the rank that reads", "ids of a batch"),
+    ("Requested", "reader and owners", "keys, sorted by owner"),
+    ("Resident", "the owners", "slots of these rows"),
+    ("rows", "the rank that reads", "what the model sees"),
+    ("gradients", "the rank that reads", "one for each row"),
+    ("update", "the owners", "each row once a step"),
+)
+_VERBS = ("request", "resolve", "fetch", "backward", "collect")  # that lead out of each phase
+_GROUPS = (
+    ("sharded", "rows divided over the ranks: four AllToAlls"),
+    ("replicated", "whole on every rank: one AllReduce"),
+    ("local", "one rank: read in place"),
+)
+_STORAGES = (
+    ("device", "all rows in its memory"),
+    ("cached", "rows in host memory or a file, a cache on the device"),
+    ("dynamic", "ids come and go, over device or cached"),
+)
+
+
+def draw_tables() -> str:
+    """The phases of a request, above the groups and storages that it goes through."""
+    parts = svg.begin(_WIDE, 438)
+    parts.append(svg.text(14, 24, "The phases of a request", more='font-weight="bold"'))
+    columns, wide, gap, high = 3, 226, 77, 62
+    for number, (phase, where, what) in enumerate(_PHASES):
+        row, column = divmod(number, columns)
+        if row:  # back from right to left
+            column = columns - 1 - column
+        x, top = 14.0 + column * (wide + gap), 40 + row * (high + 36)
+        parts += _draw_box(x, top, wide, high, phase, (where, what), svg.TEAL)
+        if number + 1 == len(_PHASES):
+            continue
+        middle = top + high / 2
+        if number + 1 == columns:
+            x, middle = x + wide / 2, top + high
+            parts += _draw_arrow(x, middle + 4, x, middle + 32)
+            parts.append(svg.text(x + 8, middle + 22, _VERBS[number], style=svg.SMALL))
+        else:
+            begin, end = (x - 6, x - gap + 6) if row else (x + wide + 6, x + wide + gap - 6)
+            parts += _draw_arrow(begin, middle, end, middle)
+            left = min(begin, end) + 8
+            parts.append(svg.text(left, middle - 6, _VERBS[number], style=svg.SMALL))
+    note = "Staged divides Requested by what consecutive batches share: RowParts, GradientParts."
+    parts.append(svg.text(14, 228, note, style=svg.SMALL))
+    for title, x, boxes, ink in (
+        ("Groups: request, fetch, collect, update", 14, _GROUPS, svg.BLUE),
+        ("Storages: resolve, gather, update", _WIDE / 2 + 7, _STORAGES, svg.ORANGE),
+    ):
+        parts.append(svg.text(x, 262, title, more='font-weight="bold"'))
+        for number, (name, about) in enumerate(boxes):
+            top = 276 + number * 52
+            parts += _draw_box(x, top, _WIDE / 2 - 28, 42, name, (about,), ink)
+    return svg.finish(parts)
+
+
+def _draw_arrow(x: float, y: float, to_x: float, to_y: float) -> list[str]:
+    """Along an axis."""
+    back_x, back_y = (6 * ((a > b) - (a < b)) for a, b in ((x, to_x), (y, to_y)))
+    side_x, side_y = (4, 0) if x == to_x else (0, 4)
+    heads = ((to_x + back_x + sign * side_x, to_y + back_y + sign * side_y) for sign in (-1, 1))
+    found = [svg.rule(x, y, to_x, to_y, svg.GREY)]
+    return found + [svg.rule(*head, to_x, to_y, svg.GREY) for head in heads]
+
+
+def _draw_box(
+    x: float, top: float, wide: float, high: float, name: str, lines: Sequence[str], ink: str
+) -> list[str]:
+    style = f'rx="4" fill-opacity="0.08" stroke="{ink}" stroke-opacity="0.4"'
+    found = [svg.rect(x, top, wide, high, ink, more=style)]
+    found.append(svg.text(x + 8, top + 17, name, more='font-weight="bold"'))
+    for number, line in enumerate(lines):
+        found.append(svg.text(x + 8, top + 32 + 15 * number, line, style=svg.SMALL))
+    return found

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from freescale_bench import headline
-from freescale_bench.architecture import draw_architecture, read_layers
+from freescale_bench.architecture import draw_architecture, draw_tables, read_layers
 from freescale_bench.balance import figure as balance_figure
 from freescale_bench.balance import table as balance_table
 from freescale_bench.common.markdown import (
@@ -268,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = balance_figure.draw_lengths(128)
     wanted[figures / "balance.svg"] = balance_figure.draw_balance(lengths, 8)
     wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
+    wanted[figures / "tables.svg"] = draw_tables()
     for path, depth in find_documents(root):
         wanted[path] = fill(path.read_text(encoding="utf-8"), parts, depth)
     changed = [

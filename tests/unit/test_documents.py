@@ -64,6 +64,7 @@ def test_every_picture_is_made_from_a_result_or_of_a_run():
         "staged-trace.svg",
         "balance.svg",
         "architecture.svg",
+        "tables.svg",
         "report-light.png",
         "report-dark.png",
     }

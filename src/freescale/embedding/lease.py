@@ -47,7 +47,7 @@ class Deferring(Protocol):
 
     def flush(self) -> None: ...
     def discard(self) -> None: ...
-    def capture(self, rows: Capture) -> None: ...
+    def capture(self, capture: Capture) -> None: ...
     def finish_captures(self) -> None: ...
 
 
@@ -119,14 +119,14 @@ class TableLease:
         if self._schedule is not None:
             self._schedule.discard()
 
-    def capture(self, rows: Capture) -> None:
+    def capture(self, capture: Capture) -> None:
         """Makes a copy of the rows of sharded tables when they are exactly those of the last step:
         now, or if gradients are deferred, after these are applied and before the next step changes
         a row."""
         if self._schedule is None:
-            rows.make()
+            capture.make()
         else:
-            self._schedule.capture(rows)
+            self._schedule.capture(capture)
 
     def finish_captures(self) -> None:
         """Flushes if a copy of the rows still has to be made and no step has come. A collective."""

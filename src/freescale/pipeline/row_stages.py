@@ -27,7 +27,7 @@ class RowStages:
         self._tables, self._ahead, self._urgent = tables, ahead, urgent
         self._masks, self._plan = masks, plan
 
-    def search(
+    def find_shared(
         self, stages: tuple[Stage, ...], current: StagedBatch, following: StagedBatch | None
     ) -> None:
         """Runs stages that send no row, lane `ahead`. Without a batch that follows, `current` is

@@ -335,10 +335,10 @@ class Schedule(ABC):
         """Forgets what is deferred, and what was fetched ahead: the tables are about to be
         replaced. A collective."""
 
-    def capture(self, rows: Capture) -> None:
+    def capture(self, capture: Capture) -> None:
         """Copies the rows of sharded tables when they are exactly those of the last step. Here
         they are between steps."""
-        rows.make()
+        capture.make()
 
     def finish_captures(self) -> None:  # noqa: B027
         """Makes copies for which no step has come. A collective."""

@@ -201,9 +201,9 @@ class Single(Schedule):
     def _keeps_slots(self) -> bool:
         return all(group.rows.keeps_slots for group in self.tables.groups)
 
-    def capture(self, rows: Capture) -> None:
+    def capture(self, capture: Capture) -> None:
         self.flush()
-        super().capture(rows)
+        super().capture(capture)
 
     def _end_run(self) -> None:
         super()._end_run()

@@ -5,19 +5,18 @@ gradients, the tables equal those of the serial schedule bit for bit (docs/how/s
     lane `ahead`, while batch i computes                lane `urgent`, after the backward of i
       1. ids of batch i+1: deduplicate, AllToAll          5. urgent gradients of i, of rows that
       2. owners compare i and i+1                            i+1 reads too: AllToAll, update
-      3. deferred gradients of i-1: AllToAll, update      6. rows of i+1 that collide: AllToAll
-      4. rows of i+1 that do not collide: AllToAll
+      3. deferred gradients of i-1: AllToAll, update      6. rows of i+1 that collide, once they
+      4. rows of i+1 that do not collide: AllToAll           have memory (before 4): AllToAll
                                                         lane `input`, while batch i computes
     main thread                                           batch i+2: taken, agreed on, balanced
-      forward, backward, dense optimizer of i;
-      the forward of i+1 waits for 4 and 6
+      forward, backward, dense optimizer of i; then waits for i+2, and for 4 and 6
 
 A row of i+1 collides if batch i reads it too: it waits for i's update. The gradients of i are
-urgent for these rows and deferred for all others, until stage 3 of the next step. When stages 1 and
-2 run depends on the machines (stage_plan.py). The main thread waits for lanes at the next forward
-only and, before it, for the dense sums, which begin during the backward, and for i+2.
+urgent for these rows. For all others they are deferred to stage 3 of step i+1: batch i+1 does not
+read these rows, so 5 may overtake 3. Stages 1 and 2 run earlier on some machines (stage_plan.py);
+if lane `input` does stage 1, it requests i+2 as soon as that batch is there.
 
-The rows of step i-1 are complete between stages 3 and 5 of step i: there an asynchronous checkpoint
+Between stages 3 and 5 of step i the rows are those after step i-1. There an asynchronous checkpoint
 has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
 """
 
@@ -46,8 +45,9 @@ from freescale.pipeline.step_result import StepResult
 
 
 class Staged(Schedule):
-    """Three batches at a time: the `previous` one has deferred gradients, the `current` one
-    computes, the `following` one fetches its rows. None where there is no such batch."""
+    """Four batches at a time: the `previous` one has deferred gradients, the `current` one
+    computes, the `following` one fetches its rows, and one more is `incoming`. None where there is
+    no such batch."""
 
     overlaps_dense = True
 
@@ -128,7 +128,7 @@ class Staged(Schedule):
             self.urgent.submit(lambda: self._run_urgent(current, following), current.gradients)
         )
         in_flight.deferred = current
-        # A rank that has left the loop takes part in no further collective.
+        # On i+2: a rank that has left the loop takes part in no further collective.
         in_flight.wait_for_agreement(self.ledger)
         for group, rows in zip(self.tables.set.replicated, current.replicated, strict=True):
             group.update(group.collect(rows, self.transport), self.transport, **current.update)
@@ -148,8 +148,8 @@ class Staged(Schedule):
     ) -> None:
         """Runs during the forward and backward of `current`."""
         try:
-            self._stages.search(self._plan.before, current, following)
-            meanwhile = partial(self._stages.search, self._plan.meanwhile, current, following)
+            self._stages.find_shared(self._plan.before, current, following)
+            meanwhile = partial(self._stages.find_shared, self._plan.meanwhile, current, following)
             spent = self._stages.push_deferred_gradients(previous, self.ahead.transport, meanwhile)
             if current.captured is not None:  # all of i-1 is applied, nothing of i
                 for capture in captures:
@@ -269,10 +269,10 @@ class Staged(Schedule):
         for capture in self._in_flight.take_captures():
             capture.make()
 
-    def capture(self, rows: Capture) -> None:
+    def capture(self, capture: Capture) -> None:
         """The lane `ahead` copies the rows in the next step, behind stage 3; lane `urgent` waits
         for it with stage 5. Without a next step, `flush` does."""
-        self._in_flight.captures.append(rows)
+        self._in_flight.captures.append(capture)
         if self._in_flight.deferred is None:
             self.flush()
 
