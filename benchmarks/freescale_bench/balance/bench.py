@@ -1,9 +1,9 @@
 """Partitioners on heavy-tailed lengths: predicted straggler time, distance to the lower bound,
 tokens moved, planning time.
 
-Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; costs
-have L^2 and L terms that are equal at L = 3,072. Everything here is predicted from these costs but
-the planning time, which is measured on one core.
+Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; the L^2
+and L terms of the cost are equal at L = 3,072. Everything is predicted from these costs, except the
+planning time, which is measured on one core.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def make_claims(rows: list[Row]) -> list[Claim]:
 
 
 def bench_predicted(seeds: int, repetitions: int, to: Destination) -> None:
-    """Every partitioner over medians, caps, batches and ranks, by the cost model; planning times
-    are measured."""
+    """Runs every partitioner over medians, caps, batches and ranks. Loads are predicted by the cost
+    model; planning times are measured."""
     rows = []
     for median in MEDIANS:
         for cap in CAPS:

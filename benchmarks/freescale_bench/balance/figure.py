@@ -1,7 +1,6 @@
-"""Balancing: the predicted cost of each rank before and after it, and straggler % with and without
-it.
+"""Balancing: predicted cost per rank before and after, and straggler % with and without.
 
-The first is of log-normal lengths: median 3,000, sigma 1, cap 21,000.
+The first figure uses log-normal lengths: median 3,000, sigma 1, cap 21,000.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ def draw_lengths(samples: int) -> np.ndarray:
 
 
 def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) -> list[str]:
-    """One box per rank: its samples side by side, the most expensive first; a line at the mean."""
+    """Draws a bar per rank, its samples side by side, most expensive first, and a line at the
+    mean."""
     found = assign(problem, PARTITIONERS[name])
     share = 100 * found.moved_tokens / max(1, problem.tokens.sum())
     title = f"{name}: {found.straggler_percent:.1f} % straggler, {share:.0f} % of tokens moved"
@@ -73,7 +73,7 @@ def draw_balance(lengths: np.ndarray, ranks: int) -> str:
     return svg.finish(parts)
 
 
-# ---- with and without
+# ---- straggler % with and without balancing
 
 ARMS = {"none": svg.RED, "greedy": svg.BLUE, "local": svg.TEAL, "adapted": svg.GREEN}
 PREDICTED = {
@@ -86,7 +86,7 @@ PREDICTED = {
 
 
 def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
-    """Measured by the ledger on real ranks; predicted over ranks and over the longest history."""
+    """Draws straggler %: measured on real ranks, and predicted over ranks and history length."""
     left, top, wide = 76.0, 56.0, 150.0
     parts = [
         svg.text(left - 60, 22, "straggler % as the ledger measured it", more='font-weight="bold"')

@@ -1,5 +1,5 @@
-"""Starts the local ranks of a benchmark, and joins them as one. Ranks that have to share a GPU get
-equal parts of it from CUDA's MPS, which is started for the run and ended with it."""
+"""Starts the local ranks of a benchmark, and joins them as one of them. Ranks that share a GPU get
+equal parts of it through CUDA's MPS, which runs only during the benchmark."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def start_ranks(
     stop.
 
     Args:
-        threads: OMP_NUM_THREADS of a rank, unless it is set; by default the launcher decides.
+        threads: OMP_NUM_THREADS of a rank, if not set already; None: the launcher decides.
 
     Returns:
-        0 if all succeeded.
+        0 if all ranks succeeded.
 
     Raises:
-        TimeoutError: the run took longer than `seconds`, and was stopped.
+        TimeoutError: the run took longer than `seconds` and was stopped.
     """
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and not gpus:
@@ -68,8 +68,8 @@ def start_ranks(
 
 
 def join(device: str, seconds: float, transport: str = "collective") -> ProcessGroupTransport:
-    """This process as a rank: on cuda:0 where ranks share a GPU, else on its own. `seconds` bound
-    every collective; `transport` as of `connect`."""
+    """Connects this process as a rank, on cuda:0 if ranks share a GPU, else on its own GPU.
+    `seconds` limits every collective; `transport` as for `connect`."""
     rank, ranks = (
         int(os.environ["RANK"]),
         int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
@@ -82,7 +82,7 @@ def join(device: str, seconds: float, transport: str = "collective") -> ProcessG
                 "sizes, times that say nothing"
             )
         shared = torch.cuda.device_count() < ranks
-        os.environ.update(list_settings(rank, ranks, shared))  # torchrun sets none of this
+        os.environ.update(list_settings(rank, ranks, shared))  # torchrun does not set them
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
     joined = connect(chosen, seconds, transport=transport)
     assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
@@ -91,13 +91,14 @@ def join(device: str, seconds: float, transport: str = "collective") -> ProcessG
 
 @contextmanager
 def open_rank(device: str, seconds: float) -> Iterator[tuple[Transport, Path]]:
-    """This process as a rank, or alone, and a folder that the ranks of the machine share; until the
-    end of the block, which the ranks reach together. `seconds` bound every collective."""
+    """Connects this process as a rank, or alone. Yields the transport and a folder that all
+    ranks of the machine share. The ranks leave the block together. `seconds` limits every
+    collective."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU here; try the benchmark with --device cpu")
     transport: Transport = join(device, seconds, "auto") if is_rank() else connect(device)
     with tempfile.TemporaryDirectory() as temporary:
-        # rank 0's, which is gone once all of them have read it
+        # rank 0's folder, deleted after all ranks have left the block
         yield transport, Path(transport.gather_bytes(temporary.encode())[0].decode())
         transport.gather_bytes(b"")
     transport.close()
@@ -105,11 +106,11 @@ def open_rank(device: str, seconds: float) -> Iterator[tuple[Transport, Path]]:
 
 @contextmanager
 def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
-    """MPS, from here to the end of the block. Yields what its clients have in their environment."""
+    """Runs MPS until the end of the block. Yields the environment of its clients."""
     control = shutil.which(_CONTROL)
     if control is None:
         raise ValueError(
-            f"{ranks} ranks on fewer GPUs share them by CUDA's MPS, and {_CONTROL} "
+            f"{ranks} ranks on fewer GPUs share them through CUDA's MPS, but {_CONTROL} "
             "is not installed here"
         )
     folders = {
@@ -118,7 +119,7 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
     }
     environment = {**os.environ, **folders}
     try:
-        # The daemon keeps what it inherits: a pipe of ours would never end.
+        # The daemon inherits open files: a pipe of ours would never close.
         quiet = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.DEVNULL,
@@ -144,7 +145,7 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
             )
         except subprocess.TimeoutExpired:
             print(
-                f"CUDA's MPS did not end; `echo quit | {_CONTROL}` with {folders}", file=sys.stderr
+                f"CUDA's MPS did not stop: `echo quit | {_CONTROL}` with {folders}", file=sys.stderr
             )
         else:
             for folder in folders.values():

@@ -1,4 +1,4 @@
-"""How far measured values spread."""
+"""The spread of measured values."""
 
 from __future__ import annotations
 

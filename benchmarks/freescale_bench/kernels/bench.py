@@ -1,5 +1,5 @@
-"""`freescale bench kernels`: the Triton kernels on one GPU beside plain torch and beside what the
-GPU can do."""
+"""`freescale bench kernels`: the Triton kernels on one GPU, against plain torch and the GPU's
+limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from freescale_bench.kernels.sampled_softmax import measure_sampled_softmax
 from freescale_bench.kernels.table import HEAD, format_row
 from freescale_bench.kernels.table_rows import measure_rows
 
-# Each returns figures by name, what a claim can be made of.
+# Each returns figures by name, the inputs of claims.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
     "rows": measure_rows,
     "attention": measure_attention,
@@ -41,11 +41,11 @@ PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
 def measure_kernels(
     device: str, only: Sequence[str] = (), seen: Callable[[dict[str, Any]], None] = lambda row: None
 ) -> tuple[Bench, dict[str, float]]:
-    """Runs the parts, or some of them; rows and figures."""
+    """Runs the parts, or those in `only`. Returns rows and figures."""
     if not has_triton():
         raise ValueError(
             "the kernels are written in Triton, which is not installed here: "
-            "pip install 'freescale[triton]' (Linux alone)"
+            "pip install 'freescale[triton]' (Linux only)"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -58,7 +58,7 @@ def measure_kernels(
                 "Triton was imported before its interpreter was chosen; start a new "
                 "process for --device cpu"
             )
-        # read when Triton is imported, which happens at the first launch
+        # Triton reads it on import, at the first launch
         os.environ["TRITON_INTERPRET"] = "1"
     torch.manual_seed(0)
     figures: dict[str, float] = {}
@@ -73,11 +73,11 @@ def measure_kernels(
 
 
 def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Destination) -> None:
-    """Prints the table. Writes the rows to `output`, or a result with claims; the latter of a whole
-    run on a GPU only."""
+    """Prints the table. Writes the rows to `output`, or a result with claims if this was a whole
+    run on a GPU."""
     if output and not output.parent.is_dir():
         raise ValueError(
-            f"there is no folder {output.parent} for the results; make it or give another --output"
+            f"there is no folder {output.parent} for the results; create it or change --output"
         )
     bench, figures = measure_kernels(device, only)
     print(
@@ -85,7 +85,7 @@ def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Des
     )
     print(format_rows(HEAD, [format_row(row) for row in bench.rows if "ms" in row]))
     if device == "cpu":
-        print("times of the interpreter say nothing about the kernels")
+        print("interpreter times mean nothing")
     if output:
         _write_rows(output, device, bench, figures)
         return

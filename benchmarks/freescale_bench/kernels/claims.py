@@ -1,4 +1,4 @@
-"""What was asked of the kernels."""
+"""Targets of the kernels."""
 
 from __future__ import annotations
 

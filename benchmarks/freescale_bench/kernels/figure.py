@@ -1,4 +1,4 @@
-"""How much of what the GPU can do each kernel reaches, and how much plain torch does."""
+"""The share of the GPU's limits that each kernel reaches, next to plain torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ OURS, PLAIN = "#4c78a8", "#f58518"
 
 
 def find_shares(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None, str]]:
-    """(case, % of the ceiling, plain torch's %, rate) of each row with a ceiling."""
-    # files of earlier runs have moves of samples, which training makes on the host
+    """Returns (case, % of the ceiling, plain torch's %, rate) of each row with a ceiling."""
+    # earlier results include moves of samples, which training does on the host
     chosen = [row for row in rows if row.get("ceiling_percent") and row["group"] != "moves"]
     found = []
     for row in chosen:

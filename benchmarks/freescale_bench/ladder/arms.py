@@ -1,4 +1,5 @@
-"""What each rank of the ladder runs. Each function gets rank and number of ranks first."""
+"""What each rank of the ladder runs. The first arguments of each function are the rank and the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from freescale_bench.ladder.rungs import OURS, PERMUTED, SPARSE_DIST, Rung
 
 BASE = "TorchRec TrainPipelineBase"
 SEMI_SYNC = "TorchRec TrainPipelineSemiSync"  # trains on stale rows; needs CUDA
-PEC = "TorchRec TrainPipelinePEC"  # on CPU without its calls of CUDA streams; TorchRec 1.9
+PEC = "TorchRec TrainPipelinePEC"  # on CPUs without its CUDA stream calls; TorchRec 1.9
 PIPELINES = {BASE: "base", SPARSE_DIST: "sparse_dist", SEMI_SYNC: "semi_sync", PEC: "pec"}
 
 
 def build_arm(
     name: str, workload: Workload, rank: int, world: int, device: torch.device | str = "cpu"
 ) -> Any:
-    """With `step`, `begin_step`, `quiet` and a ledger."""
+    """Builds an arm: an object with `step`, `begin_step`, `quiet` and a ledger."""
     if name == PERMUTED:
         return build(workload, rank, world, "serial", permuted=True)
     if name in OURS:
@@ -40,14 +41,14 @@ def build_arm(
 
 
 def find_options(name: str, running: Any) -> dict[str, Any]:
-    """The rung's options as they turned out: `auto` is what the ranks agreed on."""
+    """Returns the options in effect: `auto` is replaced by the ranks' choice."""
     chosen = running.pipeline.schedule.choices.state_dict()
-    sums = chosen.get("dense_sums", OURS[name].dense_sums)  # one rank sums nothing
+    sums = chosen.get("dense_sums", OURS[name].dense_sums)  # a single rank sums nothing
     return asdict(replace(OURS[name], transport=running.carrier, dense_sums=sums))
 
 
 def _make_balancer(workload: Workload, rung: Rung, device: torch.device | str) -> Balancer | None:
-    """As the trainer makes it; costs are of this model."""
+    """Makes a balancer like the trainer's, with the cost of this model."""
     if rung.balance == "none":
         return None
     each = workload.inner // workload.heads
@@ -74,7 +75,7 @@ def measure(
 
 
 def train_alone(rank: int, world: int, workload: Workload, name: str, steps: int) -> dict[str, Any]:
-    """One arm in a process of its own: losses and the process's peak memory."""
+    """Trains one arm alone in this process: losses and peak memory."""
     running = build_arm(name, workload, rank, world)
     losses = [running.step() for _ in range(steps)]
     running.quiet()

@@ -1,10 +1,10 @@
 """The ladder on two CPU ranks: TorchRec's pipelines, then FreeScale with one technique more on each
 rung and with the defaults of `freescale train`, on the same model, data and seeds.
 
-Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed
-here, as root), or two ranks on its loopback where that may not be. Each is pinned to a core. Arms
-take turns in one process. The model is HSTU behind a sharded table (with the defaults, too: a small
-table would be replicated).
+Runs in two network namespaces of this machine with 200 Mbit/s between them (testbed A, set up and
+removed here, as root), else with two ranks on its loopback. Each rank is pinned to a core. Arms
+take turns in one process. The model is HSTU on a sharded table, also in the arm `defaults`, which
+would replicate a table this small.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _EXPOSED = {
     "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
     "exposed_all_ms": "all exposed communication, dense gradients, counts and samples included,",
 }
-_FASTER = 1.8  # asked of the full system, times SparseDist's samples/s
+_FASTER = 1.8  # target of the full system: times SparseDist's samples/s
 Run = Callable[..., list[Any]]
 
 
 def check_parity(run: Run, names: list[str]) -> dict[str, Any]:
-    """Losses of the first steps of each arm, and of serial with the samples of each batch in
-    another order, against serial's."""
+    """Compares the losses of the first steps of each arm with serial's. The control is serial with
+    the samples of each batch permuted."""
     found = {name: run(train_alone, PAPER, name, PARITY_STEPS) for name in [*names, PERMUTED]}
     serial = found[SERIAL][0]["losses"]
     apart = {
@@ -143,7 +143,7 @@ def bench_ladder(repetitions: int, to: Destination) -> None:
 
 
 def compare_short() -> None:
-    """Serial against the full system, few turns, no results kept."""
+    """Compares serial with the full system in a few turns, and writes no results."""
     names = [SERIAL, FULL]
     with open_testbed() as (run, _):
         measured = run(measure, PAPER, names, 4, 3)
@@ -156,7 +156,7 @@ def compare_short() -> None:
 
 @contextmanager
 def open_testbed() -> Iterator[tuple[Run, str]]:
-    """(runs a function on every rank, the testbed's name)."""
+    """Yields a function that runs another on every rank, and the testbed's name."""
     if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
         with open_hosts(WORLD) as network:
             yield network.run, "hosts"

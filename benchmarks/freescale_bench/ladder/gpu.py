@@ -2,11 +2,11 @@
 among them, then FreeScale with one technique more on each rung, and with the defaults of `freescale
 train`, on the same HSTU, data and seeds.
 
-TorchRec needs its CUDA kernels: torchrec 1.6.1 with fbgemm-gpu 1.6.0 beside torch 2.11; without
-them its arms are left out, and that is said. A turn of an arm is a few steps between two moments at
-which the device is idle; a step's time is the turn's over its steps, for every arm alike. What is
-exposed comes from our ledger: of our arms only. NCCL runs over loopback sockets here: its speed
-says nothing about NVLink. Lanes that do not go over hostwire go through pinned memory and gloo.
+TorchRec needs its CUDA kernels: torchrec 1.6.1 with fbgemm-gpu 1.6.0 on torch 2.11. Without them
+its arms are left out, with a message. A turn is a few steps that start and end with an idle device;
+step time is the turn's time over its steps, in every arm. Exposed time comes from our ledger, for
+our arms only. NCCL runs over loopback sockets here: its speed says nothing about NVLink. Lanes
+without hostwire use pinned memory and gloo.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ SHAPES = {
         collisions=0.12, layers=1, inner=32, heads=2, steps=8,
     ),
 }  # fmt: skip
-LIMIT = 600.0  # seconds of a whole run
+LIMIT = 600.0  # seconds: limit of a whole run
 
 
 def build_arms(
     names: list[str], workload: Workload, device: torch.device
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """The arms, after two steps each, and what each adds to the device's peak."""
+    """Builds the arms and trains two steps of each. Returns the arms, and what each adds to the
+    device's peak memory."""
     rank, world = dist.get_rank(), dist.get_world_size()
     arms, peaks = {}, {}
     for name in names:
@@ -97,7 +98,7 @@ def make_claims(rows: list[Row]) -> list[Claim]:
 
 
 def bench_on_gpu(ranks: int, turns: int, each: int, trial: bool, to: Destination) -> int:
-    """Starts the ranks, or is one of them. Returns the exit status."""
+    """Starts the ranks, or runs as one of them. Returns the exit status."""
     device = "cpu" if trial else "cuda"
     if not is_rank():
         arguments = ["--device", "cuda", "--turns", str(turns), "--each", str(each)]
@@ -137,7 +138,7 @@ def _run_rank(device_type: str, turns: int, each: int, to: Destination) -> None:
                 settings=get_gpu_settings(),
             )
         else:
-            print("times on a CPU say nothing about a GPU; nothing is written")
+            print("CPU times say nothing about a GPU; nothing is written")
     collective.gather_bytes(b"")
     sys.stdout.flush()
     os._exit(0)  # several of NCCL's groups, on one GPU, would wait for each other

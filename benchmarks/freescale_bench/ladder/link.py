@@ -8,8 +8,8 @@ from freescale_bench.common.results import Row
 
 
 def add_link_time(rows: list[Row], rate: str) -> None:
-    """Sets `link_ms` of each row: bytes that a rank sends in a step, over `rate` (as 200mbit).
-    Both ways of a link carry at once, and ranks send about as much as each other."""
+    """Sets `link_ms` of each row: the bytes that a rank sends per step over `rate` (such as
+    200mbit). Links are full duplex, and ranks send about equally much."""
     bits_per_ms = 1e3 * int(rate.removesuffix("mbit"))
     for row in rows:
         sent = sum(row["bytes_per_step"].values()) / row["ranks"]
@@ -17,7 +17,7 @@ def add_link_time(rows: list[Row], rate: str) -> None:
 
 
 def describe_link(rows: Any, tick: str, peer: str, ours: str) -> str:
-    """A sentence about two of the rows; empty where there is no such time."""
+    """Describes the link time of two rows in a sentence; empty if it is unknown."""
     if "link_ms" not in rows.get(peer, {}) or "link_ms" not in rows[ours]:
         return ""
     parts = (

@@ -1,11 +1,11 @@
-"""The ladder of the product: `freescale train` with its defaults beside TorchRec's pipelines, all
-of them training the same Retrieval model on the same histories file, batch by batch.
+"""The train ladder: `freescale train` with its defaults against TorchRec's pipelines. All train the
+same Retrieval model on the same histories file, batch by batch.
 
-Our arms are a `Trainer`: its loader, model, optimizer and pipeline, its logs and its ledger; a
-configuration gives the shape of model and batch, everything else is a default. TorchRec's arms
-(benchmarks/peers/torchrec/retrieval_arms.py) train the module that `freescale train` builds, behind
-a row-wise EmbeddingCollection, and read the same loader ahead in a thread. Arms take turns in one
-process; a step's time is that of a turn over its steps, the same for every arm.
+Our arms are a `Trainer`, with its loader, model, optimizer, pipeline, logs and ledger. The
+configuration sets only the shape of the model and the batch. TorchRec's arms
+(benchmarks/peers/torchrec/retrieval_arms.py) train the module that `freescale train` builds, on a
+row-wise EmbeddingCollection, and prefetch from the same loader in a thread. Arms take turns in one
+process. Step time is a turn's time over its steps, in every arm.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from freescale_bench.ladder.product_shapes import FIRST_LOSS, HOST_TARGETS, SHAP
 from freescale_bench.ladder.rungs import PRODUCT, SERIAL, SPARSE_DIST, UNBALANCED, Rung
 
 _WARM_UP = 2  # steps before the first turn
-_STEPS_ON_HOSTS = 8  # of a turn
-# Beside the defaults: what the rungs change of them.
+_STEPS_ON_HOSTS = 8  # per turn
+# Changes of the rungs to the defaults.
 CHANGED = {
     SERIAL: asdict(Rung("serial", "none", False, "collective", "collective")),
     UNBALANCED: {"balance": "none", "balance_adapt": False},
@@ -48,20 +48,20 @@ CHANGED = {
 
 
 def make_config(shape: str, world: int, device: str, path: Path) -> RunConfig:
-    """Of the rung `freescale train`: the shape is given, all else is a default."""
+    """Returns the configuration of the rung `freescale train`: a shape, and otherwise defaults."""
     chosen = SHAPES[shape]
     given = {
         "data": str(path),
         "device": device,
         "global_batch": chosen["batch"]["samples"] * world,
-        "profile_steps": 0,  # what is timed is not profiled
+        "profile_steps": 0,  # do not profile timed steps
         **chosen["settings"],
     }
     return RunConfig.from_settings(given)
 
 
 class ProductArm:
-    """One rank of `freescale train`, with the verbs of the other arms."""
+    """One rank of `freescale train`, with the methods of the other arms."""
 
     def __init__(
         self, config: RunConfig, folder: Path, histories: Path, device: torch.device | str
@@ -75,14 +75,14 @@ class ProductArm:
         return float(self.begin_step())
 
     def begin_step(self) -> Tensor:
-        """The loss of the next step, not read yet."""
+        """Trains a step. Returns its loss, which is not read yet."""
         return next(self._steps).total
 
     def quiet(self) -> None:
         wait_for_lanes(self.trainer.pipeline)
 
     def find_options(self) -> dict[str, Any]:
-        """As they turned out: what `auto` stood for."""
+        """Returns the options in effect, with `auto` resolved."""
         settings = asdict(self.trainer.config.train)
         names = ("schedule", "balance", "balance_adapt", "dense_sums", "precision")
         chosen = self.trainer.pipeline.state_dict()["choices"]
@@ -92,8 +92,8 @@ class ProductArm:
 def build_arm(
     name: str, config: RunConfig, histories: Path, device: torch.device, batches: int
 ) -> Any:
-    """`batches`: that its steps and what is fetched ahead of them need. Runs lie beside the
-    histories."""
+    """Builds an arm. `batches`: the most that it trains or prefetches. Its run folder is next to
+    the histories."""
     if name in PIPELINES:
         return build_torchrec_retrieval(
             config, histories, PIPELINES[name], device=device, batches=batches
@@ -105,12 +105,12 @@ def build_arm(
 def run_arms(
     rank: int, world: int, shape: str, device: torch.device | str, turns: int, each: int, file: str
 ) -> dict[str, Any]:
-    """What one rank of a process group measures. `file`: the histories, in a folder that takes the
-    runs too."""
+    """Measures all arms as one rank of a process group. `file`: the histories; run folders are
+    created next to it."""
     device, histories = torch.device(device), Path(file)
     config = make_config(shape, world, device.type, histories)
     lead = 0 if device.type == "cuda" else 1
-    batches = _WARM_UP + (turns + 1) * (lead + each) + 4  # a pipeline fetches ahead
+    batches = _WARM_UP + (turns + 1) * (lead + each) + 4  # for prefetching
     peers = [BASE, SPARSE_DIST, SEMI_SYNC] if has_torchrec() else []
     if not peers and rank == 0:
         print("TorchRec is not installed here: its arms are left out", flush=True)
@@ -137,7 +137,8 @@ def run_arms(
 def make_claims(
     rows: list[Row], first: dict[str, list[float]], target: float | None, apart_at_most: float
 ) -> list[Claim]:
-    """`first`: losses of the first steps of each arm; `asked`: of samples/s over SparseDist's."""
+    """Makes the claims. `first`: losses of each arm's first steps; `target`: samples/s over
+    SparseDist's."""
     rate = {row["arm"]: row["samples_per_second"]["median"] for row in rows}
     base = first[SERIAL][0]
     apart = max(abs(losses[0] - base) / abs(base) for losses in first.values())
@@ -161,7 +162,7 @@ def write_histories(shape: str, folder: str) -> Path:
 
 
 def summarize(everyone: list[dict[str, Any]], shape: str, on_gpu: bool) -> tuple[Any, Any, Any]:
-    """Rows, claims and the description of the workload."""
+    """Returns rows, claims and the description of the workload."""
     chosen = SHAPES[shape]
     samples = chosen["batch"]["samples"]
     rows = make_rows(everyone, samples, on_gpu)
@@ -184,7 +185,7 @@ def summarize(everyone: list[dict[str, Any]], shape: str, on_gpu: bool) -> tuple
 def bench_product_on_gpu(
     ranks: int, turns: int, each: int, trial: bool, histories: str | None, to: Destination
 ) -> int:
-    """Starts the ranks, or is one of them, which has `histories`. Returns the exit status."""
+    """Starts the ranks, or runs as one of them, with `histories`. Returns the exit status."""
     device, shape = ("cpu", "trial") if trial else ("cuda", "cuda")
     if not is_rank():
         arguments = ["--workload", "train", "--device", "cuda"]
@@ -201,7 +202,7 @@ def bench_product_on_gpu(
     if collective.rank == 0:
         rows, claims, workload = summarize(everyone, shape, on.type == "cuda")
         if trial:
-            print("times on a CPU say nothing about a GPU; nothing is written")
+            print("CPU times say nothing about a GPU; nothing is written")
         else:
             command = (
                 f"freescale bench ladder --workload train --device cuda --nproc {len(everyone)}"
@@ -223,7 +224,7 @@ def bench_product_on_gpu(
 
 
 def bench_product(kind: str, turns: int, to: Destination) -> None:
-    """On two CPU hosts, or on the loopback. `kind`: train or short."""
+    """Runs on two CPU hosts or on the loopback. `kind`: train or short."""
     from freescale_bench.common.hosts import RATE
     from freescale_bench.ladder.bench import open_testbed
     from freescale_bench.ladder.link import add_link_time

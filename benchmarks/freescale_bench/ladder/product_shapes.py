@@ -1,4 +1,4 @@
-"""Model, batch and histories of the ladders of the product, and what is asked there."""
+"""Model, batch, histories and targets of the train and short ladders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 _ROWS = {"row_optimizer": "rowwise_adagrad"}  # TorchRec has no Adam on CPUs
 _TRIAL = {"negatives": 16, "placement": "sharded"}
-# On a GPU the shape of the ladder `paper`: the paper's divided by 3. On CPU hosts divided by 20.
+# Shapes of the paper ladder: the paper's divided by 3 on a GPU, by 20 on CPU hosts.
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "cuda": {
         "file": {"users": 2560, "items": 4_000_000, "median": 1000.0, "cap": 7000},
@@ -18,7 +18,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "settings": {"max_length": 1050, "width": 64, "layers": 1, "heads": 2, **_ROWS},
         "batch": {"samples": 16},
     },
-    # Histories of a few events, as shops have them: what a step costs beside its compute.
+    # Histories of a few events, as in shops: shows the cost of a step besides its compute.
     "short": {
         "file": {"users": 16384, "items": 340_000, "median": 6.0, "cap": 300},
         "settings": {"max_length": 300, "width": 256, "layers": 1, "heads": 2, **_ROWS},
@@ -30,8 +30,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "batch": {"samples": 4},
     },
 }
-# asked of samples/s over SparseDist's: by the number of GPU ranks, and of CPU hosts by the shape
+# targets of samples/s over SparseDist's: by number of GPU ranks; on CPU hosts by shape
 TARGETS = {4: 1.7, 8: 2.7}
 HOST_TARGETS = {"short": 1.5}
-# largest relative difference of the first losses: a GPU computes in bf16
+# largest relative difference of first losses; GPUs compute in bf16
 FIRST_LOSS = {"cuda": 1e-3, "cpu": 1e-5}

@@ -1,4 +1,4 @@
-"""The rungs of the ladder: what each of FreeScale's arms takes, as options of `freescale train`."""
+"""The rungs of the ladder: each FreeScale arm as options of `freescale train`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balanci
 SPARSE_DIST = "TorchRec TrainPipelineSparseDist"
 PARTITIONED = f"{FULL}, dense partitioned"
 DEFAULTS = "defaults"
-# of the ladder `train`: the trainer itself, with its own model and data
+# of the train ladder: the trainer itself, with its own model and data
 PRODUCT = "freescale train"
 UNBALANCED = f"{PRODUCT} without balancing"
 
@@ -30,10 +30,9 @@ class Rung:
     dense_sums: str = TrainConfig.dense_sums
 
 
-# What does not differ between rungs, and is not `freescale train`'s.
+# Settings that all rungs share, different from `freescale train`.
 _SHARED = "model, sharded table, optimizers and precision are the ladder's own on every rung"
-# Each rung adds one technique; the choices that `freescale train` makes by default are measured
-# beside them.
+# Each rung adds one technique. The last is the defaults of `freescale train`.
 OURS = {
     SERIAL: Rung("serial", "none", False, "collective", "collective"),
     "serial + balancing": Rung("serial", "greedy", True, "collective", "collective"),
@@ -46,7 +45,7 @@ OURS = {
 
 
 def spell_options(options: Mapping[str, Any]) -> str:
-    """As a user would type them."""
+    """Formats options as typed on the command line."""
     adapt = " --balance-adapt" if options["balance_adapt"] else ""
     balance = f"--balance {options['balance']}{adapt}"
     return (
@@ -56,7 +55,7 @@ def spell_options(options: Mapping[str, Any]) -> str:
 
 
 def _explain_product(rows: Mapping[str, Any], tick: str) -> str:
-    """Of the ladder `train`."""
+    """Explains the rungs of the train ladder."""
     taken, serial = (rows[name]["options"] for name in (PRODUCT, SERIAL))
     return (
         f'"{PRODUCT}" is the command with its defaults, which were {tick}{spell_options(taken)} '
@@ -68,8 +67,8 @@ def _explain_product(rows: Mapping[str, Any], tick: str) -> str:
 
 
 def explain_rungs(result: Mapping[str, Any], tick: str = "") -> str:
-    """What the names of a ladder's rungs stand for, and what `freescale train` takes on such ranks.
-    `tick`: around options."""
+    """Explains the names of a ladder's rungs, and the defaults of `freescale train` on these ranks.
+    `tick`: quotes options."""
     rows = {row["arm"]: row for row in result["rows"]}
     if PRODUCT in rows:
         return _explain_product(rows, tick)

@@ -19,8 +19,8 @@ from freescale_bench.common.results import Destination, at_least, write
 
 
 class Colliding(GeneratedWorkload):
-    """The generated rows, of which just this share collides: a changed mixture of ids would change
-    how many there are, too."""
+    """The generated rows with exactly this share of collisions. Changing the distribution of ids
+    would also change the number of rows."""
 
     def __init__(self, samples: int, share: float) -> None:
         super().__init__(samples, collisions=0.1)
@@ -36,7 +36,7 @@ class Colliding(GeneratedWorkload):
 
 
 def scale_histories(cap: int, **more: Any) -> SimulateConfig:
-    """Histories of the same shape, `cap` long at most."""
+    """Returns a configuration with histories of the same distribution, of at most `cap` events."""
     return SimulateConfig(cap=cap, median=cap / 7, **more)
 
 
@@ -63,7 +63,8 @@ ARMS = {
 
 
 def simulate_one_sample(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
-    """A fixed global batch on ever more GPUs: when one sample is more than a rank's share."""
+    """Simulates a fixed global batch on more and more GPUs, until one sample exceeds a rank's
+    share."""
     config = replace(config, batch=max(1, total // gpus), steps=6)
     cluster = build_cluster(config, gpus)
     shape, length = (

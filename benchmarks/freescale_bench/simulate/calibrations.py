@@ -1,5 +1,5 @@
-"""Compute curves for the simulator from results that are committed here, where no `freescale
-simulate calibrate` has run yet.
+"""Compute curves for the simulator from committed results, for testbeds without `freescale simulate
+calibrate`.
 
     python -m freescale_bench.simulate.calibrations
 
@@ -52,9 +52,9 @@ def _folder() -> Path:
 
 
 def derive_row_costs() -> dict[str, float]:
-    """Seconds per key or byte on a whole H200."""
+    """Returns seconds per key or byte on a whole H200."""
     ms = {row["case"]: row["ms"]["median"] for row in read("kernels-h200")["rows"] if "ms" in row}
-    row = 4 * 128  # bytes: the benchmark's tables are 128 wide
+    row = 4 * 128  # bytes: the benchmark's tables have width 128
     return {
         "deduplicate_per_key": ms["deduplicate 621,822 keys"] / 1e3 / 621_822,
         "compare_per_key": ms["masks of 250,000 and 89,268 rows"] / 1e3 / (250_000 + 89_268),
@@ -105,9 +105,11 @@ def derive_testbed_c(rows: dict[str, float]) -> None:
     )
     shapes = [{"width": 256, "heads": 4, "precision": "bf16", "longest": 21_000, **ways}]
     optimizer = {"per_parameter": none["spans_ms"]["optimizer"] / 1e3 / parameters, "constant": 0.0}
-    quarter = {name: 4 * value for name, value in rows.items()}  # of the device, too
-    # Equal loads, and yet 4 ranks wait: the largest of four is 1.03 standard deviations above their
-    # mean.
+    quarter = {
+        name: 4 * value for name, value in rows.items()
+    }  # memory bandwidth is shared as well
+    # With equal loads, 4 ranks still wait: the largest of four is 1.03 standard deviations above
+    # their mean.
     equal = next(row for row in read("staged-4ranks-h200")["rows"] if row["arm"] == "serial")
     waited = equal["straggler_percent"]["median"] / 100 * equal["step_ms"]["median"]
     jitter = (
@@ -146,11 +148,11 @@ def derive_testbed_a() -> None:
         "compare_per_key": stale["spans_ms"]["ahead/compare"] / 1e3 / (2 * tokens),
         "lookup_per_byte": spans["lookup"] / (tokens * row),
         "update_per_byte": spans["update rows"] / (tokens * row),
-        "read_per_byte": 0.0,  # in forward and backward, as they were measured
+        "read_per_byte": 0.0,  # included in forward and backward
         "read_backward_per_byte": 0.0,
         "constant": 0.0,
     }
-    # What compute lost in `stale`, less the lane's own work, of the time that its transfers took.
+    # Compute time lost in `stale`, without the lane's own work, as a share of its transfer time.
     own = (
         sum(spans[name] for name in ("deduplicate", "lookup", "update rows"))
         + rows["compare_per_key"] * 2 * tokens
@@ -163,8 +165,7 @@ def derive_testbed_a() -> None:
         + sum(serial["exposed_ms"].values()) / 1e3
         + serial["straggler_ms"]["mean"] / 1e3
     )
-    # Two ranks with equal loads wait 0.564 standard deviations of one, on the mean: that is the
-    # jitter.
+    # Jitter: two ranks with equal loads wait 0.564 standard deviations on average.
     source = (
         "serial and stale at 0 % collisions and length 120 of staged-hosts.json, commit "
         f"{data['commit']}: one pinned core a rank"

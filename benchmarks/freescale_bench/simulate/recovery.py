@@ -1,5 +1,5 @@
-"""The share of a cluster's time that is useful under failures, at the paper's setting: each part of
-a failure's cost, by where ranks restore from."""
+"""The useful share of a cluster's time under failures, at the paper's setting, with each part of a
+failure's cost, by source of the restore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGETS = {64: 0.97, 4096: 0.95}  # by GPUs
 
 
 def bench_recovery(recovery: str, to: Destination) -> None:
-    """`recovery`: the costs of a failure, as of `freescale simulate`."""
+    """`recovery`: the costs of a failure, as for `freescale simulate`."""
     config = SimulateConfig(
         schedule="staged",
         steps=5,

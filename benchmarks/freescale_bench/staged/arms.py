@@ -1,5 +1,5 @@
-"""What each host of the staged benchmark runs. `Network.run` calls each function with rank and
-number of ranks first."""
+"""What each host of the staged benchmark runs. `Network.run` passes the rank and the number of
+ranks first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCHREC, DEDUPLICATED = (
 
 
 def build_arm(name: str, workload: Workload, rank: int, world: int) -> Any:
-    """With `step`, `quiet` and a ledger."""
+    """Builds an arm: an object with `step`, `quiet` and a ledger."""
     if name in (SERIAL, STAGED):
         return build(workload, rank, world, name)
     if name == STALE:
@@ -38,7 +38,7 @@ def measure(
 
 
 def measure_peak(rank: int, world: int, workload: Workload, name: str) -> int:
-    """Peak memory of a process that trains an arm of ours."""
+    """Peak memory of a process that trains one of our arms."""
     running = build_arm(name, workload, rank, world)
     for _ in range(workload.steps):
         running.step()

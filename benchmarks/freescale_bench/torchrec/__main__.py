@@ -1,12 +1,12 @@
-"""Models of TorchRec's, beside TorchRec.
+"""TorchRec's models in FreeScale, against TorchRec.
 
-speed    DLRM with 26 pooled tables and Zipf ids, by pooling factor: samples/s here and under
+speed    DLRM with 26 pooled tables and Zipf ids, by pooling factor: samples/s in FreeScale and in
          TorchRec's TrainPipelineSparseDist. On two hosts with a slow network (root and iproute2),
          or with --device cuda on GPU ranks, which may share one GPU through MPS
 parity   DLRM and, if --peer names the folder of meta-recsys/generative-recommenders, DlrmHSTU:
-         what is trained here equals what TorchRec's modules train
+         training in FreeScale equals training with TorchRec's modules
 
-TorchRec is set up first on CPUs (.venv-peer)."""
+On CPUs TorchRec is set up first (.venv-peer)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 4, 20, 100])
     add_turns(parser, each=6, ranks="")
-    parser.add_argument("--peer", type=Path, help="parity: with generative_recommenders in it")
+    parser.add_argument(
+        "--peer", type=Path, help="parity: folder that contains generative_recommenders"
+    )
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     to = read_destination(options)
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     if not has_torchrec():
         raise ValueError(
-            "TorchRec is missing here: on GPUs it is torchrec 1.6.1 with fbgemm-gpu 1.6.0 beside "
+            "TorchRec is not installed: on GPUs, install torchrec 1.6.1 and fbgemm-gpu 1.6.0 on "
             "torch 2.11"
         )
     if options.what == "parity":

@@ -1,5 +1,5 @@
-"""What each rank of the speed benchmark runs: DLRM here, and under TorchRec's pipeline. `measure`
-gets rank and number of ranks first."""
+"""What each rank of the speed benchmark runs: DLRM in FreeScale and in TorchRec's pipeline. The
+first arguments of `measure` are the rank and the number of ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ OURS, TORCHREC = "freescale", "TorchRec TrainPipelineSparseDist"
 
 
 class Arm:
-    """One rank at work, with the defaults of `freescale.connect` and of the pipeline. `step` trains
-    on the next batch; it is a collective call."""
+    """One rank of FreeScale, with the defaults of `freescale.connect` and of the pipeline."""
 
     def __init__(
         self, shape: Shape, rank: int, world: int, device: torch.device | str = "cpu"
@@ -65,7 +64,7 @@ class Arm:
 def build_arm(
     name: str, shape: Shape, rank: int, world: int, device: torch.device | str = "cpu"
 ) -> Any:
-    """With `step`, `begin_step`, `quiet` and a ledger."""
+    """Builds an arm: an object with `step`, `begin_step`, `quiet` and a ledger."""
     if name == OURS:
         return Arm(shape, rank, world, device)
     return build_torchrec_dlrm(shape, rank, world, "sparse_dist", device)
@@ -74,8 +73,8 @@ def build_arm(
 def measure(
     rank: int, world: int, shape: Shape, turns: int, each: int, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
-    """Of each arm: milliseconds of a step and processor time of a step, by turn, all losses, and
-    the ledger's records without each turn's first."""
+    """Measures each arm: step time and processor time by turn, all losses, and the ledger's records
+    without each turn's first."""
     arms = {name: build_arm(name, shape, rank, world, device) for name in (OURS, TORCHREC)}
     found = time_turns(arms, arms[OURS].transport.device, turns, each)
     made: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The interactions that a shape trains on: a Parquet file as a user would bring it."""
+"""The interactions of a shape: a Parquet file as a user would provide it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from freescale_bench.train.shapes import Shape
 def write_interactions(
     shape: Shape, path: Path, seed: int = 0, popularity: float | None = 1.0
 ) -> Path:
-    """Writes user_id, item_id (1 and above; their popularity follows Zipf's law with this exponent;
-    None: no item comes again before all others have come) and timestamp."""
+    """Writes user_id, item_id (from 1; `popularity` is the exponent of Zipf's law; None: every item
+    occurs before any repeats) and timestamp."""
     lengths = shape.draw_lengths(seed)
     random = np.random.default_rng(seed + 1)
     users = np.repeat(np.arange(len(lengths)), lengths)

@@ -1,4 +1,4 @@
-"""Trains a shape as `freescale train` would and measures its steps."""
+"""Trains a shape like `freescale train` and measures its steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from freescale_bench.train.files import write_interactions
 from freescale_bench.train.flops import count_flops, count_flops_as_nvidia
 from freescale_bench.train.shapes import Shape
 
-WINDOW = 10  # steps, as many as lie between two log lines
-PROFILED = 5  # steps, after those that are timed
+WINDOW = 10  # steps, as many as between two log lines
+PROFILED = 5  # steps, after the timed ones
 
 
 class _Watch(Callback):
-    """Times windows of steps, then profiles some more."""
+    """Times windows of steps, then profiles a few more."""
 
     def __init__(self, shape: Shape, compilations: Callable[[], list[str]]) -> None:
         self._shape, self._list_compiled = shape, compilations
         self.timed = shape.warmup + shape.windows * WINDOW  # steps
         self.total = self.timed + PROFILED + 2
-        self.marks: list[float] = []  # at the ends of windows
+        self.marks: list[float] = []  # times at the ends of windows
         self.first_step = 0.0
         self.compiled_first = self.compiled_timed = 0
         self._begin = time.perf_counter()
@@ -106,7 +106,8 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
 def measure_shape(
     shape: Shape, folder: Path, device: str, compilations: Callable[[], list[str]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the row of the result, and details: the slowest kernels and the ledger's spans."""
+    """Measures a shape. Returns its row, and details: the slowest kernels and the ledger's
+    spans."""
     file = write_interactions(shape, folder / f"{shape.name.replace(' ', '-')}.parquet")
     watch = _Watch(shape, compilations)
     config = build_config(shape, file, folder / "cache", device, watch.total)
@@ -153,7 +154,7 @@ def measure_shape(
 
 
 def read_waits(run: Path, steps: range) -> float:
-    """Percent of these steps of a run in which the main thread waited for a batch."""
+    """Returns the percentage of these steps' time in which the main thread waited for a batch."""
     with open(run / "ledger.jsonl", encoding="utf-8") as file:
         timed = [figures for line in file if (figures := json.loads(line))["step"] in steps]
     waited = sum(figures["spans_ms"].get("await batch", 0.0) for figures in timed)
