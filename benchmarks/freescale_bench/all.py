@@ -65,10 +65,8 @@ class Runner:
                     else "the last"
                 )
                 print(
-                    (
-                        f"\n[{place + 1} of {len(waiting)}] {one.name}: about {one.minutes:g} min; "
-                        f"{after}"
-                    ),
+                    f"\n[{place + 1} of {len(waiting)}] {one.name}: about {one.minutes:g} min; "
+                    f"{after}",
                     flush=True,
                 )
                 self.outcomes[one.name] = self._run(one)

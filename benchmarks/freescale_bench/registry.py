@@ -81,7 +81,7 @@ class Machine:
             "gpu": (bool(self.gpu), "needs a GPU"),
             "file": (
                 self.file is not None,
-                ("needs real histories: --file online_retail_ii.parquet"),
+                "needs real histories: --file online_retail_ii.parquet",
             ),
             "torchrec": (True, ""),  # checked during its setup
             "repository": (

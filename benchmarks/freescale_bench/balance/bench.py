@@ -119,10 +119,8 @@ def make_claims(rows: list[Row]) -> list[Claim]:
             "x",
         ),
         at_least(
-            (
-                "Karmarkar-Karp's largest load over greedy's on heavy tails (800/21,000/128, least "
-                "over ranks)"
-            ),
+            "Karmarkar-Karp's largest load over greedy's on heavy tails (800/21,000/128, least "
+            "over ranks)",
             1.0,
             min(
                 k["imbalance"] / g["imbalance"]

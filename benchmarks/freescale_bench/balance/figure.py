@@ -64,10 +64,8 @@ def draw_balance(lengths: np.ndarray, ranks: int) -> str:
         svg.text(
             LEFT,
             height - 8,
-            (
-                "Predicted. A box is a sample, as wide as its cost; the red line "
-                "is the mean of the ranks."
-            ),
+            "Predicted. A box is a sample, as wide as its cost; the red line "
+            "is the mean of the ranks.",
         )
     )
     return svg.finish(parts)

@@ -11,7 +11,7 @@ def list_targets() -> Iterator[Target]:
     for name in ("gather", "sgd", "adagrad", "rowwise_adagrad", "adam"):
         yield Target(
             f"{name}, % of ceiling",
-            (f"{name} of 1,000,000 random rows of 128 floats, of copy bandwidth"),
+            f"{name} of 1,000,000 random rows of 128 floats, of copy bandwidth",
             70,
             "%",
         )

@@ -24,7 +24,7 @@ def find_shares(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | No
                 row["case"],
                 row["ceiling_percent"],
                 plain,
-                (f"{row['rate']:.{digits}f} {row['unit']}"),
+                f"{row['rate']:.{digits}f} {row['unit']}",
             )
         )
     return found

@@ -83,11 +83,9 @@ def make_rows(
         )
         apart = rows[-1]["largest_relative_loss_difference_to_serial"]
         print(
-            (
-                f"straggler {figures['straggler_percent']:.1f} %  compute "
-                f"{figures['compute_ms']:.1f} "
-                f"ms  loss apart {apart:.0e}"
-            ),
+            f"straggler {figures['straggler_percent']:.1f} %  compute "
+            f"{figures['compute_ms']:.1f} "
+            f"ms  loss apart {apart:.0e}",
             flush=True,
         )
     return rows

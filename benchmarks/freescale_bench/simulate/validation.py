@@ -242,10 +242,8 @@ def validate(to: Destination) -> None:
         blind = [row for row in rows if row["testbed"] == testbed and not row["fitted"]]
         for text, key, target, unit in (
             (
-                (
-                    "step time, predicted against measured, largest of the rows that no curve was "
-                    "taken from"
-                ),
+                "step time, predicted against measured, largest of the rows that no curve was "
+                "taken from",
                 "step_error_percent",
                 STEP,
                 "%",

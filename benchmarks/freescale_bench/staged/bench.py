@@ -56,10 +56,8 @@ def calibrate(network: Network, workload: Workload) -> Workload:
     each = (at[many]["compute_ms"] - at[few]["compute_ms"]) / (many - few)
     chosen = replace(workload, passes=max(1, round(few + (wanted - at[few]["compute_ms"]) / each)))
     print(
-        (
-            f"serial communicates {wanted / COMPUTE:.0f} ms, a pass takes {each:.1f} ms: "
-            f"{chosen.passes} passes"
-        ),
+        f"serial communicates {wanted / COMPUTE:.0f} ms, a pass takes {each:.1f} ms: "
+        f"{chosen.passes} passes",
         flush=True,
     )
     return chosen
