@@ -265,8 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pictures, parts, left_out = make_everything(root / "benchmarks" / "results")
     figures = root / "docs" / "figures"
     wanted = {figures / name: picture for name, picture in pictures.items()}
-    lengths = balance_figure.draw_lengths(128)
-    wanted[figures / "balance.svg"] = balance_figure.draw_balance(lengths, 8)
+    wanted[figures / "balance.svg"] = balance_figure.draw_balance(samples=128, ranks=8)
     wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
     for path, depth in find_documents(root):
         wanted[path] = fill(path.read_text(encoding="utf-8"), parts, depth)

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from freescale_bench.common.hosts import can_open_hosts
 from freescale_bench.common.repository import find_repository
 
 _NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "repository")
@@ -55,13 +56,10 @@ class Machine:
 
         from freescale.ledger.machine import get_gpu_name
 
-        hosts = (
-            os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
-        )
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return Machine(
             os.cpu_count() or 1,
-            hosts,
+            can_open_hosts(),
             get_gpu_name(),
             gpus,
             shutil.which("nvidia-cuda-mps-control") is not None,

@@ -15,8 +15,8 @@ import numpy as np
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign
-from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, spread, write
+from freescale_bench.common.workload import draw_lengths
 
 MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)
 BATCHES, RANKS = (8, 32, 128), (16, 64, 256, 1024)
@@ -25,9 +25,7 @@ COST = CostModel.balanced_at(3072)
 
 def make_problem(median: int, cap: int, batch: int, ranks: int, seed: int) -> Problem:
     random = np.random.default_rng((seed, median, cap, batch, ranks))
-    lengths = np.clip(
-        np.rint(np.exp(random.normal(np.log(median), 1.0, batch * ranks))), 1, cap
-    ).astype(np.int64)
+    lengths = draw_lengths(random, median, batch * ranks, cap)
     home = np.repeat(np.arange(ranks), batch)
     return Problem(COST(lengths), lengths, home, ranks, nodes=np.arange(ranks) // 8)
 
@@ -54,6 +52,8 @@ def measure_configuration(
             *(measure_planning(problem, PARTITIONERS[name], repetitions) for problem in problems),
             strict=True,
         )
+        pairs = zip(found, problems, strict=True)
+        moved = [100 * a.moved_tokens / p.tokens.sum() for a, p in pairs]
         rows.append(
             {
                 "median": median,
@@ -65,14 +65,7 @@ def measure_configuration(
                 "straggler_percent": float(np.mean([a.straggler_percent for a in found])),
                 "imbalance": float(np.mean([a.imbalance for a in found])),
                 "above_bound_percent": float(np.max([a.above_bound for a in found])) * 100,
-                "moved_percent": float(
-                    np.mean(
-                        [
-                            100 * a.moved_tokens / p.tokens.sum()
-                            for a, p in zip(found, problems, strict=True)
-                        ]
-                    )
-                ),
+                "moved_percent": float(np.mean(moved)),
                 "planning_ms": spread([t for part in times for t in part]),
             }
         )

@@ -5,24 +5,18 @@ The first figure uses log-normal lengths: median 3,000, sigma 1, cap 21,000.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Problem, assign
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results
+from freescale_bench.common.workload import draw_lengths
 from freescale_bench.simulate.figure import make_axes_over_lengths
 
 WIDTH, LEFT, ROW, GAP = 250, 60, 16, 30
 SHADES = ("#4c78a8", "#7a9cc6")  # neighbouring samples
-
-
-def draw_lengths(samples: int) -> np.ndarray:
-    drawn = np.exp(np.random.default_rng(0).normal(np.log(3000), 1.0, samples))
-    return np.clip(np.rint(drawn), 1, 21_000).astype(np.int64)
 
 
 def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) -> list[str]:
@@ -47,7 +41,9 @@ def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) 
     return parts
 
 
-def draw_balance(lengths: np.ndarray, ranks: int) -> str:
+def draw_balance(samples: int, ranks: int) -> str:
+    """Draws the panels of four partitioners for log-normal lengths."""
+    lengths = draw_lengths(np.random.default_rng(0), 3000, samples, 21_000)
     home = np.arange(len(lengths)) * ranks // len(lengths)
     problem = Problem(CostModel.balanced_at(3072)(lengths), lengths, home, ranks)
     names = ("none", "fixed", "local", "greedy")
@@ -83,7 +79,7 @@ PREDICTED = {
 }
 
 
-def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
+def draw_straggler(used: Results) -> str:
     """Draws straggler %: measured on real ranks, and predicted over ranks and history length."""
     left, top, wide = 76.0, 56.0, 150.0
     parts = [

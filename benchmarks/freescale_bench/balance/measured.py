@@ -30,8 +30,9 @@ from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.hosts import Loopback
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Destination, at_most, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Destination, at_most, spread, write
+from freescale_bench.common.turns import wait_idle
+from freescale_bench.common.workload import draw_lengths
 
 ARMS = ("none", "greedy", "local", "adapted")
 EACH = 5  # steps per turn
@@ -54,8 +55,8 @@ def make_batches(shape: dict[str, int], rank: int, steps: int) -> list[SequenceB
     made = []
     for number in range(steps):
         random = np.random.default_rng((7, rank, number))
-        draws = np.exp(random.normal(np.log(shape["median"]), 1.0, shape["samples"]))
-        lengths = torch.from_numpy(np.clip(np.rint(draws), 1, shape["cap"]).astype(np.int64))
+        drawn = draw_lengths(random, shape["median"], shape["samples"], shape["cap"])
+        lengths = torch.from_numpy(drawn)
         tokens = int(lengths.sum())
         ids = [
             Jagged(torch.from_numpy(random.integers(0, shape["items"], tokens)), lengths)
@@ -83,10 +84,9 @@ class Arm:
     ) -> None:
         torch.manual_seed(0)
         self.transport = ProcessGroupTransport(device, Ledger(device))
+        sizes: dict[str, Any] = {name: shape[name] for name in ("width", "layers", "heads")}
         encoder = HSTU(
-            width=shape["width"],
-            layers=shape["layers"],
-            heads=shape["heads"],
+            **sizes,
             max_length=shape["cap"],
             dropout=0.0,
             position_bias=False,
@@ -102,14 +102,7 @@ class Arm:
             init_std=0.1,
         )
         width = shape["width"] // shape["heads"]
-        sizes = {
-            "width": shape["width"],
-            "layers": shape["layers"],
-            "heads": shape["heads"],
-            "d_qk": width,
-            "d_v": width,
-        }
-        cost = CostModel.of_hstu(**sizes, negatives=64)
+        cost = CostModel.of_hstu(**sizes, d_qk=width, d_v=width, negatives=64)
         partitioner = PARTITIONERS["greedy" if name == "adapted" else name]
         self.balancer = (
             None if name == "none" else Balancer(partitioner, cost, adapt=name == "adapted")
@@ -163,8 +156,7 @@ def measure(
         for arm in built.values():
             for _ in range(first, last):
                 arm.step(device)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait_idle(device)
             # the next arm must not wait for ranks that still work on this one
             arm.transport.gather_bytes(b"")
         if rank == 0:

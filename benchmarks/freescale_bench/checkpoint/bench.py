@@ -32,8 +32,7 @@ from freescale.train.snapshot.pace import BUDGET
 from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Destination, Row, at_least, at_most, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Destination, Row, at_least, at_most, spread, write
 from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.shapes import SHAPES, Shape
 from freescale_bench.train.trained import SMALL, Trained, prepare

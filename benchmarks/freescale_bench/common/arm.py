@@ -18,6 +18,7 @@ from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.staged import Staged
+from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import Transport
 from freescale.transport.connect import agree_on_transport
 from freescale.transport.hostwire.transport import HostwireTransport
@@ -104,8 +105,26 @@ def wait_for_lanes(pipeline: freescale.Pipeline) -> None:
             lane.submit(lambda: None).wait()  # jobs of a lane run in order
 
 
-class Arm:
-    """One rank of FreeScale. `step` trains on the next batch; it is a collective."""
+class Running:
+    """One rank at work. Subclasses set `pipeline` and `_steps`, the iterator of its results."""
+
+    pipeline: freescale.Pipeline
+    _steps: Iterator[StepResult]
+
+    def step(self) -> float:
+        """Trains a step, a collective. Returns its loss: the mean over the samples of all ranks."""
+        return float(self.begin_step())
+
+    def begin_step(self) -> Tensor:
+        """The same without reading the loss, which would wait for the device."""
+        return next(self._steps).total
+
+    def quiet(self) -> None:
+        wait_for_lanes(self.pipeline)
+
+
+class Arm(Running):
+    """One rank of FreeScale."""
 
     def __init__(
         self,
@@ -155,26 +174,5 @@ class Arm:
         )
         self._steps = self.pipeline.run(feed(workload, rank, world, **fed))
 
-    def step(self) -> float:
-        """Trains a step. Returns its loss: the mean over the samples of all ranks."""
-        return float(self.begin_step())
-
-    def begin_step(self) -> Tensor:
-        """The same without reading the loss, which would wait for the device."""
-        return next(self._steps).total
-
-    def quiet(self) -> None:
-        wait_for_lanes(self.pipeline)
-
     def close(self) -> None:
         self.transport.gather_bytes(b"")
-
-
-def build(
-    workload: Workload,
-    rank: int,
-    world: int,
-    schedule: str | Callable[..., Schedule] = "serial",
-    **options: Any,
-) -> Arm:
-    return Arm(workload, rank, world, schedule, **options)

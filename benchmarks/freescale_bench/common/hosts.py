@@ -103,20 +103,12 @@ class Network:
                     subprocess.Popen(command, env=os.environ | own, start_new_session=True)
                 )
             limit = time.monotonic() + timeout
-            while any(process.poll() is None for process in started):
-                failed = [rank for rank, process in enumerate(started) if process.poll()]
-                if failed or time.monotonic() > limit:
-                    raise SystemExit(
-                        f"{function.__name__} failed on host {failed}"
-                        if failed
-                        else f"{function.__name__} took over {timeout:.0f} s"
-                    )
+            while any(process.poll() != 0 for process in started):
+                if failed := [rank for rank, process in enumerate(started) if process.poll()]:
+                    raise SystemExit(f"{function.__name__} failed on hosts {failed}")
+                if time.monotonic() > limit:
+                    raise SystemExit(f"{function.__name__} took over {timeout:.0f} s")
                 time.sleep(0.2)
-            if any(process.returncode for process in started):
-                raise SystemExit(
-                    f"{function.__name__} failed on hosts "
-                    f"{[rank for rank, process in enumerate(started) if process.returncode]}"
-                )
             return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 
@@ -144,9 +136,13 @@ def _list_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def can_open_hosts() -> bool:
+    return os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("tc"))
+
+
 @contextmanager
 def open_hosts(count: int, rate: str = RATE) -> Iterator[Network]:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+    if not can_open_hosts():
         raise SystemExit("separate hosts need root and iproute2 (ip, tc)")
     network = Network(count, rate)
     before = signal.signal(signal.SIGTERM, _leave)

@@ -83,26 +83,25 @@ def format_claims(used: Results, folder: str) -> str:
             f"{format_number(entry['measured'], 4)} {entry['unit']}".strip(),
             "met" if entry["holds"] else "**missed**",
         )
-        for result in used.values()
-        for entry in result["claims"]
+        for _, entry in _list_claims(used)
     ]
     return format_table(used, folder, ("", "target", "measured", ""), rows)
 
 
+def _list_claims(used: Results, missed: bool = False) -> list[tuple[str, Mapping[str, Any]]]:
+    """(result, claim) of all claims, or of those that were missed."""
+    claims = [(name, entry) for name, result in used.items() for entry in result["claims"]]
+    return [(name, entry) for name, entry in claims if not (missed and entry["holds"])]
+
+
 def format_verdict(used: Results) -> str:
     """Summarizes all claims in a sentence."""
-    missed = [
-        f"{name}: {entry['claim']}"
-        for name, result in used.items()
-        for entry in result["claims"]
-        if not entry["holds"]
-    ]
+    missed = [f"{name}: {entry['claim']}" for name, entry in _list_claims(used, missed=True)]
     return f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met."
 
 
 def format_missed(used: Results, folder: str) -> str:
     """Formats every missed target of all results."""
-    claims = [(name, entry) for name, result in used.items() for entry in result["claims"]]
     rows = [
         (
             entry["claim"],
@@ -110,8 +109,7 @@ def format_missed(used: Results, folder: str) -> str:
             f"{format_number(entry['measured'])} {entry['unit']}",
             f"[{name}]({folder}/{name}.json)",
         )
-        for name, entry in claims
-        if not entry["holds"]
+        for name, entry in _list_claims(used, missed=True)
     ]
     table = format_rows(("", "target", "measured", "raw data"), rows)
-    return f"{table}\n\n*{len(rows)} of {len(claims)} targets; the others are met.*"
+    return f"{table}\n\n*{len(rows)} of {len(_list_claims(used))} targets; the others are met.*"

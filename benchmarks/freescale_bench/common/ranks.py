@@ -3,6 +3,7 @@ equal parts of it through CUDA's MPS, which runs only during the benchmark."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +24,12 @@ from freescale.transport.shared_gpu import PART, list_settings
 from freescale_bench.common.repository import package_path
 
 _CONTROL = "nvidia-cuda-mps-control"
+
+
+def require_gpu(device: str) -> None:
+    """Raises ValueError if `device` is cuda and there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; --device cpu runs tiny sizes, to try the code")
 
 
 def start_ranks(
@@ -44,12 +52,8 @@ def start_ranks(
     Raises:
         TimeoutError: the run took longer than `seconds` and was stopped.
     """
+    require_gpu(device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cuda" and not gpus:
-        raise ValueError(
-            "there is no GPU here; try the benchmark with --device cpu: tiny sizes, "
-            "times that say nothing"
-        )
     shared = 0 < gpus < ranks
     with ExitStack() as stack:
         divided = stack.enter_context(share_gpu(ranks)) if shared else {}
@@ -70,17 +74,11 @@ def start_ranks(
 def join(device: str, seconds: float, transport: str = "collective") -> ProcessGroupTransport:
     """Connects this process as a rank, on cuda:0 if ranks share a GPU, else on its own GPU.
     `seconds` limits every collective; `transport` as for `connect`."""
-    rank, ranks = (
-        int(os.environ["RANK"]),
-        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
-    )
+    require_gpu(device)
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     chosen = torch.device("cpu")
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "there is no GPU here; try the benchmark with --device cpu: tiny "
-                "sizes, times that say nothing"
-            )
         shared = torch.cuda.device_count() < ranks
         os.environ.update(list_settings(rank, ranks, shared))  # torchrun does not set them
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
@@ -89,13 +87,17 @@ def join(device: str, seconds: float, transport: str = "collective") -> ProcessG
     return joined
 
 
+def gather_json(transport: Transport, value: Any) -> list[Any]:
+    """Gathers a JSON value of every rank, in rank order. A collective."""
+    return [json.loads(part) for part in transport.gather_bytes(json.dumps(value).encode())]
+
+
 @contextmanager
 def open_rank(device: str, seconds: float) -> Iterator[tuple[Transport, Path]]:
     """Connects this process as a rank, or alone. Yields the transport and a folder that all
     ranks of the machine share. The ranks leave the block together. `seconds` limits every
     collective."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
+    require_gpu(device)
     transport: Transport = join(device, seconds, "auto") if is_rank() else connect(device)
     with tempfile.TemporaryDirectory() as temporary:
         # rank 0's folder, deleted after all ranks have left the block
@@ -120,11 +122,7 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
     environment = {**os.environ, **folders}
     try:
         # The daemon inherits open files: a pipe of ours would never close.
-        quiet = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-        }
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         begun = subprocess.run([control, "-d"], env=environment, timeout=30, check=False, **quiet)  # type: ignore[call-overload]
         if begun.returncode:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from freescale.ledger.machine import describe_machine, get_versions
-from freescale_bench.common.repository import find_commit, find_repository
+from freescale_bench.common.repository import find_commit, find_repository, require_repository
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -31,6 +32,20 @@ _OLD_COMMAND = re.compile(
 _SNAPSHOTS = re.compile(r"freescale bench snapshot(?: (restore))?")
 _OLD_WORDS = {"dense by parts": "dense partitioned"}
 _OLD_DENSE_SUMS = {"parts": "partitioned"}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile, and the number of values."""
+    ordered = sorted(values)
+    cuts = (
+        statistics.quantiles(ordered, n=10, method="inclusive") if len(ordered) > 1 else ordered * 9
+    )
+    return {
+        "median": statistics.median(ordered),
+        "p20": cuts[1],
+        "p80": cuts[7],
+        "repetitions": len(ordered),
+    }
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,16 @@ def show_claims(claims: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
+def describe_run(packages: Sequence[str] = (), commit: str | None = None) -> dict[str, Any]:
+    """Machine, versions, commit (the repository's by default) and date."""
+    return {
+        "machine": describe_machine(),
+        "versions": get_versions(*packages),
+        "commit": commit or find_commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
 def write(
     name: str,
     testbed: str,
@@ -121,10 +146,7 @@ def write(
     result = {
         "name": name,
         "command": command,
-        "machine": describe_machine(),
-        "versions": get_versions(*packages),
-        "commit": to.commit or find_commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **describe_run(packages, to.commit),
         **more,
         "rows": list(rows),
         "claims": list(claims),
@@ -148,6 +170,11 @@ def read_result(path: Path) -> Result:
             sums = row["options"]["dense_sums"]
             row["options"]["dense_sums"] = _OLD_DENSE_SUMS.get(sums, sums)
     return result
+
+
+def read_committed(name: str) -> Result:
+    """Reads NAME.json of the repository's results."""
+    return read_result(require_repository() / "benchmarks" / "results" / f"{name}.json")
 
 
 def update_command(command: str) -> str:

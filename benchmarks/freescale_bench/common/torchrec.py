@@ -30,6 +30,15 @@ def has_torchrec() -> bool:
     return found is not None and found.origin is not None and find_repository() is not None
 
 
+def require_torchrec() -> None:
+    """Raises ValueError without TorchRec."""
+    if not has_torchrec():
+        raise ValueError(
+            "TorchRec is not installed: on GPUs, install torchrec 1.6.1 and fbgemm-gpu 1.6.0 on "
+            "torch 2.11"
+        )
+
+
 def has_pec() -> bool:
     """Whether TorchRec has TrainPipelinePEC (1.9 and later)."""
     found = importlib.util.find_spec("torchrec")
@@ -94,8 +103,6 @@ def build_torchrec(
         cache: keep the table in unified memory, with this share of it cached on the GPU.
         ledger: record its collectives in FreeScale's ledger.
     """
-    # TorchRec's tracing makes torch.fx warn on every start.
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     arm = _import_arms("torchrec_arms").build(
         workload, rank, world, pipeline, deduplicate=deduplicate, device=device, cache=cache
     )
@@ -107,7 +114,6 @@ def build_torchrec_dlrm(
 ) -> Any:
     """Builds one rank of a TorchRec pipeline that trains DLRM. `shape`: a `Shape` of
     `freescale_bench.torchrec.dlrm`; `pipeline`: as in `build_torchrec`."""
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     _import_arms("torchrec_arms")  # before TorchRec: it silences its warnings
     arm = _import_arms("dlrm_arms").build(shape, rank, world, pipeline, device)
     return _import_arms("ledgered").Ledgered(arm, rank)
@@ -129,6 +135,8 @@ def _import_arms(module: str) -> Any:
     root = find_repository()
     if root is None:
         raise ValueError(f"{_ABSENT}: run this from a clone of it")
+    # TorchRec's tracing makes torch.fx warn on every start.
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     folder = str(root / "benchmarks" / "peers" / "torchrec")
     if folder not in sys.path:
         sys.path.append(folder)

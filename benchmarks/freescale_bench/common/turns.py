@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.ledger.merge import merge_step
-from freescale_bench.common.results import Row
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Row, spread
 
 EMBEDDING = ("ids", "rows", "gradients")  # kinds of collectives
 SERIAL = "serial"  # the reference arm

@@ -135,9 +135,17 @@ def _draw_by_logarithm(random: np.random.Generator, rows: int, count: int) -> np
             return drawn[first[:count]] * step % rows
 
 
-def _lengths(workload: Workload, random: np.random.Generator) -> np.ndarray:
-    drawn = np.exp(random.normal(np.log(workload.median_length), workload.sigma, workload.samples))
-    return np.clip(np.rint(drawn), 1, workload.maximum_length).astype(np.int64)
+def draw_lengths(
+    random: np.random.Generator, median: float, count: int, cap: int, sigma: float = 1.0
+) -> npt.NDArray[np.int64]:
+    """Draws log-normal lengths [count], from 1 to `cap`."""
+    drawn = np.exp(random.normal(np.log(median), sigma, count))
+    return np.clip(np.rint(drawn), 1, cap).astype(np.int64)
+
+
+def _lengths(workload: Workload, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    median, cap = workload.median_length, workload.maximum_length
+    return draw_lengths(random, median, workload.samples, cap, workload.sigma)
 
 
 def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from freescale.embedding.storage import DeviceStorage, TableRange
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.results import Destination, Row, at_most, show_claims, write
+from freescale_bench.common.turns import wait_idle
 
 WIDTH = {"cpu": 16, "cuda": 128}
 REPEATS = 20
@@ -120,10 +121,8 @@ def _use(storage: DynamicStorage, keys: Tensor, ledger: Ledger) -> None:
 
 def _time(device: torch.device, work: Callable[[], object]) -> float:
     """Returns the seconds until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_idle(device)
     begin = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_idle(device)
     return time.perf_counter() - begin

@@ -39,9 +39,16 @@ from freescale.ledger.machine import get_gpu_name
 from freescale.ledger.merge import merge_step
 from freescale.random import derive, integers
 from freescale.transport.api import Transport
-from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json, open_rank
+from freescale_bench.common.results import (
+    Destination,
+    Row,
+    Target,
+    make_claims,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.train.shapes import SHAPES, Shape
 from freescale_bench.train.trained import SMALL, WARMUP, WINDOW, Trained, list_batches, prepare
 
@@ -144,8 +151,7 @@ class StepBench:
         """Returns a row per arm, the same on every rank."""
         rows = []
         for arm, options in ARMS.items():
-            parts = self.transport.gather_bytes(json.dumps(self._measure_arm(options)).encode())
-            rows.append(join_ranks(arm, [json.loads(part) for part in parts]))
+            rows.append(join_ranks(arm, gather_json(self.transport, self._measure_arm(options))))
             if self.transport.rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
         return rows

@@ -63,15 +63,11 @@ def _place(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from freescale_bench.common.torchrec import continue_in_peer, has_torchrec
+    from freescale_bench.common.torchrec import continue_in_peer, require_torchrec
 
     if options.device == "cpu" and (status := continue_in_peer("host_tables", words)) is not None:
         return status
-    if not has_torchrec():
-        raise ValueError(
-            "TorchRec is not installed: on GPUs, install torchrec 1.6.1 and fbgemm-gpu 1.6.0 on "
-            "torch 2.11"
-        )
+    require_torchrec()
     from freescale_bench.host_tables import peer
 
     chosen = peer.choose_comparison(

@@ -28,9 +28,16 @@ from freescale.embedding.host_tables.storage import CachedStorage
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.machine import get_gpu_name
 from freescale.transport.api import Transport
-from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json, open_rank
+from freescale_bench.common.results import (
+    Destination,
+    Row,
+    Target,
+    make_claims,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.common.turns import read_peak_memory, read_resident_memory, wait_idle
 from freescale_bench.host_tables.setting import COUNTERS, Setting
 from freescale_bench.train.trained import Trained, list_batches, prepare
@@ -82,8 +89,7 @@ class Bench:
         rows = []
         for arm, placement in self.setting.list_placements().items():
             for popularity, mine in self._measure_place(placement):
-                parts = self.transport.gather_bytes(json.dumps(mine).encode())
-                ranks = [json.loads(part) for part in parts]
+                ranks = gather_json(self.transport, mine)
                 rows.append(join_ranks(f"{popularity} {arm}", ranks, self.setting.items))
                 self.say(f"{popularity} {arm}", json.dumps(rows[-1]))
         return rows

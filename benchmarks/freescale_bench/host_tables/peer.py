@@ -26,12 +26,19 @@ from torch import Tensor
 from freescale.embedding.host_tables.tiers import Host, parse_bytes
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common import arm as ours
+from freescale_bench.common.arm import Arm
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import (
+    Destination,
+    Row,
+    Target,
+    make_claims,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.common.torchrec import build_torchrec
-from freescale_bench.common.turns import read_resident_memory
+from freescale_bench.common.turns import read_resident_memory, wait_idle
 from freescale_bench.common.workload import Workload
 from freescale_bench.host_tables.setting import COUNTERS
 from freescale_bench.train.trained import WINDOW
@@ -110,7 +117,7 @@ def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], 
         return peer.progress, None
     size = int(parse_bytes(comparison.size) * comparison.cache)
     tier = Host(size, direct=place.endswith("direct"))
-    arm = ours.build(
+    arm = Arm(
         workload,
         0,
         1,
@@ -126,24 +133,20 @@ def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], 
 def measure_arm(name: str, comparison: Comparison) -> Row:
     """Measures an arm in this process, and returns its row."""
     samples, cuda = comparison.make_workload().samples, comparison.device == "cuda"
-
-    def wait() -> None:
-        if cuda:
-            torch.cuda.synchronize()
-
+    device = torch.device(comparison.device)
     begin = time.perf_counter()
     step, ledger = build_arm(name, comparison)
-    wait()
+    wait_idle(device)
     built = time.perf_counter() - begin
     losses = [step() for _ in range(WARMUP)]
-    wait()
+    wait_idle(device)
     if ledger is not None:
         ledger.drain()
     windows: list[float] = []
     for _ in range(comparison.steps // WINDOW):
         begin = time.perf_counter()
         losses += [step() for _ in range(WINDOW)]
-        wait()
+        wait_idle(device)
         windows.append(1e3 * (time.perf_counter() - begin) / WINDOW)
     row: Row = {
         "arm": name,

@@ -45,22 +45,19 @@ class Setting:
     @property
     def items(self) -> int:
         """Rows of the table, over all ranks."""
-        width = self._find_shape().width
+        width = find_shape(self.shape).width
         return parse_bytes(self.size) * self.ranks // (width * 4 * ROW_NUMBERS)
 
     def make_shape(self) -> Shape:
         """The shape with enough batches for the whole run: no epoch repeats ids."""
         batches = WARMUP + self.steps + WINDOW
         return replace(
-            self._find_shape(),
+            find_shape(self.shape),
             items=self.items - 1,
             samples=self.samples * self.ranks,
             batches=batches,
             users=0,
         )
-
-    def _find_shape(self) -> Shape:
-        return find_shape(self.shape)
 
     def as_arguments(self) -> list[str]:
         """Returns the command line of this setting."""

@@ -7,19 +7,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from freescale.kernels.dispatch.versions import has_triton
-from freescale.ledger.machine import describe_machine, get_gpu_name, get_versions
+from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.markdown import format_rows
-from freescale_bench.common.results import Destination, make_claims, write
+from freescale_bench.common.ranks import require_gpu
+from freescale_bench.common.results import Destination, Target, describe_run, make_claims, write
 from freescale_bench.kernels.attention import measure_attention
-from freescale_bench.kernels.claims import list_targets
 from freescale_bench.kernels.launches import measure_launches
 from freescale_bench.kernels.layers import measure_layers, measure_pieces
 from freescale_bench.kernels.measure import Bench
@@ -47,11 +46,7 @@ def measure_kernels(
             "the kernels are written in Triton, which is not installed here: "
             "pip install 'freescale[triton]' (Linux only)"
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "there is no GPU here; try the benchmark with --device cpu: tiny sizes, "
-            "through Triton's interpreter"
-        )
+    require_gpu(device)
     if device == "cpu":
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
@@ -105,13 +100,44 @@ def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Des
     )
 
 
+def list_targets() -> Iterator[Target]:
+    for name in ("gather", "sgd", "adagrad", "rowwise_adagrad", "adam"):
+        yield Target(
+            f"{name}, % of ceiling",
+            f"{name} of 1,000,000 random rows of 128 floats, of copy bandwidth",
+            70,
+            "%",
+        )
+    for way, width, rate in (
+        ("forward", 128, 420),
+        ("backward", 128, 474),
+        ("forward", 64, 300),
+        ("backward", 64, 200),
+    ):
+        text = f"attention {way}, 4 x 16,384 tokens, 4 heads of {width}"
+        yield Target(f"attention {way}, full, {width} wide, TFLOP/s", text, rate, "TFLOP/s")
+        text = f"attention {way}, 4 heads of {width}, log-normal lengths, of the full-length rate"
+        yield Target(f"attention {way}, {width} wide, log-normal % of full", text, 85, "%")
+    text = "attention backward, 32 x 4,099 tokens, 4 heads of 256"
+    yield Target("attention backward, fixed, wide, ms", text, 8.25, "ms", at_least=False)
+    for width in (64, 128):
+        for way in ("forward", "backward"):
+            text = f"attention {way}, 32 x 4,096 tokens, 4 heads of {width}: time with both biases"
+            name = f"attention {way}, {width} wide, biases, times without"
+            yield Target(name, f"{text}, of that without", 2, "times", at_least=False)
+    text = "HSTU layer forward + backward, log-normal lengths up to 21,000, faster than eager"
+    yield Target("layer, times faster", text, 5, "times")
+    text = "peak memory of a layer per token, at 21,000 of that at 5,250"
+    yield Target(
+        "layer, memory per token, longest over a quarter of it", text, 1.05, "times", at_least=False
+    )
+
+
 def _write_rows(output: Path, device: str, bench: Bench, figures: dict[str, float]) -> None:
     result = {
         "name": "kernels",
         "device": device,
-        "machine": describe_machine(),
-        "versions": get_versions("triton", "freescale"),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **describe_run(["triton", "freescale"]),
         "ceilings": bench.ceilings,
         "rows": bench.rows,
         "figures": figures,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 
 LEFT, WIDTH, ROW, TOP = 400, 360, 20, 46
 OURS, PLAIN = "#4c78a8", "#f58518"
@@ -30,8 +30,8 @@ def find_shares(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | No
     return found
 
 
-def draw_shares(used: Mapping[str, Mapping[str, Any]]) -> str:
-    (result,) = used.values()
+def draw_shares(used: Results) -> str:
+    result = single(used)
     drawn = find_shares(result["rows"])
     height = TOP + len(drawn) * ROW + 30
     parts = svg.begin(LEFT + WIDTH + 110, height + 20)

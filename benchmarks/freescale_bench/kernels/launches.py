@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from freescale.kernels.jit.launch import launch_kernel
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import spread
 from freescale_bench.kernels.measure import Bench, Call
 
 LAUNCHES, TURNS = 200, 15

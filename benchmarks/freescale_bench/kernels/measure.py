@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import spread
 
 Call = Callable[[], Any]
 # cpu: only to try the code, in Triton's interpreter.

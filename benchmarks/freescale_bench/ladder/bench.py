@@ -9,14 +9,12 @@ would replicate a table this small.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from freescale_bench.common.hosts import RATE, Loopback, open_hosts
+from freescale_bench.common.hosts import RATE, Loopback, can_open_hosts, open_hosts
 from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import has_pec, has_torchrec
 from freescale_bench.common.workload import Workload
@@ -155,7 +153,7 @@ def compare_short() -> None:
 @contextmanager
 def open_testbed() -> Iterator[tuple[Run, str]]:
     """Yields a function that runs another on every rank, and the testbed's name."""
-    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
+    if can_open_hosts():
         with open_hosts(WORLD) as network:
             yield network.run, "hosts"
         return

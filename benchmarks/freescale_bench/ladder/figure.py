@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 from freescale_bench.ladder.rungs import FULL, PERMUTED, PRODUCT, SERIAL, SPARSE_DIST, explain_rungs
 
-Results = Mapping[str, Mapping[str, Any]]
 _EXACT = 1e-9  # relative loss difference at the start of the axis
 
 
@@ -90,7 +90,7 @@ def choose_ink(arm: str) -> str:
 
 def draw_ladder(used: Results) -> str:
     """Draws the ladder of one result."""
-    (result,) = used.values()
+    result = single(used)
     rows = result["rows"]
     peer = find_peer(rows)
     left, wide = 226.0, 250.0

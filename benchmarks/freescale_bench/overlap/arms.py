@@ -7,7 +7,6 @@ kernels of different groups would wait for each other, in any order.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -25,7 +24,9 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.lane import Lane
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json
+from freescale_bench.common.results import spread
+from freescale_bench.common.turns import wait_idle
 
 SECONDS = 60.0  # limit of a collective
 # Sizes are bytes of a rank's tensor, including its own part. cpu: only to try the code.
@@ -136,14 +137,11 @@ class Bed:
 
     def gathered(self, value: Any) -> list[Any]:
         """Gathers the values of all ranks, in rank order."""
-        return [
-            json.loads(part) for part in self.collective.gather_bytes(json.dumps(value).encode())
-        ]
+        return gather_json(self.collective, value)
 
     def idle(self) -> None:
         """Waits until the device is idle."""
-        if self.cuda:
-            torch.cuda.synchronize()
+        wait_idle(self.device)
 
     # ---- messages
 

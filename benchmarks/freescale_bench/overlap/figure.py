@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 
-Results = Mapping[str, Mapping[str, Any]]
 HIGH = 11  # of a bar, including the gap below
 DEFAULT, BEST = "nccl, as it is", "nccl, at the channel limit that slows least"
 
@@ -28,7 +28,7 @@ def find_arms(rows: list[Mapping[str, Any]]) -> dict[str, float]:
 
 def draw_overlap(used: Results) -> str:
     """Draws a group of bars per compute, and a bar per way to communicate."""
-    (result,) = used.values()
+    result = single(used)
     cases: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["rows"]:
         if "slower_percent" in row and row["group"] in ("products", "layer"):

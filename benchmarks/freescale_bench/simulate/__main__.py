@@ -15,14 +15,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recovery", default="this-machine", help="recovery: costs of a failure")
     options = parser.parse_args(arguments)
     to = read_destination(options)
-    from freescale_bench.simulate.bench import bench_paper
+    from freescale_bench.simulate.bench import bench_paper, bench_recovery
     from freescale_bench.simulate.validation import validate
 
     if options.part == "paper":
         bench_paper(options.most, to)
     elif options.part == "recovery":
-        from freescale_bench.simulate.recovery import bench_recovery
-
         bench_recovery(options.recovery, to)
     else:
         validate(to)

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from freescale_bench.common.committed import read_committed as read
 from freescale_bench.common.repository import require_repository
+from freescale_bench.common.results import read_committed as read
+from freescale_bench.common.workload import draw_lengths
 
 
 def make_curve(quadratic: float, linear: float) -> dict[str, float]:
@@ -79,12 +80,9 @@ def derive_testbed_c(rows: dict[str, float]) -> None:
     shape, per_rank = data["shape"], []
     for rank in range(4):  # as balance.measured.make_batches
         for number in range(2, data["steps"]):
-            draws = np.exp(
-                np.random.default_rng((7, rank, number)).normal(
-                    np.log(shape["median"]), 1.0, shape["samples"]
-                )
-            )
-            length = np.clip(np.rint(draws), 1, shape["cap"])
+            random = np.random.default_rng((7, rank, number))
+            drawn = draw_lengths(random, shape["median"], shape["samples"], shape["cap"])
+            length = drawn.astype(float)
             per_rank.append(((length**2).sum(), length.sum()))
     squares, tokens = np.mean(per_rank, axis=0)
     ways = {}
@@ -184,17 +182,8 @@ def derive_testbed_a() -> None:
         jitter=deviation / float(np.hypot(spans["forward"], spans["backward"])),
         every_step=spans["data"] + spans["agree"] + unknown,
     )
-    print(
-        "lost",
-        lost,
-        "share",
-        share,
-        "slowdown",
-        slowdown,
-        "known",
-        known,
-        serial["step_ms"]["median"],
-    )
+    step = serial["step_ms"]["median"]
+    print(f"lost {lost}, share {share}, slowdown {slowdown}, known {known} of {step} ms")
 
 
 if __name__ == "__main__":

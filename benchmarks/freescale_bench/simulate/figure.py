@@ -7,8 +7,8 @@ from typing import Any
 
 from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 
-Results = Mapping[str, Mapping[str, Any]]
 INKS = {
     BASE: svg.RED,
     f"{BASE}, ids deduplicated": "#e377c2",
@@ -70,14 +70,14 @@ def make_axes_over_collisions(rows: Sequence[Mapping[str, Any]]) -> svg.Axes:
 
 
 def draw_simulate(used: Results) -> str:
-    (result,) = used.values()
+    result = single(used)
     rows = result["rows"]
     gpus = [
         (row["gpus"], _shorten(row["gpus"]))
         for row in rows
         if row["figure"] == "by GPUs" and row["arm"] == BASE
     ]
-    single = [row for row in rows if row["figure"] == "one sample"]
+    one_sample = [row for row in rows if row["figure"] == "one sample"]
     base = {
         row["gpus"]: row["samples_per_second"]
         for row in rows
@@ -86,7 +86,7 @@ def draw_simulate(used: Results) -> str:
     balanced = [
         svg.Line(
             "serial + balancing",
-            [(row["gpus"], row["straggler_percent"]) for row in single],
+            [(row["gpus"], row["straggler_percent"]) for row in one_sample],
             INKS["serial + balancing"],
             predicted=True,
         )
@@ -109,7 +109,7 @@ def draw_simulate(used: Results) -> str:
         svg.Axes(
             "straggler %, 8,192 samples in all",
             "GPUs",
-            [(row["gpus"], _shorten(row["gpus"])) for row in single],
+            [(row["gpus"], _shorten(row["gpus"])) for row in one_sample],
             balanced,
         ),
     ]

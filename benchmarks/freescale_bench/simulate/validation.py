@@ -18,8 +18,8 @@ from freescale.simulate.network import Network, load_preset
 from freescale.simulate.output import collect_run
 from freescale.simulate.simulator import Cluster, Setting, simulate
 from freescale.simulate.workload import Demand, Rows, SmallTable
-from freescale_bench.common.committed import read_committed
-from freescale_bench.common.results import Destination, Row, at_most, write
+from freescale_bench.common.results import Destination, Row, at_most, read_committed, write
+from freescale_bench.common.workload import draw_lengths
 
 STEP, POINTS = 10.0, 2.0  # targets: percent of the step time; points of the step
 
@@ -128,12 +128,9 @@ def compare_hstu(
     shape, world = data["shape"], data["rows"][0]["ranks"]
     lengths = []
     for number in range(data["steps"]):
-        draws = [np.random.default_rng((7, rank, number)) for rank in range(world)]
-        drawn = [
-            np.exp(random.normal(np.log(shape["median"]), 1.0, shape["samples"]))
-            for random in draws
-        ]
-        lengths.append(np.clip(np.rint(np.stack(drawn)), 1, shape["cap"]))
+        streams = [np.random.default_rng((7, rank, number)) for rank in range(world)]
+        sizes = shape["median"], shape["samples"], shape["cap"]
+        lengths.append(np.stack([draw_lengths(random, *sizes) for random in streams]).astype(float))
     precision = "bf16" if testbed == "C" else "fp32"
     model = Model(shape["width"], shape["layers"], shape["heads"], precision, shape["cap"])
     # Ids are uniform: history and targets of a rank read this many items.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from freescale.pipeline.staged import Staged
-from freescale_bench.common.arm import build
+from freescale_bench.common.arm import Arm
 from freescale_bench.common.torchrec import build_torchrec
 from freescale_bench.common.turns import read_peak_memory, take_turns
 from freescale_bench.common.workload import Workload
@@ -23,9 +23,9 @@ TORCHREC, DEDUPLICATED = (
 def build_arm(name: str, workload: Workload, rank: int, world: int) -> Any:
     """Builds an arm: an object with `step`, `quiet` and a ledger."""
     if name in (SERIAL, STAGED):
-        return build(workload, rank, world, name)
+        return Arm(workload, rank, world, name)
     if name == STALE:
-        return build(workload, rank, world, partial(Staged, masks=no_collisions))
+        return Arm(workload, rank, world, partial(Staged, masks=no_collisions))
     return build_torchrec(workload, rank, world, "sparse_dist", deduplicate=name == DEDUPLICATED)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from freescale.simulate.verdict import ALL
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results
 from freescale_bench.simulate.figure import make_axes_over_collisions
 
-Results = Mapping[str, Mapping[str, Any]]
 INK = {"serial": svg.GREY, "TorchRec": svg.RED, "stale": svg.TEAL, "staged": "#2f4b7c"}
 NAMES = {
     "serial": "serial",

@@ -10,7 +10,6 @@ of the bytes. NCCL runs over loopback sockets here: its speed says nothing about
 from __future__ import annotations
 
 import gc
-import json
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.pipeline.staged import Staged
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.arm import Arm
-from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.ranks import gather_json, join, start_ranks
 from freescale_bench.common.results import Destination, Row, at_most, write
 from freescale_bench.common.turns import make_rows, time_turns, wait_idle
 from freescale_bench.common.workload import Workload
@@ -76,8 +75,7 @@ def measure_arms(transport: ProcessGroupTransport, turns: int, each: int) -> lis
     gc.collect()
     arms = {name: build_arm(name, transport) for name in ("serial", "staged", "stale")}
     found = time_turns(arms, transport.device, turns, each)
-    mine = json.dumps({"found": found, "peaks": peaks | {"stale": 0}}).encode()
-    everyone = [json.loads(part) for part in transport.gather_bytes(mine)]
+    everyone = gather_json(transport, {"found": found, "peaks": peaks | {"stale": 0}})
     if transport.rank:
         return []
     on_gpu = transport.device.type == "cuda"
@@ -101,17 +99,8 @@ def report(rows: list[Row], world: int, turns: int, to: Destination | None) -> N
     workload = SHAPES["cuda"]
     tokens = workload.samples * workload.maximum_length
     batch = tokens * (8 + 4 * workload.width)
-    extra = (
-        max(
-            b - a
-            for a, b in zip(
-                serial["peak_memory_bytes_per_rank"],
-                staged["peak_memory_bytes_per_rank"],
-                strict=True,
-            )
-        )
-        / batch
-    )
+    peaks = (row["peak_memory_bytes_per_rank"] for row in (serial, staged))
+    extra = max(b - a for a, b in zip(*peaks, strict=True)) / batch
     claims.append(
         at_most(
             "staged: peak memory above serial's, in batches of ids and rows", 1.1, extra, "batches"

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale.ledger.merge import merge_step
-from freescale_bench.common.results import Claim, at_least, at_most
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Claim, at_least, at_most, spread
 from freescale_bench.common.turns import EMBEDDING
 from freescale_bench.staged.arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
 

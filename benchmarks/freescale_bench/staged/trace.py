@@ -11,15 +11,12 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from freescale.ledger.machine import describe_machine
 from freescale_bench.common import drawing as svg
-from freescale_bench.common.committed import read_committed
 from freescale_bench.common.hosts import open_hosts
-from freescale_bench.common.repository import find_commit
+from freescale_bench.common.results import describe_run, read_committed
 from freescale_bench.common.turns import EMBEDDING
 from freescale_bench.common.workload import Workload
 from freescale_bench.staged.arms import SERIAL, STAGED, measure
@@ -161,12 +158,10 @@ def draw_trace() -> str:
     parts.append(
         '<defs><pattern id="stopped" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)">'
-    )
-    parts.append(
         '<rect width="6" height="6" fill="#fff"/><line x1="0" y1="0" x2="0" y2="6" '
         'stroke="#d62728" stroke-width="3"/>'
+        "</pattern></defs>"
     )
-    parts.append("</pattern></defs>")
     parts += draw_band(picked[SERIAL], False, 46, scale, "serial")
     parts += draw_band(picked[STAGED], True, second, scale, "staged, 10 % collisions")
     base = second + 3 * (TRACK + GAP) + 14
@@ -181,19 +176,8 @@ def draw_trace() -> str:
         fill = "url(#stopped)" if name == "wait" else COLOURS[name]
         parts.append(svg.rect(x, y, 13, 13, fill))
         parts.append(svg.text(x + 18, y + 11, "compute stopped" if name == "wait" else name))
-    about = {
-        "machine": describe_machine(),
-        "commit": find_commit(),
-        "date": datetime.now(UTC).isoformat(),
-    }
-    parts.append(
-        svg.text(
-            MARGIN,
-            height - 8,
-            f"Measured, one rank of two: {svg.describe_origin(about)}",
-            style=svg.SMALL,
-        )
-    )
+    origin = f"Measured, one rank of two: {svg.describe_origin(describe_run())}"
+    parts.append(svg.text(MARGIN, height - 8, origin, style=svg.SMALL))
     return svg.finish(parts)
 
 

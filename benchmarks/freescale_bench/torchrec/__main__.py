@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from freescale_bench.common.options import add_turns, make_parser, read_destination, run_command
-from freescale_bench.common.torchrec import continue_in_peer, has_torchrec
+from freescale_bench.common.torchrec import continue_in_peer, require_torchrec
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,11 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpus = options.device == "cuda" and not options.trial
     if not on_gpus and (status := continue_in_peer("torchrec", words)) is not None:
         return status
-    if not has_torchrec():
-        raise ValueError(
-            "TorchRec is not installed: on GPUs, install torchrec 1.6.1 and fbgemm-gpu 1.6.0 on "
-            "torch 2.11"
-        )
+    require_torchrec()
     if options.what == "parity":
         from freescale_bench.torchrec.parity import bench_parity
 

@@ -7,13 +7,12 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import freescale
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
 from freescale.torchrec import Pipeline, parallelize
-from freescale_bench.common.arm import WaitLedger, open_transport, wait_for_lanes
+from freescale_bench.common.arm import Running, WaitLedger, open_transport
 from freescale_bench.common.torchrec import build_torchrec_dlrm
 from freescale_bench.common.turns import time_turns
 from freescale_bench.torchrec.dlrm import (
@@ -28,7 +27,7 @@ from freescale_bench.torchrec.dlrm import (
 OURS, TORCHREC = "freescale", "TorchRec TrainPipelineSparseDist"
 
 
-class Arm:
+class Arm(Running):
     """One rank of FreeScale, with the defaults of `freescale.connect` and of the pipeline."""
 
     def __init__(
@@ -48,17 +47,6 @@ class Arm:
         dense = torch.optim.SGD(self.sharded.dense_parameters(), lr=DENSE_LR)
         self.pipeline = Pipeline(self.sharded, dense)
         self._steps = self.pipeline.run(itertools.cycle(list_batches(shape, rank, world)))
-
-    def step(self) -> float:
-        """The loss of this step: the mean over the samples of all ranks."""
-        return float(self.begin_step())
-
-    def begin_step(self) -> Tensor:
-        """The same, not read yet: reading waits for a device."""
-        return next(self._steps).total
-
-    def quiet(self) -> None:
-        wait_for_lanes(self.pipeline)
 
 
 def build_arm(

@@ -10,7 +10,6 @@ where NCCL runs over loopback sockets.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,9 +20,16 @@ from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
 from freescale_bench.common.hosts import RATE, open_hosts
-from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Claim, Destination, Row, at_least, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json, join, start_ranks
+from freescale_bench.common.results import (
+    Claim,
+    Destination,
+    Row,
+    at_least,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.torchrec.arms import OURS, TORCHREC, measure
 from freescale_bench.torchrec.dlrm import Shape
 
@@ -163,9 +169,9 @@ def bench_on_gpus(
         shape = shape_of(base, factor)
         where = str(transport.device)
         found = measure(transport.rank, transport.world, shape, turns, each, where)
-        gathered = transport.gather_bytes(json.dumps(found).encode())
+        everyone = gather_json(transport, found)
         if transport.rank == 0:
-            rows += summarize(factor, shape, [json.loads(part) for part in gathered])
+            rows += summarize(factor, shape, everyone)
             if not trial:  # after each factor: an interrupted run keeps its results
                 _write_gpus(transport.world, turns, each, rows, to)
     if trial and transport.rank == 0:

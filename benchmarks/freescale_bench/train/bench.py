@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from freescale.ledger.machine import get_gpu_name
 from freescale.train.device_figures import watch_compilations
+from freescale_bench.common.ranks import require_gpu
 from freescale_bench.common.results import Destination, Target, make_claims, write
 from freescale_bench.train.measure import measure_shape
 from freescale_bench.train.shapes import SHAPES
@@ -101,8 +100,7 @@ def collect_figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def bench_train(
     names: Sequence[str], device: str, peer: Path | None, keep: bool, to: Destination
 ) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
+    require_gpu(device)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         rows, details = measure_train(names or list(SHAPES), device, folder)

@@ -17,10 +17,10 @@ from freescale.ledger.device_profile import read_profile
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback, RunView
 from freescale.train.trainer import Trainer
-from freescale_bench.common.spread import spread
-from freescale_bench.train.files import write_interactions
+from freescale_bench.common.results import spread
+from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.flops import count_flops, count_flops_as_nvidia
-from freescale_bench.train.shapes import Shape
+from freescale_bench.train.shapes import Shape, write_interactions
 
 WINDOW = 10  # steps, as many as between two log lines
 PROFILED = 5  # steps, after the timed ones
@@ -42,37 +42,32 @@ class _Watch(Callback):
 
     def on_step(self, trainer: RunView, step: StepResult) -> None:
         number, shape = step.step, self._shape
-        cuda = trainer.transport.device.type == "cuda"
+        device = trainer.transport.device
         if number == 1:
-            self._wait(cuda)
+            wait_idle(device)
             self.first_step = time.perf_counter() - self._begin
             self.compiled_first = len(self._list_compiled())
         if shape.warmup <= number <= self.timed and (number - shape.warmup) % WINDOW == 0:
-            self._wait(cuda)
+            wait_idle(device)
             self.marks.append(time.perf_counter())
         if number == self.timed:
             self.compiled_timed = len(self._list_compiled())
             for kernel in self._list_compiled()[self.compiled_first :]:
                 print(f"{shape.name}: compiled after step 1: {kernel}", file=sys.stderr)
-        if not cuda:
+        if device.type != "cuda":
             return
         if number == self.timed + 1:
             activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
-            self._wait(cuda)
+            wait_idle(device)
             self._began = time.perf_counter()
         if number == self.timed + 1 + PROFILED and self._profiler is not None:
-            self._wait(cuda)
+            wait_idle(device)
             wall = 1e3 * (time.perf_counter() - self._began)
             self._profiler.stop()
             self.profile = read_profile(self._profiler, PROFILED, wall)
             self._profiler = None
-
-    @staticmethod
-    def _wait(cuda: bool) -> None:
-        if cuda:
-            torch.cuda.synchronize()
 
 
 def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int) -> RunConfig:

@@ -25,9 +25,8 @@ from freescale.train.build import (
 )
 from freescale.transport.api import Transport
 from freescale_bench.common.turns import wait_idle
-from freescale_bench.train.files import write_interactions
 from freescale_bench.train.measure import build_config
-from freescale_bench.train.shapes import Shape
+from freescale_bench.train.shapes import Shape, write_interactions
 
 WARMUP, WINDOW = 20, 10  # steps; a window is timed as a whole
 AFTER = 3  # extra batches, for the stages that prepare ahead
