@@ -49,7 +49,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "examples").rglob("*.*")),
+    *sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix != ".pyc"),
 ]
 MODULES = [path for folder in (SOURCE, BENCHMARKS) for path in sorted(folder.rglob("*.py"))]
 TEXTS = [
