@@ -1,5 +1,5 @@
-"""`freescale bench all`: runs the benchmarks that this machine can one after another, and goes on
-when one fails."""
+"""`freescale bench all`: runs every benchmark that this machine supports, one after another. A
+failure does not stop the rest."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ FAILED, LEFT_OUT = "FAILED", "left out"
 
 @dataclass
 class Runner:
-    """Runs benchmarks of the repository at `root`, or of a package without one, with results in
-    `folder`."""
+    """Runs benchmarks from the repository at `root`, or from an installed package (None), and
+    writes results to `folder`."""
 
     root: Path | None
     folder: Path
     machine: Machine
-    peer: str | None = None  # the interpreter with TorchRec, once it is set up; empty: failed
-    # by name: what happened, and more of it
+    peer: str | None = None  # interpreter with TorchRec; None: not set up yet, empty: failed
+    # by name: (outcome, details)
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def run(self, benchmarks: Sequence[Benchmark], skip_done: bool) -> int:
-        """The exit status: 1 if one failed."""
+        """Returns the exit status: 1 if any benchmark failed."""
         waiting = []
         tree, here = find_commit(self.root), describe_machine()
         edited = find_last_change(self.root) if self.root else 0.0
@@ -65,10 +65,8 @@ class Runner:
                     else "the last"
                 )
                 print(
-                    (
-                        f"\n[{place + 1} of {len(waiting)}] {one.name}: about {one.minutes:g} min; "
-                        f"{after}"
-                    ),
+                    f"\n[{place + 1} of {len(waiting)}] {one.name}: about {one.minutes:g} min; "
+                    f"{after}",
                     flush=True,
                 )
                 self.outcomes[one.name] = self._run(one)
@@ -99,7 +97,7 @@ class Runner:
         if status:
             return FAILED, f"status {status} after {minutes}"
         if not result.exists() or result.stat().st_mtime_ns == before:
-            return FAILED, f"ended well after {minutes}, but wrote no {result.name}"
+            return FAILED, f"succeeded after {minutes}, but wrote no {result.name}"
         claims = json.loads(result.read_text(encoding="utf-8"))["claims"]
         hold = sum(entry["holds"] for entry in claims)
         return "done", f"{minutes}; {hold} of {len(claims)} claims hold; {result.name}"
@@ -110,7 +108,7 @@ class Runner:
         return [python, "-m", f"freescale_bench.{name}", *words, "--folder", str(self.folder)]
 
     def _start(self, command: Sequence[str]) -> int:
-        """The exit status of `command`."""
+        """Returns the exit status of `command`."""
         environment = {**os.environ, "PYTHONPATH": package_path()}
         return subprocess.run(command, cwd=self.root, env=environment, check=False).returncode
 
@@ -124,7 +122,7 @@ class Runner:
 
 
 def show_registry(benchmarks: Sequence[Benchmark], machine: Machine) -> None:
-    """What there is, and what of it would run here."""
+    """Prints every benchmark, and whether it can run here."""
     width = max(len(one.name) for one in benchmarks)
     for one in benchmarks:
         why = machine.find_lack(one)
@@ -134,7 +132,7 @@ def show_registry(benchmarks: Sequence[Benchmark], machine: Machine) -> None:
         )
     minutes = sum(one.minutes for one in benchmarks if not machine.find_lack(one))
     print(
-        f"about {minutes:g} min on this machine; TorchRec is set up when the first needs it",
+        f"about {minutes:g} min on this machine; TorchRec is set up when first needed",
         flush=True,
     )
 
@@ -142,17 +140,17 @@ def show_registry(benchmarks: Sequence[Benchmark], machine: Machine) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("all", __doc__)
     parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="this; may be given repeatedly"
+        "--only", action="append", default=[], metavar="NAME", help="run this one; repeatable"
     )
     parser.add_argument(
         "--skip-done",
         action="store_true",
-        help="leave out what this commit has measured on this machine: to go on after an end",
+        help="skip what this commit has already measured on this machine, to resume a run",
     )
     parser.add_argument(
-        "--list", action="store_true", help="show what there is and what would run; run nothing"
+        "--list", action="store_true", help="list the benchmarks, and which can run here"
     )
-    parser.add_argument("--file", help="Parquet for the benchmarks on real histories")
+    parser.add_argument("--file", help="Parquet file for the benchmarks on real histories")
     options = parser.parse_args(arguments)
     if options.file and not Path(options.file).is_file():
         parser.error(f"there is no file {options.file}")

@@ -1,5 +1,5 @@
-"""The pictures of the architecture: the way of a batch through the lanes of a rank, the layers of
-the library as pyproject.toml has them, and the tables with the phases of a request."""
+"""The architecture pictures: a batch passing through the lanes of a rank, the layers of the library
+from pyproject.toml, and the tables with the phases of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from freescale_bench.common import drawing as svg
 
 _WIDE, _LEFT, _ROW = 860, 96, 46
-# By lane: (begin, end, text, ink); a unit is the step of batch i.
+# By lane: (begin, end, text, ink), in units of the step of batch i.
 _LANES: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]] = (
     ("compute", ((0.0, 0.46, "forward i", svg.BLUE), (0.46, 0.9, "backward i", svg.BLUE))),
     ("main", ((0.9, 1.1, "dense sums, step", svg.GREY),)),
@@ -26,7 +26,7 @@ _LANES: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]] = (
     ),
     ("urgent", ((0.9, 1.03, "grads", svg.RED), (1.03, 1.16, "rows", svg.RED))),
 )
-# Layers that stand beside each other in the picture; the order is pyproject.toml's.
+# Layers left out of the picture: single modules rather than packages.
 _MODULES = {"__main__", "segments", "batch_codec", "sequences", "packed", "streams", "folders",
             "file_lock", "compiled", "worker_server", "pinning"}  # fmt: skip
 _ABOUT = {
@@ -39,7 +39,7 @@ _ABOUT = {
     "report": "the page of a run",
     "pipeline": "schedules: serial, staged, one rank",
     "compress": "thresholded activations",
-    "models": "HSTU, heads: not a word of ranks",
+    "models": "HSTU, heads: nothing about ranks",
     "embedding": "sharded tables, exchange, row optimizers",
     "balance": "costs, partitioners, exchange of samples",
     "transport": "process groups, hostwire",
@@ -52,7 +52,7 @@ _ABOUT = {
 
 
 def read_layers(root: Path) -> list[str]:
-    """The packages, from the highest layer to the lowest."""
+    """Lists the packages, from the highest layer to the lowest."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
     contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
     layers: list[str] = contracts[0]["layers"]
@@ -60,7 +60,7 @@ def read_layers(root: Path) -> list[str]:
 
 
 def draw_architecture(layers: Sequence[str]) -> str:
-    """Both parts, one above the other."""
+    """Draws both parts, one above the other."""
     lanes_high = 44 + _ROW * len(_LANES) + 54
     columns = 3
     rows = -(-len(layers) // columns)

@@ -1,5 +1,5 @@
-"""The command `freescale bench`: one subcommand for each benchmark, which reads its own options and
-is imported when it runs. pyproject.toml names it as an entry point of freescale."""
+"""The command `freescale bench`, an entry point of freescale (pyproject.toml). Each benchmark is a
+subcommand, which parses its own options and is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from freescale.cli.layout import CommandGroup
 from freescale_bench import BENCHMARKS
 
 _OTHERS = {
-    "all": "Run every benchmark that this machine can, one after another; --list shows them.",
-    "figures": "Draw figures and tables of the documents from the results; needs the repository.",
+    "all": "Run every benchmark that this machine supports, one after another; --list shows them.",
+    "figures": "Draw the documentation's figures and tables from results; needs the repository.",
 }
 
 
@@ -23,7 +23,7 @@ def bench() -> None:
 
 
 def _add(name: str, text: str, module: str) -> None:
-    # The words after the name, --help among them, are the benchmark's to read.
+    # The benchmark parses everything after its name, including --help.
     @bench.command(
         name, help=text, context_settings={"ignore_unknown_options": True, "help_option_names": []}
     )

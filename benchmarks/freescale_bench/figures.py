@@ -1,10 +1,10 @@
-"""`freescale bench figures`: every figure and every measured table of the documentation, from the
-files in benchmarks/results. Draws docs/figures/*.svg and fills the marked parts of README.md and
-the pages in docs; needs the repository.
+"""`freescale bench figures`: generates every figure and measured table of the documentation from
+benchmarks/results. Draws docs/figures/*.svg and fills the marked parts of README.md and the pages
+in docs. Needs the repository.
 
-A figure whose results are missing is left out, with a message; it is drawn when they are there. In
-the documents, what stands between `<!-- measured:NAME -->` and `<!-- /measured -->` is made here:
-do not edit it. staged/trace.py draws docs/figures/staged-trace.svg, from a run that it makes.
+A figure without results is left out, with a message. Text between `<!-- measured:NAME -->` and
+`<!-- /measured -->` in the documents is generated: do not edit it. docs/figures/staged-trace.svg is
+drawn by staged/trace.py, from its own run.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from freescale_bench.staged.table import format_staged, format_staged_gpu
 from freescale_bench.torchrec.table import format_torchrec
 from freescale_bench.train.table import format_train
 
-Part = Callable[[str], str]  # of a document, made for the way from it to the root
+Part = Callable[[str], str]  # makes a part of a document, given its relative path to the root
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of the documents.
+    """A picture of the documentation.
 
     Attributes:
-        about: what it shows: the picture's text in the documents.
-        files: the results it is made of, by name.
-        each: `files` is one pattern, and every file that fits it has a picture.
-        table: stands above the picture, and says where the numbers are from.
+        about: the picture's alternative text.
+        files: names of its results.
+        each: `files` is one pattern, and every matching file has its own picture.
+        table: printed above the picture, with the sources.
     """
 
     name: str
@@ -129,7 +129,7 @@ MEASURED = (
     "balance-measured-4ranks-h200",
     "balance-measured-8ranks-h200",
 )
-# By the name of their marker: the results that they are made of, and how.
+# By marker: names of the results, and the function that formats them.
 TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "headline": (headline.FILES, headline.format_headline),
     "defaults": (headline.DEFAULTS_FILES, headline.format_defaults),
@@ -173,13 +173,13 @@ def find_missing(files: Sequence[str], results: Path) -> list[str]:
 
 
 def read_results(names: Sequence[str], results: Path) -> Results:
-    """By their names, which may be patterns."""
+    """Reads results by name or pattern."""
     found = [path for name in names for path in sorted(results.glob(f"{name}.json"))]
     return {path.stem: read_result(path) for path in found}
 
 
 def draw(figure: Figure, results: Path) -> dict[str, tuple[str, Results]]:
-    """By the picture's name: the picture, and the results that it is made of."""
+    """Draws the pictures of a figure. Returns (picture, results), by the picture's name."""
     if figure.each:
         names = sorted(path.stem for path in results.glob(f"{figure.files[0]}.json"))
         every = {name: read_results([name], results) for name in names}
@@ -189,8 +189,8 @@ def draw(figure: Figure, results: Path) -> dict[str, tuple[str, Results]]:
 
 
 def show(figure: Figure, name: str, used: Results, depth: str) -> str:
-    """The picture in a document, and where its numbers are from. `depth`: from the document to the
-    root."""
+    """Formats a picture and its sources for a document. `depth`: relative path from the document to
+    the root."""
     folder = depth.removeprefix("../") if depth else "docs/"  # of the documents
     image = f"![{figure.about}]({folder}figures/{name}.svg)"
     if figure.table:
@@ -200,7 +200,8 @@ def show(figure: Figure, name: str, used: Results, depth: str) -> str:
 
 
 def make_everything(results: Path) -> tuple[dict[str, str], dict[str, Part], list[str]]:
-    """(pictures by file name, parts of documents by marker, what is left out)."""
+    """Returns (pictures by file name, parts of documents by marker, messages about what is left
+    out)."""
     pictures: dict[str, str] = {}
     parts: dict[str, Part] = {}
     left_out: list[str] = []
@@ -239,8 +240,7 @@ _MARKED = re.compile(r"(<!-- measured:([\w-]+) -->\n)(?:.*?\n)??(<!-- /measured 
 
 
 def fill(document: str, parts: Mapping[str, Part], depth: str) -> str:
-    """The document with its marked parts made anew; one whose results are missing stays as it
-    is."""
+    """Regenerates the marked parts of a document; parts without results stay unchanged."""
 
     def make(match: re.Match[str]) -> str:
         part = parts.get(match[2])
@@ -250,7 +250,7 @@ def fill(document: str, parts: Mapping[str, Part], depth: str) -> str:
 
 
 def find_documents(root: Path) -> list[tuple[Path, str]]:
-    """The pages that may have measured parts, and the way from each to the root."""
+    """Lists the pages that may have measured parts, and the relative path from each to the root."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     return [(page, "../" * (len(page.relative_to(root).parts) - 1)) for page in pages]
 
@@ -258,15 +258,14 @@ def find_documents(root: Path) -> list[tuple[Path, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("figures", __doc__, kept=False)
     parser.add_argument(
-        "--check", action="store_true", help="change nothing; status 1 if something would"
+        "--check", action="store_true", help="write nothing; exit status 1 if anything would change"
     )
     options = parser.parse_args(arguments)
     root = require_repository()
     pictures, parts, left_out = make_everything(root / "benchmarks" / "results")
     figures = root / "docs" / "figures"
     wanted = {figures / name: picture for name, picture in pictures.items()}
-    lengths = balance_figure.draw_lengths(128)
-    wanted[figures / "balance.svg"] = balance_figure.draw_balance(lengths, 8)
+    wanted[figures / "balance.svg"] = balance_figure.draw_balance(samples=128, ranks=8)
     wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
     wanted[figures / "tables.svg"] = draw_tables()
     for path, depth in find_documents(root):

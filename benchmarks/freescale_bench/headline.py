@@ -1,4 +1,4 @@
-"""The tables of the first screen: three numbers, and defaults next to TorchRec's defaults."""
+"""The tables of README's first screen: three numbers, and our defaults against TorchRec's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from freescale_bench.common.markdown import Results, fold, format_rows, format_s
 from freescale_bench.ladder.rungs import DEFAULTS, PRODUCT, SPARSE_DIST
 
 FILES = ("quality-together-h200", "train-h200", "ladder-paper-hosts")
-# Rows of the table of defaults: the ranks, the ladder of fixed steps, the ladder of the trainer.
+# Rows of the table of defaults: (ranks, paper ladder, train ladder).
 _PAIRS = (
     ("2 hosts, 200 Mbit/s", "ladder-paper-hosts", "ladder-short-hosts"),
     ("4 ranks sharing one H200", "ladder-paper-4ranks-h200", "ladder-train-4ranks-h200"),
@@ -19,7 +19,7 @@ DEFAULTS_FILES = ("train-h200", *(name for _, *pair in _PAIRS for name in pair))
 
 
 def format_headline(used: Results, folder: str) -> str:
-    """Quality, the speed of one GPU, and the speed of two hosts."""
+    """Formats quality, the speed of one GPU, and the speed of two hosts."""
     recipes, train, hosts = (used[name] for name in FILES)
     rows = [
         _compare_recipes(recipes),
@@ -32,7 +32,7 @@ def format_headline(used: Results, folder: str) -> str:
 
 
 def format_defaults(used: Results, folder: str) -> str:
-    """The defaults of `freescale train` next to TorchRec's, on the ladders that have both."""
+    """Formats the defaults of `freescale train` next to TorchRec's, on the ladders with both."""
     rows = [
         (where, *_pair(used[paper], DEFAULTS), *_pair(used[train], PRODUCT))
         for where, paper, train in _PAIRS

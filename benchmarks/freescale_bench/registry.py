@@ -1,5 +1,4 @@
-"""registry.toml, and which of its benchmarks can run on this machine. Decides; runs nothing
-(all.py does)."""
+"""registry.toml, and which of its benchmarks can run on this machine. all.py runs them."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from freescale_bench.common.hosts import can_open_hosts
 from freescale_bench.common.repository import find_repository
 
 _NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "repository")
@@ -20,7 +20,7 @@ _NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "repository")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """An entry of the registry; its comment says what the fields mean."""
+    """An entry of registry.toml, which documents the fields."""
 
     name: str
     command: str
@@ -33,22 +33,22 @@ class Benchmark:
         unknown = sorted(set(self.needs) - set(_NEEDS))
         if unknown:
             raise ValueError(
-                f"benchmark {self.name} needs {', '.join(unknown)}; what can be "
-                f"needed is {', '.join(_NEEDS)}"
+                f"benchmark {self.name} needs {', '.join(unknown)}; known needs are "
+                f"{', '.join(_NEEDS)}"
             )
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What benchmarks may need of a machine."""
+    """Properties of a machine that benchmarks may need."""
 
     cores: int
-    hosts: bool  # network namespaces can be made
-    gpu: str  # its short name, empty without one
+    hosts: bool  # network namespaces are possible
+    gpu: str  # short name; empty without a GPU
     gpus: int
     mps: bool
-    file: str | None  # of --file
-    repository: bool = True  # the package is part of a clone
+    file: str | None  # from --file
+    repository: bool = True  # the package is in a clone
 
     @staticmethod
     def inspect(file: str | None) -> Machine:
@@ -56,13 +56,10 @@ class Machine:
 
         from freescale.ledger.machine import get_gpu_name
 
-        hosts = (
-            os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
-        )
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return Machine(
             os.cpu_count() or 1,
-            hosts,
+            can_open_hosts(),
             get_gpu_name(),
             gpus,
             shutil.which("nvidia-cuda-mps-control") is not None,
@@ -75,19 +72,19 @@ class Machine:
         return "hosts" if self.hosts else "loopback"
 
     def find_lack(self, benchmark: Benchmark) -> str:
-        """Why it cannot run here; empty if it can, as far as one sees without trying."""
+        """Returns why a benchmark cannot run here; empty if it seems possible."""
         checks: dict[str, tuple[bool, str]] = {
-            "cores": (self.cores >= 2, "times two pinned ranks: it needs two cores"),
-            "hosts": (self.hosts, "makes hosts of its own: it needs root and iproute2 (ip, tc)"),
+            "cores": (self.cores >= 2, "pins two ranks: needs two cores"),
+            "hosts": (self.hosts, "sets up hosts: needs root and iproute2 (ip, tc)"),
             "gpu": (bool(self.gpu), "needs a GPU"),
             "file": (
                 self.file is not None,
-                ("needs real histories: --file online_retail_ii.parquet"),
+                "needs real histories: --file online_retail_ii.parquet",
             ),
-            "torchrec": (True, ""),  # seen when it is set up
+            "torchrec": (True, ""),  # checked during its setup
             "repository": (
                 self.repository,
-                "reads results that lie in the repository: run it from a clone",
+                "reads results in the repository: run it from a clone",
             ),
         }
         missing = next(
@@ -101,7 +98,7 @@ class Machine:
         return missing
 
     def name_result(self, benchmark: Benchmark) -> str:
-        """The file's name."""
+        """Returns the name of the result file."""
         return benchmark.result.format(gpu=self.gpu or "gpu", testbed=self.testbed)
 
 
@@ -115,7 +112,7 @@ def read_registry() -> list[Benchmark]:
 
 
 def choose(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchmark]:
-    """Those named, in the registry's order; all if none is."""
+    """Returns the named benchmarks in the registry's order; all by default."""
     unknown = sorted(set(only) - {one.name for one in benchmarks})
     if unknown:
         raise ValueError(
@@ -126,8 +123,8 @@ def choose(benchmarks: Sequence[Benchmark], only: Sequence[str]) -> list[Benchma
 
 
 def find_done(path: Path, commit: str, changed: float, machine: dict[str, Any]) -> str:
-    """The date of a result that this tree made on this machine, or empty. `changed`: when a file of
-    the tree was last written, in seconds since 1970; it counts where the tree differs from its
+    """Returns the date of a result from this tree and machine, or an empty string. `changed`: when
+    a file of the tree was last written, in seconds since 1970; used if the tree differs from its
     commit."""
     if commit == "unknown" or not path.is_file():
         return ""

@@ -8,7 +8,7 @@ import pytest
 from freescale_bench.common.workload import Workload
 from freescale_bench.ladder import arms as ladder_arms
 from freescale_bench.ladder import product, rungs
-from freescale_bench.ladder.link import add_link_time, describe_link
+from freescale_bench.ladder.rungs import add_link_time, describe_link
 from helpers.ranks import run_ranks
 
 from freescale.config import TrainConfig

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from freescale_bench.train.files import write_interactions
 from freescale_bench.train.measure import build_config
-from freescale_bench.train.shapes import SHAPES
+from freescale_bench.train.shapes import SHAPES, write_interactions
 
 import freescale.pipeline.captured.graphs as graphs
 from freescale.train.callbacks import Callback

@@ -7,7 +7,7 @@ import pytest
 from freescale_bench.common.workload import Workload, make_batches
 from freescale_bench.host_tables.bench import collect_figures
 from freescale_bench.host_tables.setting import choose_setting
-from freescale_bench.train.files import write_interactions
+from freescale_bench.train.shapes import write_interactions
 from freescale_bench.train.trained import WARMUP
 
 

@@ -75,7 +75,7 @@ def test_finished_seeds_are_not_trained_again(measured):
     _, plan, calls = measured
     assert calls == [["sasrec, seed 0", "sasrec, seed 1"], []]
     (other, _) = Plan(**vars(plan) | {"changes": [*TINY, "lr=0.5"]}).list_seeds()
-    with pytest.raises(ValueError, match="seed-0 holds a run of other settings"):
+    with pytest.raises(ValueError, match="seed-0 has a run with other settings"):
         other.find_result()
 
 
@@ -257,5 +257,5 @@ def test_results_that_cannot_stand_together_are_refused_by_name(tmp_path):
     elsewhere = write_compared(tmp_path, "elsewhere", 6040, {"hr@10": 1.0}, gpu="another")
     with pytest.raises(ValueError, match="alone-h200.json compares nothing"):
         bench_together([one, alone], Destination(tmp_path, "def"))
-    with pytest.raises(ValueError, match="elsewhere-h200.json is of another machine"):
+    with pytest.raises(ValueError, match="elsewhere-h200.json is from another machine"):
         bench_together([one, elsewhere], Destination(tmp_path, "def"))

@@ -72,7 +72,7 @@ def test_a_recipe_beside_an_earlier_row(data, write_earlier, tmp_path):
     assert seconds == pytest.approx(own["seconds"] / 3e4, abs=1e-4)
     table = format_recbole({path.stem: result}, "results")
     assert table.splitlines()[3] == "| events | RecBole's SASRec | 20 | 30,000 | 0.5000 | 0.2500 |"
-    assert "RecBole's SASRec on events: of an earlier run, 2026-11-17." in table
+    assert "RecBole's SASRec on events: from an earlier run, 2026-11-17." in table
     # what was an earlier row here keeps saying where it was measured
     again = read_earlier(path, describe_machine(), plan.describe_data())
     assert again == peer

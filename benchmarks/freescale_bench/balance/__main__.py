@@ -1,7 +1,6 @@
 """Balancing. `predicted` (default): partitioners over lengths, batches and ranks by the cost model,
-and measured planning times. `measured`: straggler
-% and step time of real ranks, 2 pinned CPU ranks or, with --device cuda, GPU ranks that may share
-one GPU through MPS."""
+and measured planning times. `measured`: straggler % and step time of real ranks: 2 pinned CPU ranks
+or, with --device cuda, GPU ranks, which may share one GPU through MPS."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("balance", __doc__)
     parser.add_argument("part", choices=("predicted", "measured"), nargs="?", default="predicted")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seeds", type=int, default=3, help="predicted: batches of each setting")
+    parser.add_argument("--seeds", type=int, default=3, help="predicted: batches per setting")
     parser.add_argument(
-        "--repetitions", type=int, default=5, help="predicted: planning times of each batch"
+        "--repetitions", type=int, default=5, help="predicted: planning times per batch"
     )
-    parser.add_argument("--steps", type=int, default=100, help="measured: steps of each arm")
-    parser.add_argument("--nproc", type=int, default=4, help="measured: ranks on GPUs")
+    parser.add_argument("--steps", type=int, default=100, help="measured: steps per arm")
+    parser.add_argument("--nproc", type=int, default=4, help="measured: GPU ranks")
     options = parser.parse_args(arguments)
     to = read_destination(options)
     if options.part == "measured":

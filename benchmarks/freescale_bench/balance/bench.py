@@ -1,9 +1,9 @@
 """Partitioners on heavy-tailed lengths: predicted straggler time, distance to the lower bound,
 tokens moved, planning time.
 
-Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; costs
-have L^2 and L terms that are equal at L = 3,072. Everything here is predicted from these costs but
-the planning time, which is measured on one core.
+Lengths are log-normal (median 3,000 and 800, sigma 1) with caps of 4,096, 8,192 and 21,000; the L^2
+and L terms of the cost are equal at L = 3,072. Everything is predicted from these costs, except the
+planning time, which is measured on one core.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign
-from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, spread, write
+from freescale_bench.common.workload import draw_lengths
 
 MEDIANS, CAPS = (3000, 800), (4096, 8192, 21_000)
 BATCHES, RANKS = (8, 32, 128), (16, 64, 256, 1024)
@@ -25,9 +25,7 @@ COST = CostModel.balanced_at(3072)
 
 def make_problem(median: int, cap: int, batch: int, ranks: int, seed: int) -> Problem:
     random = np.random.default_rng((seed, median, cap, batch, ranks))
-    lengths = np.clip(
-        np.rint(np.exp(random.normal(np.log(median), 1.0, batch * ranks))), 1, cap
-    ).astype(np.int64)
+    lengths = draw_lengths(random, median, batch * ranks, cap)
     home = np.repeat(np.arange(ranks), batch)
     return Problem(COST(lengths), lengths, home, ranks, nodes=np.arange(ranks) // 8)
 
@@ -54,6 +52,8 @@ def measure_configuration(
             *(measure_planning(problem, PARTITIONERS[name], repetitions) for problem in problems),
             strict=True,
         )
+        pairs = zip(found, problems, strict=True)
+        moved = [100 * a.moved_tokens / p.tokens.sum() for a, p in pairs]
         rows.append(
             {
                 "median": median,
@@ -65,14 +65,7 @@ def measure_configuration(
                 "straggler_percent": float(np.mean([a.straggler_percent for a in found])),
                 "imbalance": float(np.mean([a.imbalance for a in found])),
                 "above_bound_percent": float(np.max([a.above_bound for a in found])) * 100,
-                "moved_percent": float(
-                    np.mean(
-                        [
-                            100 * a.moved_tokens / p.tokens.sum()
-                            for a, p in zip(found, problems, strict=True)
-                        ]
-                    )
-                ),
+                "moved_percent": float(np.mean(moved)),
                 "planning_ms": spread([t for part in times for t in part]),
             }
         )
@@ -119,10 +112,8 @@ def make_claims(rows: list[Row]) -> list[Claim]:
             "x",
         ),
         at_least(
-            (
-                "Karmarkar-Karp's largest load over greedy's on heavy tails (800/21,000/128, least "
-                "over ranks)"
-            ),
+            "Karmarkar-Karp's largest load over greedy's on heavy tails (800/21,000/128, least "
+            "over ranks)",
             1.0,
             min(
                 k["imbalance"] / g["imbalance"]
@@ -152,8 +143,8 @@ def make_claims(rows: list[Row]) -> list[Claim]:
 
 
 def bench_predicted(seeds: int, repetitions: int, to: Destination) -> None:
-    """Every partitioner over medians, caps, batches and ranks, by the cost model; planning times
-    are measured."""
+    """Runs every partitioner over medians, caps, batches and ranks. Loads are predicted by the cost
+    model; planning times are measured."""
     rows = []
     for median in MEDIANS:
         for cap in CAPS:

@@ -1,13 +1,9 @@
-"""Balancing: the predicted cost of each rank before and after it, and straggler % with and without
-it.
+"""Balancing: predicted cost per rank before and after, and straggler % with and without.
 
-The first is of log-normal lengths: median 3,000, sigma 1, cap 21,000.
+The first figure uses log-normal lengths: median 3,000, sigma 1, cap 21,000.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -15,19 +11,17 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.balance.problem import Problem, assign
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results
+from freescale_bench.common.workload import draw_lengths
 from freescale_bench.simulate.figure import make_axes_over_lengths
 
 WIDTH, LEFT, ROW, GAP = 250, 60, 16, 30
 SHADES = ("#4c78a8", "#7a9cc6")  # neighbouring samples
 
 
-def draw_lengths(samples: int) -> np.ndarray:
-    drawn = np.exp(np.random.default_rng(0).normal(np.log(3000), 1.0, samples))
-    return np.clip(np.rint(drawn), 1, 21_000).astype(np.int64)
-
-
 def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) -> list[str]:
-    """One box per rank: its samples side by side, the most expensive first; a line at the mean."""
+    """Draws a bar per rank, its samples side by side, most expensive first, and a line at the
+    mean."""
     found = assign(problem, PARTITIONERS[name])
     share = 100 * found.moved_tokens / max(1, problem.tokens.sum())
     title = f"{name}: {found.straggler_percent:.1f} % straggler, {share:.0f} % of tokens moved"
@@ -47,7 +41,9 @@ def draw_panel(problem: Problem, name: str, x: float, y: float, largest: float) 
     return parts
 
 
-def draw_balance(lengths: np.ndarray, ranks: int) -> str:
+def draw_balance(samples: int, ranks: int) -> str:
+    """Draws the panels of four partitioners for log-normal lengths."""
+    lengths = draw_lengths(np.random.default_rng(0), 3000, samples, 21_000)
     home = np.arange(len(lengths)) * ranks // len(lengths)
     problem = Problem(CostModel.balanced_at(3072)(lengths), lengths, home, ranks)
     names = ("none", "fixed", "local", "greedy")
@@ -64,16 +60,14 @@ def draw_balance(lengths: np.ndarray, ranks: int) -> str:
         svg.text(
             LEFT,
             height - 8,
-            (
-                "Predicted. A box is a sample, as wide as its cost; the red line "
-                "is the mean of the ranks."
-            ),
+            "Predicted. A box is a sample, as wide as its cost; the red line "
+            "is the mean of the ranks.",
         )
     )
     return svg.finish(parts)
 
 
-# ---- with and without
+# ---- straggler % with and without balancing
 
 ARMS = {"none": svg.RED, "greedy": svg.BLUE, "local": svg.TEAL, "adapted": svg.GREEN}
 PREDICTED = {
@@ -85,8 +79,8 @@ PREDICTED = {
 }
 
 
-def draw_straggler(used: Mapping[str, Mapping[str, Any]]) -> str:
-    """Measured by the ledger on real ranks; predicted over ranks and over the longest history."""
+def draw_straggler(used: Results) -> str:
+    """Draws straggler %: measured on real ranks, and predicted over ranks and history length."""
     left, top, wide = 76.0, 56.0, 150.0
     parts = [
         svg.text(left - 60, 22, "straggler % as the ledger measured it", more='font-weight="bold"')

@@ -1,10 +1,10 @@
-"""Balancing as measured, not predicted: straggler %, peak memory, the balancing's own exposed time
-and the adapted cost's error.
+"""Measures balancing on real ranks: straggler %, peak memory, balancing's own exposed time, and the
+error of the adapted cost.
 
 HSTU (retrieval) on log-normal lengths; the arms (`none`, `greedy`, `local`, and `adapted`: greedy
-with --balance-adapt) take turns, each with a model of its own, over the same batches and from the
-same weights. On the CPU each arm's peak memory is that of a run in processes of its own; on a GPU
-it is what the arm keeps plus what its steps need beside that.
+with --balance-adapt) take turns. Each has its own model, with the same batches and the same initial
+weights. On CPUs an arm's peak memory comes from a separate run of that arm alone. On a GPU it is
+the memory that the arm keeps between steps plus the most that a step needs on top.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.hosts import Loopback
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Destination, at_most, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Destination, at_most, spread, write
+from freescale_bench.common.turns import wait_idle
+from freescale_bench.common.workload import draw_lengths
 
 ARMS = ("none", "greedy", "local", "adapted")
-EACH = 5  # steps of an arm's turn
-LIMIT = 600.0  # seconds of a whole run on GPUs
-SECONDS = 120.0  # that a collective may take there
+EACH = 5  # steps per turn
+LIMIT = 600.0  # seconds: limit of a whole run on GPUs
+SECONDS = 120.0  # limit of a collective there
 LEARNED = 50  # steps after which the adapted cost must predict
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -54,8 +55,8 @@ def make_batches(shape: dict[str, int], rank: int, steps: int) -> list[SequenceB
     made = []
     for number in range(steps):
         random = np.random.default_rng((7, rank, number))
-        draws = np.exp(random.normal(np.log(shape["median"]), 1.0, shape["samples"]))
-        lengths = torch.from_numpy(np.clip(np.rint(draws), 1, shape["cap"]).astype(np.int64))
+        drawn = draw_lengths(random, shape["median"], shape["samples"], shape["cap"])
+        lengths = torch.from_numpy(drawn)
         tokens = int(lengths.sum())
         ids = [
             Jagged(torch.from_numpy(random.integers(0, shape["items"], tokens)), lengths)
@@ -83,10 +84,9 @@ class Arm:
     ) -> None:
         torch.manual_seed(0)
         self.transport = ProcessGroupTransport(device, Ledger(device))
+        sizes: dict[str, Any] = {name: shape[name] for name in ("width", "layers", "heads")}
         encoder = HSTU(
-            width=shape["width"],
-            layers=shape["layers"],
-            heads=shape["heads"],
+            **sizes,
             max_length=shape["cap"],
             dropout=0.0,
             position_bias=False,
@@ -102,14 +102,7 @@ class Arm:
             init_std=0.1,
         )
         width = shape["width"] // shape["heads"]
-        sizes = {
-            "width": shape["width"],
-            "layers": shape["layers"],
-            "heads": shape["heads"],
-            "d_qk": width,
-            "d_v": width,
-        }
-        cost = CostModel.of_hstu(**sizes, negatives=64)
+        cost = CostModel.of_hstu(**sizes, d_qk=width, d_v=width, negatives=64)
         partitioner = PARTITIONERS["greedy" if name == "adapted" else name]
         self.balancer = (
             None if name == "none" else Balancer(partitioner, cost, adapt=name == "adapted")
@@ -123,11 +116,11 @@ class Arm:
             balance=self.balancer,
         )
         self.steps = self.pipeline.run(data)
-        # bytes on the GPU: between steps, and at most beside that in a step
+        # bytes on the GPU: between steps, and the most that a step adds
         self.kept = 0
         self.needed = 0
         self.totals: list[Tensor] = []  # read at the end: reading waits for the device
-        # of the predicted compute times, every rank of every step past LEARNED
+        # relative errors of predicted compute times, by rank and step, after step LEARNED
         self.errors: list[float] = []
 
     def step(self, device: torch.device) -> None:
@@ -163,9 +156,8 @@ def measure(
         for arm in built.values():
             for _ in range(first, last):
                 arm.step(device)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            # the next arm must not wait for what this one left some ranks to do
+            wait_idle(device)
+            # the next arm must not wait for ranks that still work on this one
             arm.transport.gather_bytes(b"")
         if rank == 0:
             print(
@@ -204,9 +196,9 @@ def report(
         drift = max(
             abs(a - b) / abs(b) for a, b in zip(result["losses"], before["losses"], strict=True)
         )
-        # Everything that balancing keeps compute from: planning, packing, rebuilding, and its waits
-        # (for slower ranks too). The lengths travel in the message by which ranks agree on a step
-        # anyway: what that takes longer is balancing's as well.
+        # All the time that balancing takes from compute: planning, packing, rebuilding, and waits
+        # (for slower ranks too). Lengths travel in the message by which ranks agree on a step;
+        # the extra time of that message also counts.
         agreeing = max(0.0, result["spans_ms"]["agree"] - before["spans_ms"]["agree"])
         own = 100 * (result["spans_ms"].get("balance", 0.0) + agreeing) / result["step_ms"]["mean"]
         wire = 100 * result["exposed_ms"]["samples"] / result["step_ms"]["mean"]
@@ -247,7 +239,7 @@ def report(
 
 
 def bench_on_cpu(steps: int, to: Destination) -> None:
-    """2 ranks, each pinned to a core."""
+    """Measures 2 ranks, each pinned to a core."""
     figures = Loopback(2).run(measure_on_cpu, steps)[0]
     for name in ARMS:
         alone = Loopback(2).run(measure_on_cpu, 12, (name,))[0]
@@ -256,7 +248,7 @@ def bench_on_cpu(steps: int, to: Destination) -> None:
 
 
 def bench_on_gpu(ranks: int, steps: int, to: Destination) -> int:
-    """Starts the ranks, or is one of them. Returns the exit status."""
+    """Starts the ranks, or runs as one of them. Returns the exit status."""
     if not is_rank():
         arguments = ["measured", "--device", "cuda", "--steps", str(steps), *to.as_arguments()]
         return start_ranks("balance", arguments, ranks, "cuda", LIMIT, threads=2)

@@ -1,4 +1,4 @@
-"""Balancing as tables: what it gives, what it costs, and how near to the bound it comes."""
+"""Balancing as tables: benefit, cost, and distance to the lower bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ARMS = ("none", "greedy", "local", "adapted")
 
 
 def format_measured(used: Results, folder: str) -> str:
-    """Straggler % and step of each run's arms."""
+    """Formats straggler % and step time of each run's arms."""
     rows = []
     for result in used.values():
         by = {row["arm"]: row for row in result["rows"]}
@@ -30,7 +30,7 @@ def format_measured(used: Results, folder: str) -> str:
 
 
 def format_cost(used: Results, folder: str) -> str:
-    """What balancing itself takes, and what it leaves, of each run's arms."""
+    """Formats the cost of balancing and the remaining imbalance, by run and arm."""
     rows = []
     for result in used.values():
         by = {row["arm"]: row for row in result["rows"]}
@@ -74,8 +74,8 @@ def _format_peaks(*rows: Mapping[str, Any]) -> str:
 
 
 def format_bound(used: Results, folder: str) -> str:
-    """How far above the lower bound a partitioner's largest load ends in its worst configuration,
-    by samples a rank."""
+    """Formats how far each partitioner's largest load exceeds the lower bound in its worst
+    configuration, by samples per rank."""
     result = single(used)
     batches = sorted({row["batch"] for row in result["rows"]})
     found: dict[str, dict[int, float]] = {}

@@ -1,8 +1,8 @@
-"""Checkpoints and snapshots: what they add to training, and restores from them.
+"""What checkpoints and snapshots add to training, and how long restores take.
 
-training   steps with a checkpoint every 50, written alongside training, and steps without
-snapshots  the same with a snapshot every 50, then a restore from memory and one from disk
-restore    restores alone
+training   steps with a checkpoint every 50 (written asynchronously), and steps without
+snapshots  the same with snapshots, then a restore from memory and one from disk
+restore    restores only
 
 --device cpu   two ranks
 --device cuda  GPU ranks, which may share one GPU through MPS"""
@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("training", "snapshots", "restore"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nproc", type=int, help="ranks (2 on CPUs, 4 on GPUs)")
-    parser.add_argument("--state", type=float, default=1.0, help="GB of state of a rank (1)")
-    parser.add_argument("--turns", type=int, default=6, help="of 50 steps with and without (6)")
+    parser.add_argument("--state", type=float, default=1.0, help="GB of state per rank (1)")
+    parser.add_argument("--turns", type=int, default=6, help="turns with and without (6)")
     options = parser.parse_args(arguments)
     to = read_destination(options)
     if "RANK" in os.environ:

@@ -1,13 +1,13 @@
-"""What checkpoints and snapshots add to training, as `--checkpoint-every 50 --async-checkpoints`
-and `--snapshot-every 50` make them, and how long restores take.
+"""Measures what `--checkpoint-every 50 --async-checkpoints` and `--snapshot-every 50` add to
+training, and how long restores take.
 
-Turns of 50 steps that save after the first of them and turns that do not alternate in one run, so
-that whatever else the machine does falls on both. A turn ends when what it saved is complete: what
-the writing takes of the machine is in the turn, and how long it takes beyond the steps is a figure
-of its own. So are the steps one by one, which shows where saving is felt. Rows are marked only in
-turns with a snapshot, whose marks are part of what it adds. Restores are from memory, and from a
-checkpoint whose files are synced and dropped from the page cache; both verify what they read, and
-must give the bits of the trained table and its row state.
+Turns of 50 steps that save after their first step alternate with turns that do not, so noise from
+the machine falls on both. A turn ends when its checkpoint or snapshot is complete, so the time
+includes what the writing takes from training. The time after the last step is also reported by
+itself, and so is every step, which shows where saving is felt. Rows are marked only in turns with a
+snapshot: marking is part of its cost. Restores come from memory, and from a checkpoint whose files
+are synced and dropped from the page cache. Both verify what they read, and must reproduce the
+trained table and its row state to the bit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from freescale.train.snapshot.pace import BUDGET
 from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Destination, Row, at_least, at_most, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Destination, Row, at_least, at_most, spread, write
 from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.shapes import SHAPES, Shape
 from freescale_bench.train.trained import SMALL, Trained, prepare
@@ -42,26 +41,26 @@ if TYPE_CHECKING:
     from freescale.train.run_state import RunState
 
 EVERY = 50  # steps of a turn
-_WARMUP = 100  # steps, by which every size of batch has its CUDA graph
-_ROW_NUMBERS = 3  # of each column of a row: its value and both of Adam's moments
-_BATCHES = EVERY  # that come again: each turn has the same
-_LIMIT = 600.0  # seconds of a collective
+_WARMUP = 100  # steps, after which every batch size has a CUDA graph
+_ROW_NUMBERS = 3  # per column of a row: its value and both of Adam's moments
+_BATCHES = EVERY  # repeated: every turn has the same
+_LIMIT = 600.0  # seconds: limit of a collective
 _RESTORES = 3
 _NAMES = {"training": "checkpoint-training", "snapshots": "snapshot", "restore": "snapshot-restore"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The options of a run."""
 
-    what: str  # training, snapshots, restore
+    what: str  # training, snapshots or restore
     device: str
-    state: float  # GB of a rank
+    state: float  # GB per rank
     turns: int
 
     def make_shape(self, ranks: int) -> Shape:
-        """The long shape of `freescale bench train` on GPUs, half of its batch on each: they may
-        share one."""
+        """The long shape of `freescale bench train` on GPUs, with half its batch per rank: ranks
+        may share a GPU."""
         shape = replace(SHAPES["long"], samples=8) if self.device == "cuda" else SMALL
         items = int(self.state * 1e9 / (shape.width * 4 * _ROW_NUMBERS)) * ranks - 1
         return replace(shape, items=items, samples=shape.samples * ranks, batches=_BATCHES, users=0)
@@ -72,13 +71,13 @@ class Turn:
     """`EVERY` steps."""
 
     seconds: float
-    late: float  # seconds of them after the last step, until what was saved was complete
-    steps_ms: list[float]  # each, for the host; the second has what saving takes of the main thread
-    save_ms: float  # of it
+    late: float  # of these seconds: from the last step until the save was complete
+    steps_ms: list[float]  # host time; the second includes the main thread's part
+    save_ms: float  # that part
 
 
 class Measured:
-    """A rank that trains as `freescale train` does, and saves."""
+    """A rank that trains like `freescale train`, and saves."""
 
     def __init__(self, plan: Plan, transport: Transport, folder: Path) -> None:
         """A collective."""
@@ -95,7 +94,7 @@ class Measured:
         self.model, self.optimizer = trained.model, trained.optimizer
         self.pipeline = trained.pipeline
         self._steps = self.pipeline.run(itertools.cycle(batches))
-        self.make_steps(1)  # tables are there
+        self.make_steps(1)  # creates the tables
         asynchronous = plan.what == "training"
         self.checkpoints = Checkpoints(folder / "checkpoints", transport, asynchronous=asynchronous)
         self.snapshots = Snapshots(transport, EVERY)
@@ -104,7 +103,7 @@ class Measured:
             self.snapshots.open(self.run, 0)
 
     def make_steps(self, count: int) -> list[float]:
-        """Returns when each was over, for the host."""
+        """Returns the host time at the end of each step."""
         ends = []
         for _ in range(count):
             next(self._steps)
@@ -113,7 +112,7 @@ class Measured:
         return ends
 
     def save(self) -> None:
-        """Begins a checkpoint or a snapshot. A collective."""
+        """Starts a checkpoint or a snapshot. A collective."""
         if self.plan.what != "training":
             self.snapshots.due = 0
             self.snapshots.take_if_due(self._describe_run())
@@ -125,19 +124,19 @@ class Measured:
         self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.reducer)
 
     def finish(self) -> None:
-        """Waits until what was saved is complete."""
+        """Waits until the checkpoint or snapshot is complete."""
         if self.plan.what == "training":
             self.checkpoints.wait()
             return
         taking = self.snapshots.taking
         assert taking is not None
-        self.model.tables.lease.finish_captures()  # as the rows are after the last step
+        self.model.tables.lease.finish_captures()  # the rows as of the last step
         taking.done.wait()
         if taking.error is not None:
             raise taking.error
 
     def _describe_run(self) -> RunState:
-        """The parts of a run that snapshots look at."""
+        """The parts of a run that snapshots read."""
         position = SimpleNamespace(step=self.pipeline.steps, pipeline=self.pipeline)
         progress = {"step": self.pipeline.steps, "pipeline": self.pipeline.state_dict()}
         found = SimpleNamespace(
@@ -156,7 +155,7 @@ class Measured:
 
     @contextmanager
     def _unmarked(self) -> Iterator[None]:
-        """No rows are marked. What was saved before lacks the changes of these steps."""
+        """Turns row marking off: earlier saves miss the changes of these steps."""
         changed = [group.rows.changed for group in self.model.tables.groups]
         marks = [each.marks for each in changed]
         for each in changed:
@@ -183,9 +182,9 @@ class Measured:
         return Turn(end - begin, end - trained, each, 1e3 * (saved - ends[0]))
 
     def time_turns(self) -> Row:
-        """Turns with and without, alternating. A collective."""
+        """Alternates turns with and without saving. A collective."""
         self.make_steps(_WARMUP)
-        for _ in range(2):  # makes what later ones use again
+        for _ in range(2):  # allocates what later turns reuse
             self.time_turn(save=True)
         turns: dict[bool, list[Turn]] = {False: [], True: []}
         for number in range(self.plan.turns):
@@ -200,7 +199,7 @@ class Measured:
         return _describe(self.plan.what, turns)
 
     def restore(self) -> Row:
-        """Seconds of a restore from memory and of one from disk. A collective."""
+        """Times a restore from memory and one from disk. A collective."""
         self.snapshots.forget_files()
         self.make_steps(1)
         begin = time.perf_counter()
@@ -229,14 +228,14 @@ class Measured:
         found.load(choice, self.model, self.optimizer, self.pipeline.reducer)
 
     def is_exact(self) -> bool:
-        """Whether the rows of a checkpoint are those that were trained. A collective."""
+        """Whether a checkpoint has exactly the trained rows. A collective."""
         self._save_checkpoint()
         self.checkpoints.wait()
         return self._time_restore(self._load_checkpoint)[1]
 
     def _time_restore(self, load: Callable[[], None]) -> tuple[float, bool]:
-        """Damages the rows in memory and restores them: the seconds, and whether they are what they
-        were on all ranks. A collective."""
+        """Zeroes the rows in memory and restores them. Returns the seconds, and whether the rows
+        are unchanged on all ranks. A collective."""
         self.pipeline.flush()
         rows = self.model.tables.get_local_state("item")
         expected = {name: value.clone() for name, value in rows.items()}
@@ -258,7 +257,7 @@ class Measured:
 
 
 def _drop_from_cache(folder: Path) -> None:
-    """What was written is on the disk, and the next reader gets it from there."""
+    """Syncs the files to disk and drops them from the page cache."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
@@ -267,7 +266,7 @@ def _drop_from_cache(folder: Path) -> None:
 
 
 def bench_rank(plan: Plan, to: Destination) -> None:
-    """As one of the ranks."""
+    """Runs as one of the ranks."""
     with open_rank(plan.device, _LIMIT) as (transport, folder):
         measured = Measured(plan, transport, folder)
         try:
@@ -278,7 +277,7 @@ def bench_rank(plan: Plan, to: Destination) -> None:
                 assert measured.snapshots.taking is not None
                 rows[0]["changes_seconds"] = measured.snapshots.taking.seconds
                 rows.append(measured.restore())
-            else:  # several, one after the other: the first pins memory, and maps pages
+            else:  # several in a row: the first also pins memory and maps pages
                 rows = [measured.restore() for _ in range(_RESTORES)]
         finally:
             if plan.what != "training":
@@ -292,7 +291,7 @@ def _describe(what: str, turns: dict[bool, list[Turn]]) -> Row:
     without, saved = ([turn.seconds for turn in turns[save]] for save in (False, True))
     ratios = [more / less for more, less in zip(saved, without, strict=True)]
     return {
-        "arm": f"with {'checkpoints' if what == 'training' else what} beside without",
+        "arm": f"with {'checkpoints' if what == 'training' else what} against without",
         "step_ms": spread([1e3 * each / EVERY for each in without]),
         "step_ms_with_checkpoints": spread([1e3 * each / EVERY for each in saved]),
         "more_percent": 100 * (sum(saved) / sum(without) - 1),
@@ -306,7 +305,7 @@ def _describe(what: str, turns: dict[bool, list[Turn]]) -> Row:
 
 
 def _average_steps(turns: list[Turn]) -> list[float]:
-    """[EVERY]: the median over the turns of each step."""
+    """[EVERY]: the median of each step over the turns."""
     return [
         round(statistics.median(step), 3)
         for step in zip(*(turn.steps_ms for turn in turns), strict=True)
@@ -318,7 +317,7 @@ def _write(plan: Plan, transport: Transport, rows: list[Row], to: Destination) -
     if plan.what != "restore":
         word, most = ("checkpoint", 0.5) if plan.what == "training" else ("snapshot", 100 * BUDGET)
         text = (
-            f"wall time of {EVERY * plan.turns} steps with a {word} every {EVERY}, beside without"
+            f"wall time of {EVERY * plan.turns} steps with a {word} every {EVERY}, against without"
         )
         claims.append(at_most(f"{text}: {share}", most, rows[0]["more_percent"], "% longer"))
     if seconds := [row["memory_seconds"] for row in rows if "memory_seconds" in row]:

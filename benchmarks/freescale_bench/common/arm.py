@@ -1,4 +1,5 @@
-"""FreeScale on the shared workload (common/workload.py), with the same verbs as TorchRec's arms."""
+"""FreeScale on the shared workload (common/workload.py), with the same methods as TorchRec's
+arms."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from freescale.embedding.optimizers import SGD, Adagrad, RowWiseAdagrad
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.staged import Staged
+from freescale.pipeline.step_result import StepResult
 from freescale.transport.api import Transport
 from freescale.transport.connect import agree_on_transport
 from freescale.transport.hostwire.transport import HostwireTransport
@@ -39,7 +41,7 @@ def make_row_optimizer(workload: Workload) -> SGD | Adagrad | RowWiseAdagrad:
 
 
 class Model(nn.Module):
-    """A user's plain module."""
+    """A plain module, as a user would write it."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -72,8 +74,8 @@ def feed(
 
 
 class WaitLedger(Ledger):
-    """Counts how long the main thread stood still for other threads, whatever they were doing:
-    sending, looking up, updating."""
+    """Counts how long the main thread waited for other threads, whatever they did: sending, looking
+    up, updating."""
 
     def record_wait(self, collectives: list[Collective], begin: Any) -> None:
         super().record_wait(collectives, begin)
@@ -83,8 +85,8 @@ class WaitLedger(Ledger):
 def open_transport(
     device: torch.device | str, ledger: Ledger, transport_name: str
 ) -> tuple[ProcessGroupTransport, str]:
-    """A transport of its own for an arm, over torch's default group, and its name: `auto` is what
-    the ranks agree on, as in training. A collective."""
+    """Opens a separate transport for an arm over torch's default group. Returns it and its name:
+    `auto` is resolved by agreement between the ranks, as in training. A collective."""
     limit = timedelta(seconds=120)
     cpu = torch.device(device).type == "cpu"
     control = None if cpu else dist.new_group(backend="gloo", timeout=limit)
@@ -97,14 +99,32 @@ def open_transport(
 
 
 def wait_for_lanes(pipeline: freescale.Pipeline) -> None:
-    """Returns when nothing is under way any more; what the schedule has deferred stays so."""
+    """Waits until nothing is in flight. What the schedule has deferred stays deferred."""
     if isinstance(pipeline.schedule, Staged):
         for lane in pipeline.schedule.lanes:
-            lane.submit(lambda: None).wait()  # jobs of a lane run one after another
+            lane.submit(lambda: None).wait()  # jobs of a lane run in order
 
 
-class Arm:
-    """One rank at work. `step` trains on the next batch; it is a collective call."""
+class Running:
+    """One rank at work. Subclasses set `pipeline` and `_steps`, the iterator of its results."""
+
+    pipeline: freescale.Pipeline
+    _steps: Iterator[StepResult]
+
+    def step(self) -> float:
+        """Trains a step, a collective. Returns its loss: the mean over the samples of all ranks."""
+        return float(self.begin_step())
+
+    def begin_step(self) -> Tensor:
+        """The same without reading the loss, which would wait for the device."""
+        return next(self._steps).total
+
+    def quiet(self) -> None:
+        wait_for_lanes(self.pipeline)
+
+
+class Arm(Running):
+    """One rank of FreeScale."""
 
     def __init__(
         self,
@@ -116,10 +136,14 @@ class Arm:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> None:
-        """`transport`: `local` for a process alone. `options` are the pipeline's; `permuted`: the
-        samples of every batch are; `pinned`: the batches are; `placement` of the table;
-        `own_rows`: its first values are FreeScale's. The model casts by itself (`Dense`), the same
-        for every arm."""
+        """Builds the model and its pipeline. A collective.
+
+        Args:
+            transport: `local` for a single process.
+            options: of the pipeline, and `permuted` (permute the samples of every batch), `pinned`
+                (pin the batches), `placement` (of the table), `own_rows` (keep FreeScale's initial
+                rows). The precision is fp32: the model casts by itself (`Dense`) in every arm.
+        """
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         self.transport: Transport
         if transport == "local":
@@ -150,26 +174,5 @@ class Arm:
         )
         self._steps = self.pipeline.run(feed(workload, rank, world, **fed))
 
-    def step(self) -> float:
-        """The loss of this step: the mean over the samples of all ranks."""
-        return float(self.begin_step())
-
-    def begin_step(self) -> Tensor:
-        """The same, not read yet: reading waits for a device."""
-        return next(self._steps).total
-
-    def quiet(self) -> None:
-        wait_for_lanes(self.pipeline)
-
     def close(self) -> None:
         self.transport.gather_bytes(b"")
-
-
-def build(
-    workload: Workload,
-    rank: int,
-    world: int,
-    schedule: str | Callable[..., Schedule] = "serial",
-    **options: Any,
-) -> Arm:
-    return Arm(workload, rank, world, schedule, **options)

@@ -1,8 +1,8 @@
-"""Pieces of the pictures: axes, lines, bars, captions, as plain SVG. White ground, so that they
-read on light and dark pages.
+"""Parts of the pictures as plain SVG: axes, lines, bars, captions. On white, to be readable on
+light and dark pages.
 
-Measured and predicted look different everywhere: measured lines are full with filled dots,
-predicted ones dashed with hollow dots. Bars are measured, all of them.
+Measured lines are solid with filled dots; predicted ones are dashed with hollow dots. All bars are
+measured.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ GREY, RED, TEAL, BLUE, ORANGE, GREEN, VIOLET, BROWN = (
 )  # fmt: skip
 INK = (GREY, RED, TEAL, BLUE, ORANGE, GREEN, VIOLET, BROWN)
 UNITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
-LETTER = 6.1  # pixels of a letter, about
-# of a picture: pages show all of them equally wide, and their letters should be equally large
+LETTER = 6.1  # average width in pixels
+# of a picture: pages scale all pictures to one width, and text should come out the same size
 LEAST_WIDTH = 860
-NOTE = "Full lines, filled dots: measured. Dashed lines, hollow dots: predicted."
+NOTE = "Solid lines, filled dots: measured. Dashed lines, hollow dots: predicted."
 
 
 def text(
@@ -65,24 +65,24 @@ def save(path: Path, picture: str) -> None:
     path.write_text(picture, encoding="utf-8")
 
 
-# ---- where numbers are from
+# ---- sources of the numbers
 
 
 def describe_machine(result: Mapping[str, Any]) -> str:
-    """GPU, or CPU and cores."""
+    """Names the GPU, or the CPU and its cores."""
     machine = result["machine"]
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
 
 
 def describe_origin(result: Mapping[str, Any]) -> str:
-    """Machine and date; the result itself has the commit."""
+    """Machine and date; the commit is in the result itself."""
     return f"{describe_machine(result)}, {result['date'][:10]}"
 
 
 def caption(
     left: float, top: float, wide: float, used: Mapping[str, Mapping[str, Any]], *notes: str
 ) -> tuple[list[str], float]:
-    """The notes, in lines of at most `wide`, then where the numbers are from; (parts, height)."""
+    """Draws the notes in lines of at most `wide`, then the sources. Returns (parts, height)."""
     lines = [line for note in notes for line in wrap(note, int(wide / 5.7))]
     lines += [f"{name}.json: {describe_origin(result)}" for name, result in used.items()]
     return [
@@ -90,7 +90,7 @@ def caption(
     ], 15.0 * len(lines)
 
 
-# ---- lines over ticks
+# ---- line plots
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axes:
-    """A panel of lines. `ticks`: (value, label), evenly spaced, or where they are on the scale if
-    `linear`."""
+    """A line plot. `ticks`: (value, label), evenly spaced, or at their values if `linear`."""
 
     title: str
     below: str
@@ -116,7 +115,7 @@ class Axes:
     high: float = 180
 
     def draw(self, left: float, top: float) -> list[str]:
-        """`left`, `top`: of the plot itself; its title and labels lie around it."""
+        """Draws the plot at (`left`, `top`); title and labels extend beyond it."""
         most = max(
             [y for line in self.lines for _, y in line.points]
             + [b[2] for line in self.lines for b in line.bars],
@@ -175,7 +174,7 @@ class Axes:
 
 
 def legend(lines: Sequence[Line], left: float, top: float, wide: float) -> tuple[list[str], float]:
-    """Each name once, in rows of at most `wide`; (parts, height)."""
+    """Draws each name once, in rows of at most `wide`. Returns (parts, height)."""
     parts: list[str] = []
     x, y = left, top
     for line in {line.name: line for line in lines}.values():
@@ -196,7 +195,7 @@ def legend(lines: Sequence[Line], left: float, top: float, wide: float) -> tuple
 def panels(
     axes: Sequence[Axes], used: Mapping[str, Mapping[str, Any]], columns: int = 3, note: str = NOTE
 ) -> str:
-    """A picture: panels in rows, one legend, where the numbers are from."""
+    """Draws a picture: panels in rows, one legend, and the sources."""
     wide, high = axes[0].wide + 66, axes[0].high + 88
     rows = -(-len(axes) // columns)
     width = max(wide * min(columns, len(axes)) + 16, LEAST_WIDTH)
@@ -233,8 +232,8 @@ def bars(
     names: bool = True,
     most: float = 0.0,
 ) -> list[str]:
-    """Horizontal bars, 22 high; names stand left of them. `most`: what the width stands for, the
-    largest value otherwise."""
+    """Draws horizontal bars, 22 high, with names to their left. `most`: the value of the full width
+    (default: the largest value)."""
     most = most or max([row.high or row.value for row in rows] + [1e-12])
     parts = [text(left, top - 10, title, more='font-weight="bold"')]
     parts.append(rule(left, top - 3, left, top + 22 * len(rows), "#999"))

@@ -1,13 +1,12 @@
-"""Hosts with a slow network on one Linux machine (testbed A): network namespaces, joined by links
-that a token bucket slows down.
+"""Hosts with a slow network on one Linux machine (testbed A): network namespaces, joined by
+rate-limited links (token bucket).
 
     with open_hosts(2) as network:
         results = network.run(measure, workload, 20)  # measure(rank, world, workload, 20) on each
 
-Two hosts share one link, more hang on a bridge in a namespace of its own. Every host is a process
-pinned to a core. Needs root and iproute2; `Loopback` does without either. The namespaces bear the
-name of this process and are
-removed at the end, also after a failure, Ctrl-C or SIGTERM.
+Two hosts share one link; more are joined by a bridge in its own namespace. Every host is a process
+pinned to a core. Needs root and iproute2; `Loopback` needs neither. The names of the namespaces
+contain the process id. They are removed at the end, also after a failure, Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ RATE = "200mbit"
 
 
 class Network:
-    address = "10.99.0.1:29511"  # where ranks meet; namespaces have ports of their own
+    address = "10.99.0.1:29511"  # rendezvous of the ranks; each namespace has its own ports
 
     def __init__(self, count: int, rate: str = RATE) -> None:
-        """`rate`: of every host's link, each way."""
+        """`rate`: of every host's link, in each direction."""
         self.names = [f"fs{os.getpid()}h{place}" for place in range(count)]
         self.devices = [f"fs{os.getpid()}v{place}" for place in range(count)]
         self.rate = rate
@@ -76,17 +75,17 @@ class Network:
             )
 
     def enter(self, name: str) -> list[str]:
-        """What a command on a host begins with."""
+        """The prefix of a command that runs on a host."""
         return ["ip", "netns", "exec", name]
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 3600
     ) -> list[Any]:
-        """Calls `function(rank, world, *arguments)` on every host, in a process of its own that has
-        joined a gloo group. `function` is one of an importable module.
+        """Calls `function(rank, world, *arguments)` on every host, each in its own process, which
+        has joined a gloo group. `function` must be importable.
 
         Returns:
-            What it returned on each host, in rank order.
+            The return values, in rank order.
         """
         world, cores = len(self.names), _list_cores()
         with ExitStack() as stack:
@@ -104,25 +103,17 @@ class Network:
                     subprocess.Popen(command, env=os.environ | own, start_new_session=True)
                 )
             limit = time.monotonic() + timeout
-            while any(process.poll() is None for process in started):
-                failed = [rank for rank, process in enumerate(started) if process.poll()]
-                if failed or time.monotonic() > limit:
-                    raise SystemExit(
-                        f"{function.__name__} failed on host {failed}"
-                        if failed
-                        else f"{function.__name__} took over {timeout:.0f} s"
-                    )
+            while any(process.poll() != 0 for process in started):
+                if failed := [rank for rank, process in enumerate(started) if process.poll()]:
+                    raise SystemExit(f"{function.__name__} failed on hosts {failed}")
+                if time.monotonic() > limit:
+                    raise SystemExit(f"{function.__name__} took over {timeout:.0f} s")
                 time.sleep(0.2)
-            if any(process.returncode for process in started):
-                raise SystemExit(
-                    f"{function.__name__} failed on hosts "
-                    f"{[rank for rank, process in enumerate(started) if process.returncode]}"
-                )
             return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 
 class Loopback(Network):
-    """Ranks on this machine's loopback, for which nothing is made."""
+    """Ranks on this machine's loopback interface; needs no setup."""
 
     def __init__(self, count: int) -> None:
         from freescale.launch.ranks import find_free_port
@@ -145,10 +136,14 @@ def _list_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def can_open_hosts() -> bool:
+    return os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("tc"))
+
+
 @contextmanager
 def open_hosts(count: int, rate: str = RATE) -> Iterator[Network]:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        raise SystemExit("hosts of their own need root and iproute2 (ip, tc)")
+    if not can_open_hosts():
+        raise SystemExit("separate hosts need root and iproute2 (ip, tc)")
     network = Network(count, rate)
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -177,7 +172,7 @@ def run_tool(*command: str) -> None:
 
 
 def run_ip(*words: str) -> None:
-    """Runs `ip` with these words, of which several may be in one string."""
+    """Runs `ip` with these arguments, split at spaces."""
     run_tool("ip", *" ".join(words).split())
 
 
@@ -196,7 +191,7 @@ def _run_host(core: int, address: str, rank: int, world: int, folder: Path) -> N
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # threads that wait for a peer must not keep it
+    os._exit(0)  # threads waiting for a peer must not keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs commands, several at a time, each with a log of its own."""
+"""Runs commands, several at a time, each with its own log."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], at_a_time: int) -> None:
-    """Runs all of them; if some fail, the others are finished first.
+    """Runs all jobs. If some fail, the others still finish.
 
     Raises:
-        ValueError: names those that failed, with the end of their logs.
+        ValueError: names the failed jobs, with the last line of their logs.
     """
     if not jobs:
         return
@@ -49,7 +49,7 @@ def run_jobs(jobs: Sequence[Job], at_a_time: int) -> None:
     def end(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)  # a run that nobody waits for must not go on
+    before = signal.signal(signal.SIGTERM, end)  # end the jobs with this process
     failed: list[Job] = []
     with ThreadPoolExecutor(at_a_time) as pool:
         started = {pool.submit(run, job): job for job in jobs}

@@ -1,4 +1,5 @@
-"""Tables of the documents, made of results: their common shape, and those that fit any result."""
+"""Tables of the documentation, generated from results: their common shape, and tables that fit any
+result."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import Any
 
 from freescale_bench.common.drawing import describe_origin
 
-Results = Mapping[str, Mapping[str, Any]]  # by the file's name, without .json
-Table = Callable[[Results, str], str]  # of results, and of the way to their folder, for links
+Results = Mapping[str, Mapping[str, Any]]  # by file name, without .json
+Table = Callable[[Results, str], str]  # (results, relative path to their folder)
 
 
 def single(used: Results) -> Mapping[str, Any]:
-    """The result of a table that is made of one."""
+    """Returns the only result."""
     (result,) = used.values()
     return result
 
@@ -26,12 +27,12 @@ def format_table(
     note: str = "",
     conditions: str = "",
 ) -> str:
-    """The shape of every table: head and rows, a note, and where the numbers are from, folded away.
+    """The shape of every table: head, rows, a note, and the sources, folded away.
 
     Args:
-        used: the results that it is made of.
-        folder: where they lie, seen from the document.
-        conditions: of the measurement; stands before the sources.
+        used: the results that the table shows.
+        folder: their folder, relative to the document.
+        conditions: of the measurement; printed before the sources.
     """
     where = f"*{conditions}*" if conditions else ""
     sources = fold("Raw data", format_sources(used, folder))
@@ -39,7 +40,7 @@ def format_table(
 
 
 def fold(summary: str, text: str) -> str:
-    """Text that a click opens, on the site and where the repository is browsed."""
+    """Folds text away behind a click, on the site and on GitHub."""
     return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
@@ -48,7 +49,7 @@ def format_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_sources(used: Results, folder: str) -> str:
-    """Raw file, machine, date and command of each result, a line each."""
+    """One line per result: raw file, machine, date and command."""
     return "\n".join(
         f"- [{name}.json]({folder}/{name}.json): {describe_origin(result)}: `{result['command']}`"
         for name, result in used.items()
@@ -56,11 +57,11 @@ def format_sources(used: Results, folder: str) -> str:
 
 
 def format_known(value: float | None, unit: str, digits: int) -> str:
-    return "not seen" if value is None else f"{value:.{digits}f} {unit}"
+    return "not recorded" if value is None else f"{value:.{digits}f} {unit}"
 
 
 def format_number(value: float | Sequence[float], digits: int = 6) -> str:
-    """Or an interval."""
+    """Formats a number or an interval."""
     return (
         " to ".join(f"{edge:.{digits}g}" for edge in value)
         if isinstance(value, Sequence)
@@ -69,12 +70,12 @@ def format_number(value: float | Sequence[float], digits: int = 6) -> str:
 
 
 def capitalize(text: str) -> str:
-    """With the first letter large and the others as they are."""
+    """Capitalizes the first letter and keeps the rest."""
     return f"{text[0].upper()}{text[1:]}"
 
 
 def format_claims(used: Results, folder: str) -> str:
-    """The targets of benchmarks, and what they measured."""
+    """Formats the targets of benchmarks, and the measured values."""
     rows = [
         (
             entry["claim"],
@@ -82,26 +83,25 @@ def format_claims(used: Results, folder: str) -> str:
             f"{format_number(entry['measured'], 4)} {entry['unit']}".strip(),
             "met" if entry["holds"] else "**missed**",
         )
-        for result in used.values()
-        for entry in result["claims"]
+        for _, entry in _list_claims(used)
     ]
     return format_table(used, folder, ("", "target", "measured", ""), rows)
 
 
+def _list_claims(used: Results, missed: bool = False) -> list[tuple[str, Mapping[str, Any]]]:
+    """(result, claim) of all claims, or of those that were missed."""
+    claims = [(name, entry) for name, result in used.items() for entry in result["claims"]]
+    return [(name, entry) for name, entry in claims if not (missed and entry["holds"])]
+
+
 def format_verdict(used: Results) -> str:
-    """Of all claims together, in a sentence."""
-    missed = [
-        f"{name}: {entry['claim']}"
-        for name, result in used.items()
-        for entry in result["claims"]
-        if not entry["holds"]
-    ]
+    """Summarizes all claims in a sentence."""
+    missed = [f"{name}: {entry['claim']}" for name, entry in _list_claims(used, missed=True)]
     return f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met."
 
 
 def format_missed(used: Results, folder: str) -> str:
-    """Every claim that does not hold, of all results."""
-    claims = [(name, entry) for name, result in used.items() for entry in result["claims"]]
+    """Formats every missed target of all results."""
     rows = [
         (
             entry["claim"],
@@ -109,8 +109,7 @@ def format_missed(used: Results, folder: str) -> str:
             f"{format_number(entry['measured'])} {entry['unit']}",
             f"[{name}]({folder}/{name}.json)",
         )
-        for name, entry in claims
-        if not entry["holds"]
+        for name, entry in _list_claims(used, missed=True)
     ]
     table = format_rows(("", "target", "measured", "raw data"), rows)
-    return f"{table}\n\n*{len(rows)} of {len(claims)} targets; the others are met.*"
+    return f"{table}\n\n*{len(rows)} of {len(_list_claims(used))} targets; the others are met.*"

@@ -1,6 +1,6 @@
-"""The command line of a benchmark: `freescale bench NAME` and `python -m freescale_bench.NAME` read
-the same words. Imports no torch, so that --help answers at once, and no click, which a GPU machine
-may lack."""
+"""The command line of a benchmark, for both `freescale bench NAME` and `python -m
+freescale_bench.NAME`. Imports no torch, to keep --help fast, and no click, which a GPU machine may
+lack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from freescale_bench.common.results import Destination
 def make_parser(
     name: str, description: str | None, *, kept: bool = True
 ) -> argparse.ArgumentParser:
-    """The parser of benchmark `name`. `kept`: it writes a result, and has --folder and --commit."""
+    """Makes the parser of benchmark `name`. `kept`: the benchmark writes a result, and has --folder
+    and --commit."""
     parser = argparse.ArgumentParser(
         prog=f"freescale bench {name}",
         description=description,
@@ -30,17 +31,17 @@ def make_parser(
             help="for the result (default: benchmarks/results in a clone, else ./results)",
         )
         parser.add_argument(
-            "--commit", help="of the tree that is measured, where it was copied without its history"
+            "--commit", help="measured commit, for a tree copied without its history"
         )
     return parser
 
 
 def add_turns(parser: argparse.ArgumentParser, each: int, ranks: str = "cuda: ") -> None:
-    """How ranks take turns: as many of `each` steps of every arm, or a trial."""
+    """Adds the options of ranks whose arms take turns. `each`: default steps per turn."""
     parser.add_argument("--nproc", type=int, default=4, help="cuda: ranks")
-    parser.add_argument("--turns", type=int, default=8, help=f"{ranks}turns of every arm")
-    parser.add_argument("--each", type=int, default=each, help=f"{ranks}steps of a turn")
-    about = "tiny sizes on CPU ranks, to try the code; keeps no results"
+    parser.add_argument("--turns", type=int, default=8, help=f"{ranks}turns per arm")
+    parser.add_argument("--each", type=int, default=each, help=f"{ranks}steps per turn")
+    about = "tiny sizes on CPU ranks, to try the code; writes no results"
     parser.add_argument("--trial", action="store_true", help=f"{ranks}{about}")
 
 
@@ -49,17 +50,17 @@ def read_destination(options: argparse.Namespace) -> Destination:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` as the command of a process: an error that a user can mend is one line, and the
-    exit status is never 0 after one."""
+    """Runs `main` as the command of a process. Errors that a user can fix are printed in one line
+    and end with a nonzero exit status."""
     try:
         status = main()
     except (ValueError, OSError) as error:
-        # The same words on every rank, so that the launcher can say them once.
+        # The same line on every rank: the launcher prints it once.
         print(f"freescale: error: {error}", file=sys.stderr)
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" in os.environ:
-        # A failed rank must not wait for its peers when its process groups are destroyed.
+        # A failed rank must not wait for its peers while destroying its process groups.
         os._exit(status)
     sys.exit(status)

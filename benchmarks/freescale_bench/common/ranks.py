@@ -1,8 +1,9 @@
-"""Starts the local ranks of a benchmark, and joins them as one. Ranks that have to share a GPU get
-equal parts of it from CUDA's MPS, which is started for the run and ended with it."""
+"""Starts the local ranks of a benchmark, and joins them as one of them. Ranks that share a GPU get
+equal parts of it through CUDA's MPS, which runs only during the benchmark."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +24,12 @@ from freescale.transport.shared_gpu import PART, list_settings
 from freescale_bench.common.repository import package_path
 
 _CONTROL = "nvidia-cuda-mps-control"
+
+
+def require_gpu(device: str) -> None:
+    """Raises ValueError if `device` is cuda and there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here; --device cpu runs tiny sizes, to try the code")
 
 
 def start_ranks(
@@ -36,20 +44,16 @@ def start_ranks(
     stop.
 
     Args:
-        threads: OMP_NUM_THREADS of a rank, unless it is set; by default the launcher decides.
+        threads: OMP_NUM_THREADS of a rank, if not set already; None: the launcher decides.
 
     Returns:
-        0 if all succeeded.
+        0 if all ranks succeeded.
 
     Raises:
-        TimeoutError: the run took longer than `seconds`, and was stopped.
+        TimeoutError: the run took longer than `seconds` and was stopped.
     """
+    require_gpu(device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cuda" and not gpus:
-        raise ValueError(
-            "there is no GPU here; try the benchmark with --device cpu: tiny sizes, "
-            "times that say nothing"
-        )
     shared = 0 < gpus < ranks
     with ExitStack() as stack:
         divided = stack.enter_context(share_gpu(ranks)) if shared else {}
@@ -68,36 +72,35 @@ def start_ranks(
 
 
 def join(device: str, seconds: float, transport: str = "collective") -> ProcessGroupTransport:
-    """This process as a rank: on cuda:0 where ranks share a GPU, else on its own. `seconds` bound
-    every collective; `transport` as of `connect`."""
-    rank, ranks = (
-        int(os.environ["RANK"]),
-        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
-    )
+    """Connects this process as a rank, on cuda:0 if ranks share a GPU, else on its own GPU.
+    `seconds` limits every collective; `transport` as for `connect`."""
+    require_gpu(device)
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     chosen = torch.device("cpu")
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "there is no GPU here; try the benchmark with --device cpu: tiny "
-                "sizes, times that say nothing"
-            )
         shared = torch.cuda.device_count() < ranks
-        os.environ.update(list_settings(rank, ranks, shared))  # torchrun sets none of this
+        os.environ.update(list_settings(rank, ranks, shared))  # torchrun does not set them
         chosen = torch.device("cuda", 0 if shared else int(os.environ.get("LOCAL_RANK", rank)))
     joined = connect(chosen, seconds, transport=transport)
     assert isinstance(joined, ProcessGroupTransport), "RANK is set: there is a process group"
     return joined
 
 
+def gather_json(transport: Transport, value: Any) -> list[Any]:
+    """Gathers a JSON value of every rank, in rank order. A collective."""
+    return [json.loads(part) for part in transport.gather_bytes(json.dumps(value).encode())]
+
+
 @contextmanager
 def open_rank(device: str, seconds: float) -> Iterator[tuple[Transport, Path]]:
-    """This process as a rank, or alone, and a folder that the ranks of the machine share; until the
-    end of the block, which the ranks reach together. `seconds` bound every collective."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
+    """Connects this process as a rank, or alone. Yields the transport and a folder that all
+    ranks of the machine share. The ranks leave the block together. `seconds` limits every
+    collective."""
+    require_gpu(device)
     transport: Transport = join(device, seconds, "auto") if is_rank() else connect(device)
     with tempfile.TemporaryDirectory() as temporary:
-        # rank 0's, which is gone once all of them have read it
+        # rank 0's folder, deleted after all ranks have left the block
         yield transport, Path(transport.gather_bytes(temporary.encode())[0].decode())
         transport.gather_bytes(b"")
     transport.close()
@@ -105,11 +108,11 @@ def open_rank(device: str, seconds: float) -> Iterator[tuple[Transport, Path]]:
 
 @contextmanager
 def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
-    """MPS, from here to the end of the block. Yields what its clients have in their environment."""
+    """Runs MPS until the end of the block. Yields the environment of its clients."""
     control = shutil.which(_CONTROL)
     if control is None:
         raise ValueError(
-            f"{ranks} ranks on fewer GPUs share them by CUDA's MPS, and {_CONTROL} "
+            f"{ranks} ranks on fewer GPUs share them through CUDA's MPS, but {_CONTROL} "
             "is not installed here"
         )
     folders = {
@@ -118,12 +121,8 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
     }
     environment = {**os.environ, **folders}
     try:
-        # The daemon keeps what it inherits: a pipe of ours would never end.
-        quiet = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-        }
+        # The daemon inherits open files: a pipe of ours would never close.
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         begun = subprocess.run([control, "-d"], env=environment, timeout=30, check=False, **quiet)  # type: ignore[call-overload]
         if begun.returncode:
             raise ValueError(
@@ -144,7 +143,7 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
             )
         except subprocess.TimeoutExpired:
             print(
-                f"CUDA's MPS did not end; `echo quit | {_CONTROL}` with {folders}", file=sys.stderr
+                f"CUDA's MPS did not stop: `echo quit | {_CONTROL}` with {folders}", file=sys.stderr
             )
         else:
             for folder in folders.values():

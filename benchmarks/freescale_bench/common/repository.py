@@ -1,4 +1,4 @@
-"""The repository around the package: where results are kept, and which commit is measured."""
+"""The repository around the package: the folder of results, and the measured commit."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _MEASURED = ("src", "benchmarks/freescale_bench", "benchmarks/peers/torchrec", "
 
 
 def find_repository() -> Path | None:
-    """The root of the clone that this package is part of; None for a package that pip
-    installed."""
+    """Returns the root of the clone that contains this package; None if pip copied the package
+    elsewhere."""
     root = Path(freescale_bench.__file__).resolve().parents[2]
     return root if (root / "benchmarks" / "peers" / "torchrec").is_dir() else None
 
 
 def require_repository() -> Path:
-    """As `find_repository`, for what exists in a clone only: the documents and their results.
+    """Like `find_repository`, for parts that exist only in a clone: documents and results.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no clone.
     """
     root = find_repository()
     if root is None:
         raise ValueError(
-            "the documents, their results and the storms of faults lie in the repository: "
+            "the documents, results and fault storms are only in the repository: "
             "`pip install -e ./benchmarks` in a clone"
         )
     return root
 
 
 def find_commit(root: Path | None = None) -> str:
-    """The commit of the clone at `root`, by default of this one; `+` when files that are measured
-    differ from it. `unknown` where there is no history."""
+    """Returns the commit of the clone at `root` (default: this one), followed by `+` if measured
+    files differ from it; `unknown` without history."""
     root = root or find_repository()
     if root is None:
         return "unknown"
@@ -56,7 +56,7 @@ def find_commit(root: Path | None = None) -> str:
 
 
 def find_last_change(root: Path) -> float:
-    """When a file of those that are measured was last written, in seconds since 1970."""
+    """Returns when a measured file was last written, in seconds since 1970."""
     files = [
         file
         for folder in _MEASURED
@@ -67,7 +67,7 @@ def find_last_change(root: Path) -> float:
 
 
 def package_path() -> str:
-    """PYTHONPATH of a process that runs both packages, installed or not."""
+    """Returns a PYTHONPATH that has both packages, installed or not."""
     packages = (freescale.__file__, freescale_bench.__file__)
     folders = dict.fromkeys(str(Path(str(file)).resolve().parents[1]) for file in packages)
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,10 +1,11 @@
-"""How results are kept: one JSON file per benchmark and testbed, with machine, versions, commit,
-date, rows and claims."""
+"""Results: one JSON file per benchmark and testbed, with machine, versions, commit, date, rows and
+claims."""
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from freescale.ledger.machine import describe_machine, get_versions
-from freescale_bench.common.repository import find_commit, find_repository
+from freescale_bench.common.repository import find_commit, find_repository, require_repository
 
 Result = dict[str, Any]
 Row = dict[str, Any]
 Claim = dict[str, Any]
 
-# Names that results of earlier runs use, and what they are called now.
+# Old names in results of earlier runs, and today's.
 _OLD_SCRIPTS = {
     "bench_balance_measured": "balance measured",
     "bench_priority_gpu": "staged --device cuda",
@@ -33,13 +34,27 @@ _OLD_WORDS = {"dense by parts": "dense partitioned"}
 _OLD_DENSE_SUMS = {"parts": "partitioned"}
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile, and the number of values."""
+    ordered = sorted(values)
+    cuts = (
+        statistics.quantiles(ordered, n=10, method="inclusive") if len(ordered) > 1 else ordered * 9
+    )
+    return {
+        "median": statistics.median(ordered),
+        "p20": cuts[1],
+        "p80": cuts[7],
+        "repetitions": len(ordered),
+    }
+
+
 @dataclass(frozen=True)
 class Destination:
-    """Where a result goes, and what it says was measured.
+    """The folder of a result, and the measured commit.
 
     Attributes:
-        folder: by default benchmarks/results of the repository, or ./results without one.
-        commit: by default that of the repository.
+        folder: benchmarks/results of the repository by default, else ./results.
+        commit: the repository's by default.
     """
 
     folder: Path | None = None
@@ -50,13 +65,13 @@ class Destination:
         return self.folder or (root / "benchmarks" / "results" if root else Path("results"))
 
     def as_arguments(self) -> list[str]:
-        """For a rank that is started with a command line of its own."""
+        """Returns the options that pass this to a rank."""
         commit = ["--commit", self.commit] if self.commit else []
         return ["--folder", str(self.find_folder().absolute()), *commit]
 
 
 class Target(NamedTuple):
-    """What was asked of a figure of a benchmark."""
+    """The target of a figure of a benchmark."""
 
     figure: str
     text: str
@@ -66,12 +81,12 @@ class Target(NamedTuple):
 
 
 def at_least(text: str, target: float, measured: float, unit: str) -> Claim:
-    """A target beside what was measured, and whether it is met."""
+    """A target, the measured value, and whether the value is at least the target."""
     return _make_claim(text, target, measured, unit, measured >= target)
 
 
 def at_most(text: str, target: float, measured: float, unit: str) -> Claim:
-    """The same where less is better."""
+    """A target, the measured value, and whether the value is at most the target."""
     return _make_claim(text, target, measured, unit, measured <= target)
 
 
@@ -81,7 +96,7 @@ def _make_claim(text: str, target: float, measured: float, unit: str, holds: boo
 
 
 def make_claims(targets: Iterable[Target], figures: Mapping[str, float]) -> list[Claim]:
-    """A claim for each figure that was asked for and measured."""
+    """Makes a claim for each target whose figure was measured."""
     return [
         (at_least if one.at_least else at_most)(one.text, one.value, figures[one.figure], one.unit)
         for one in targets
@@ -92,9 +107,19 @@ def make_claims(targets: Iterable[Target], figures: Mapping[str, float]) -> list
 def show_claims(claims: Iterable[Mapping[str, Any]]) -> None:
     for entry in claims:
         print(
-            f"{'holds' if entry['holds'] else 'FAILS'}  {entry['claim']}: asked {entry['asked']}, "
+            f"{'holds' if entry['holds'] else 'FAILS'}  {entry['claim']}: target {entry['asked']}, "
             f"measured {entry['measured']} {entry['unit']}"
         )
+
+
+def describe_run(packages: Sequence[str] = (), commit: str | None = None) -> dict[str, Any]:
+    """Machine, versions, commit (the repository's by default) and date."""
+    return {
+        "machine": describe_machine(),
+        "versions": get_versions(*packages),
+        "commit": commit or find_commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
 
 
 def write(
@@ -108,12 +133,12 @@ def write(
     to: Destination,
     **more: Any,
 ) -> Path:
-    """Writes NAME-TESTBED.json, prints its claims and its path.
+    """Writes NAME-TESTBED.json. Prints its claims and its path.
 
     Args:
-        command: what makes this result again.
-        packages: whose versions are kept beside torch's.
-        more: what else the file says, before its rows.
+        command: the command that reproduces this result.
+        packages: recorded with their versions, in addition to torch.
+        more: further entries of the file, before its rows.
     """
     folder = to.find_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,10 +146,7 @@ def write(
     result = {
         "name": name,
         "command": command,
-        "machine": describe_machine(),
-        "versions": get_versions(*packages),
-        "commit": to.commit or find_commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **describe_run(packages, to.commit),
         **more,
         "rows": list(rows),
         "claims": list(claims),
@@ -136,7 +158,7 @@ def write(
 
 
 def read_result(path: Path) -> Result:
-    """A result, with today's names in those of earlier runs: its command, arms and options."""
+    """Reads a result. Old names of commands, arms and options become today's."""
     result: Result = json.loads(path.read_text(encoding="utf-8"))
     if "command" in result:
         result["command"] = update_command(result["command"])
@@ -150,8 +172,13 @@ def read_result(path: Path) -> Result:
     return result
 
 
+def read_committed(name: str) -> Result:
+    """Reads NAME.json of the repository's results."""
+    return read_result(require_repository() / "benchmarks" / "results" / f"{name}.json")
+
+
 def update_command(command: str) -> str:
-    """The command that makes a result of an earlier run today."""
+    """Translates the command of an earlier result to today's."""
     command = _SNAPSHOTS.sub(lambda m: f"freescale bench checkpoint {m[1] or 'snapshots'}", command)
     found = _OLD_COMMAND.fullmatch(command)
     if found is None:

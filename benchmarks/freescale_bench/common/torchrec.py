@@ -1,5 +1,5 @@
-"""TorchRec as a peer. Its arms lie in the repository, under benchmarks/peers/torchrec, and run in
-an environment of their own (.venv-peer), because its kernels fit one version of torch each."""
+"""TorchRec as a peer. Its arms are in the repository, under benchmarks/peers/torchrec. They run in
+a separate environment (.venv-peer), because its kernels need a specific version of torch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,26 @@ if TYPE_CHECKING:
     from freescale.config import RunConfig
     from freescale_bench.common.workload import Workload
 
-_ABSENT = "TorchRec's arms lie in the repository, under benchmarks/peers/torchrec"
+_ABSENT = "TorchRec's arms are in the repository, under benchmarks/peers/torchrec"
 
 
 def has_torchrec() -> bool:
-    """Whether this environment has TorchRec, and the repository that holds its arms."""
+    """Whether this environment has TorchRec, and the repository with its arms."""
     found = importlib.util.find_spec("torchrec")
     return found is not None and found.origin is not None and find_repository() is not None
 
 
+def require_torchrec() -> None:
+    """Raises ValueError without TorchRec."""
+    if not has_torchrec():
+        raise ValueError(
+            "TorchRec is not installed: on GPUs, install torchrec 1.6.1 and fbgemm-gpu 1.6.0 on "
+            "torch 2.11"
+        )
+
+
 def has_pec() -> bool:
-    """Whether that TorchRec has TrainPipelinePEC: from 1.9 on."""
+    """Whether TorchRec has TrainPipelinePEC (1.9 and later)."""
     found = importlib.util.find_spec("torchrec")
     if not has_torchrec() or found is None:
         return False
@@ -41,18 +50,18 @@ def has_pec() -> bool:
 
 
 def continue_in_peer(name: str, arguments: Sequence[str]) -> int | None:
-    """Runs benchmark `name` in the environment that has TorchRec, which is set up first.
+    """Sets up the environment with TorchRec, and runs benchmark `name` in it.
 
     Returns:
-        Its exit status. None if this environment has TorchRec, or if there is no repository: the
-        benchmark goes on in this process then, in the second case without TorchRec's arms, and a
-        line says so.
+        Its exit status. None if this environment has TorchRec, or if there is no repository. The
+        benchmark then continues in this process. In the latter case a message says that TorchRec's
+        arms are left out.
     """
     if has_torchrec():
         return None
     root = find_repository()
     if root is None:
-        print(f"{_ABSENT}: they are left out", flush=True)
+        print(f"{_ABSENT}: left out", flush=True)
         return None
     command = [set_up_peer(root), "-m", f"freescale_bench.{name}", *arguments]
     environment = {**os.environ, "PYTHONPATH": package_path()}
@@ -60,7 +69,7 @@ def continue_in_peer(name: str, arguments: Sequence[str]) -> int | None:
 
 
 def set_up_peer(root: Path) -> str:
-    """The interpreter of .venv-peer, which has TorchRec; made or brought up to date first.
+    """Creates or updates .venv-peer, the environment with TorchRec. Returns its interpreter.
 
     Raises:
         ValueError: TorchRec cannot be set up.
@@ -69,7 +78,7 @@ def set_up_peer(root: Path) -> str:
     setup = root / "benchmarks" / "peers" / "torchrec" / "setup.sh"
     if subprocess.run(["bash", str(setup)], check=False).returncode:
         raise ValueError(
-            "TorchRec could not be set up; `freescale bench ladder --short` does without it"
+            "TorchRec could not be set up; `freescale bench ladder --short` does not need it"
         )
     return str(root / ".venv-peer" / "bin" / "python")
 
@@ -85,17 +94,15 @@ def build_torchrec(
     ledger: bool = True,
     cache: float | None = None,
 ) -> Any:
-    """One rank of a TorchRec pipeline on `workload`.
+    """Builds one rank of a TorchRec pipeline on `workload`.
 
     Args:
         pipeline: `base`, `sparse_dist`, `sparse_dist_late`, `prefetch_sparse_dist`, `semi_sync` or,
             on CPU, `pec`.
-        deduplicate: every id is sent once, which TorchRec leaves to its user.
-        cache: the table is in unified memory, behind a cache on the GPU of this share of it.
-        ledger: its collectives go through FreeScale's ledger.
+        deduplicate: send every id once, which TorchRec leaves to its user.
+        cache: keep the table in unified memory, with this share of it cached on the GPU.
+        ledger: record its collectives in FreeScale's ledger.
     """
-    # TorchRec's tracing makes torch.fx warn on every start.
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     arm = _import_arms("torchrec_arms").build(
         workload, rank, world, pipeline, deduplicate=deduplicate, device=device, cache=cache
     )
@@ -105,9 +112,8 @@ def build_torchrec(
 def build_torchrec_dlrm(
     shape: Any, rank: int, world: int, pipeline: str, device: torch.device | str = "cpu"
 ) -> Any:
-    """One rank of a TorchRec pipeline that trains DLRM. `shape`: a `Shape` of
+    """Builds one rank of a TorchRec pipeline that trains DLRM. `shape`: a `Shape` of
     `freescale_bench.torchrec.dlrm`; `pipeline`: as in `build_torchrec`."""
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     _import_arms("torchrec_arms")  # before TorchRec: it silences its warnings
     arm = _import_arms("dlrm_arms").build(shape, rank, world, pipeline, device)
     return _import_arms("ledgered").Ledgered(arm, rank)
@@ -116,19 +122,21 @@ def build_torchrec_dlrm(
 def build_torchrec_retrieval(
     config: RunConfig, histories: Path, pipeline: str, *, device: torch.device, batches: int
 ) -> Any:
-    """One rank of a TorchRec pipeline that trains the model of `config` on a histories file, as
-    `freescale train` would. `pipeline`: as in `build_torchrec`; `batches`: that are trained, or
-    fetched ahead, at most."""
+    """Builds one rank of a TorchRec pipeline that trains the model of `config` on a histories file,
+    like `freescale train`. `pipeline`: as in `build_torchrec`; `batches`: the most that are trained
+    or prefetched."""
     _import_arms("torchrec_arms")  # before TorchRec: it silences its warnings
     arm = _import_arms("retrieval_arms").build(config, histories, pipeline, device, batches)
     return _import_arms("ledgered").Ledgered(arm, arm.rank)
 
 
 def _import_arms(module: str) -> Any:
-    """A module of benchmarks/peers/torchrec: the only folder that is put on the path."""
+    """Imports a module of benchmarks/peers/torchrec."""
     root = find_repository()
     if root is None:
         raise ValueError(f"{_ABSENT}: run this from a clone of it")
+    # TorchRec's tracing makes torch.fx warn on every start.
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     folder = str(root / "benchmarks" / "peers" / "torchrec")
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,5 +1,5 @@
-"""Arms of a benchmark that take turns in one process, the rows made of it, and the memory of that
-process."""
+"""Arms of a benchmark that take turns in one process, the resulting rows, and the process's
+memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 
 from freescale.ledger.merge import merge_step
-from freescale_bench.common.results import Row
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Row, spread
 
-EMBEDDING = ("ids", "rows", "gradients")  # kinds of traffic
-SERIAL = "serial"  # the arm that others are compared with
+EMBEDDING = ("ids", "rows", "gradients")  # kinds of collectives
+SERIAL = "serial"  # the reference arm
 
 
 def take_turns(arms: dict[str, Any], repetitions: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Arms in turn, `steps` steps each time, the first time not counted. The first step of a turn
-    is not counted either: what it would have to wait for was done before, while the arms changed.
-    Per arm: all losses, and the ledger's records of the others."""
+    """Runs the arms in turn, `steps` steps each, with a warm-up turn. The first step of a turn is
+    not counted: its communication finished while the arms switched. Returns, by arm, all losses and
+    the ledger's records of the counted steps."""
     names = list(arms)
     measured: dict[str, dict[str, Any]] = {name: {"losses": [], "records": []} for name in names}
     for repetition in range(repetitions + 1):
@@ -48,10 +47,10 @@ def wait_idle(device: torch.device) -> None:
 def time_turns(
     arms: dict[str, Any], device: torch.device, turns: int, each: int, lead: int = 0
 ) -> dict[str, dict[str, list[Any]]]:
-    """The arms in turn, timed turn by turn.
+    """Runs the arms in turn, and times each turn.
 
-    `lead`: steps at the begin of a turn that are not timed. What the first would wait for was
-    done before, while the arms changed; a device that is idle has nothing done before."""
+    `lead`: untimed steps at the start of a turn. The communication of a turn's first step finishes
+    while the arms switch, unless the device is idle."""
     found: dict[str, dict[str, list[Any]]] = {
         name: {"turns": [], "cpu_ms": [], "losses": [], "records": []} for name in arms
     }
@@ -61,7 +60,7 @@ def time_turns(
         for name in names[first:] + names[:first]:
             wait_idle(device)
             dist.barrier(group=_control())
-            take = arms[name].begin_step  # a pipeline of TorchRec's does not sum its loss
+            take = arms[name].begin_step  # TorchRec's pipelines do not sum the loss over ranks
             losses = [take() for _ in range(lead)]
             begin, used = time.perf_counter(), time.process_time()
             losses += [take() for _ in range(each)]
@@ -69,7 +68,7 @@ def time_turns(
             took, used = time.perf_counter() - begin, time.process_time() - used
             arms[name].quiet()
             wait_idle(device)
-            # on a GPU the ledger sees nothing of TorchRec
+            # on a GPU the ledger records nothing of TorchRec
             records = arms[name].ledger.drain() if is_ours(name) or not on_gpu else []
             found[name]["losses"] += [float(loss) for loss in losses]
             if turn:  # the first warms up
@@ -99,7 +98,7 @@ def is_ours(name: str) -> bool:
 
 
 def describe_steps(figures: Sequence[Mapping[str, Any]]) -> Row:
-    """Columns of a row, from the merged figures of its steps."""
+    """Summarizes the merged figures of steps as columns of a row."""
 
     def each(name: str) -> dict[str, dict[str, float]]:
         return {
@@ -127,7 +126,7 @@ def describe_steps(figures: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
-    """everyone: what each rank found. `samples`: of a rank's batch."""
+    """Makes a row per arm. `everyone`: the results of each rank; `samples`: of a rank's batch."""
     rows = []
     for name in everyone[0]["found"]:
         ranks = [rank["found"][name] for rank in everyone]
@@ -181,18 +180,18 @@ def make_rows(everyone: list[Row], samples: int, on_gpu: bool) -> list[Row]:
 
 
 def _merge_losses(ranks: list[dict[str, list[Any]]], summed: bool) -> list[float]:
-    """Of all ranks together: ours are summed already, TorchRec's are each rank's share."""
+    """Losses over all ranks: ours are summed already, TorchRec's are per rank."""
     parts = [rank["losses"] for rank in ranks]
     return parts[0] if summed else [sum(shares) for shares in zip(*parts, strict=True)]
 
 
 def read_peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes."""
+    """Peak resident memory of this process so far, in bytes."""
     return _read_status("VmHWM")
 
 
 def read_resident_memory() -> int:
-    """Resident memory of this process now, in bytes."""
+    """Current resident memory of this process, in bytes."""
     return _read_status("VmRSS")
 
 

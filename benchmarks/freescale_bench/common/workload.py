@@ -1,14 +1,13 @@
-"""The work that every arm of a benchmark does: batches, the table's first values, and the dense
-layers.
+"""The workload that all arms of a benchmark share: batches, initial table values, and dense layers.
 
-Imports torch and numpy (and, for a model with attention, FreeScale's plain HSTU), so that it runs
-in the peer's environment as well as in ours. Everything here is a
-function of the workload, the rank and the number of ranks: two arms that are given the same
-workload see the same ids, start from the same weights and are asked for the same update,
+Imports only torch and numpy (and, for a model with attention, FreeScale's HSTU), to run in the
+peer's environment too. Everything is a function of the workload, the rank and the number of ranks:
+arms with the same workload get the same ids and the same initial weights, and compute the same
+update:
 
     loss = sum over the samples of all ranks / number of samples of all ranks
 
-with dense gradients summed over ranks and row gradients summed at the row.
+with dense gradients summed over ranks and row gradients summed per row.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from torch import Tensor, nn
 RowOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
 ROW_OPTIMIZERS: tuple[RowOptimizer, ...] = ("sgd", "adagrad", "rowwise_adagrad")
 
-# what a random stream is for: streams of different uses never coincide
+# the purpose of a random stream, part of its key
 _BATCH, _PERMUTATION, _DENSE = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One table, log-normal history lengths, a token-wise MLP. Sizes are per rank unless they say
-    otherwise."""
+    """One table, log-normal history lengths, a token-wise MLP. Sizes are per rank unless noted."""
 
     rows: int = 1_000_000  # of the whole table
     width: int = 128
     samples: int = 64
     median_length: float = 200.0
-    sigma: float = 1.0  # of the logarithm of the lengths
+    sigma: float = 1.0  # of the log of the lengths
     maximum_length: int = 2000
-    # Zipf's exponent; or every id once within a rank's batch, all alike or by the logarithm of
-    # their rank, which is close to an exponent of 1 and needs no table of all ids
+    # Zipf's exponent; or distinct ids within a rank's batch, drawn uniformly or uniformly in log
+    # rank, which is close to an exponent of 1 and needs no table of all ids
     popularity: float | Literal["unique", "unique log"] = "unique"
-    # instead of a popularity: every id once in a global batch, this share also in the one before
+    # instead of a popularity: ids distinct in a global batch, of which this share was also in the
+    # previous batch
     collisions: float | None = None
     hidden: tuple[int, ...] = (256,)  # the MLP is width - hidden... - width
-    # times that the MLP is applied; all but the last are residual, and share its weights
+    # applications of the MLP, all with the same weights; all but the last are residual
     passes: int = 1
-    layers: int = 0  # of HSTU, instead of the MLP; the rows are projected to its width first
+    layers: int = 0  # of HSTU, instead of the MLP; rows are projected to its width first
     inner: int = 64  # HSTU's width
     heads: int = 2
     steps: int = 20
@@ -72,8 +71,8 @@ class Workload:
             )
         if isinstance(self.popularity, str) and self.rows < self.samples * self.maximum_length:
             raise ValueError(
-                f"{self.rows} rows cannot give {self.samples} x {self.maximum_length} different "
-                "ids; ask for more rows"
+                f"{self.rows} rows are too few for {self.samples} x {self.maximum_length} distinct "
+                "ids; set more rows"
             )
         if self.collisions is not None and (
             self.popularity != "unique" or not 0 <= self.collisions <= 1
@@ -94,15 +93,15 @@ def _stream(workload: Workload, *key: int) -> np.random.Generator:
 
 
 def make_batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's batches: (ids int64 [tokens], lengths int64 [samples], labels float32 [samples])
-    for each step."""
+    """Returns this rank's batches: (ids int64 [tokens], lengths int64 [samples], labels float32
+    [samples]) for each step."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not one of {world} ranks")
     cumulative = permutation = None
     if not isinstance(workload.popularity, str):
         weights = np.arange(1, workload.rows + 1, dtype=np.float64) ** -float(workload.popularity)
         cumulative = np.cumsum(weights) / weights.sum()
-        # Popular rows lie anywhere in the table, so that row-wise shards have equal loads.
+        # Popular rows are scattered over the table, to balance row-wise shards.
         permutation = _stream(workload, _PERMUTATION).permutation(workload.rows)
     result = []
     for step in range(workload.steps):
@@ -124,8 +123,8 @@ def make_batches(workload: Workload, rank: int, world: int) -> list[tuple[Tensor
 
 
 def _draw_by_logarithm(random: np.random.Generator, rows: int, count: int) -> npt.NDArray[np.int64]:
-    """The first `count` different rows of a sequence in which the logarithm of a row's rank is
-    drawn evenly. Row number (r - 1) * step mod rows has rank r: popular rows lie anywhere."""
+    """Draws `count` distinct rows, uniform in the log of their popularity rank. Row number (r - 1)
+    * step mod rows has rank r, to scatter popular rows."""
     step = next(step for step in (7919, 7907, 1) if np.gcd(step, rows) == 1)
     drawn: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     while True:
@@ -136,19 +135,26 @@ def _draw_by_logarithm(random: np.random.Generator, rows: int, count: int) -> np
             return drawn[first[:count]] * step % rows
 
 
-def _lengths(workload: Workload, random: np.random.Generator) -> np.ndarray:
-    drawn = np.exp(random.normal(np.log(workload.median_length), workload.sigma, workload.samples))
-    return np.clip(np.rint(drawn), 1, workload.maximum_length).astype(np.int64)
+def draw_lengths(
+    random: np.random.Generator, median: float, count: int, cap: int, sigma: float = 1.0
+) -> npt.NDArray[np.int64]:
+    """Draws log-normal lengths [count], from 1 to `cap`."""
+    drawn = np.exp(random.normal(np.log(median), sigma, count))
+    return np.clip(np.rint(drawn), 1, cap).astype(np.int64)
+
+
+def _lengths(workload: Workload, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    median, cap = workload.median_length, workload.maximum_length
+    return draw_lengths(random, median, workload.samples, cap, workload.sigma)
 
 
 def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarray:
-    """This rank's ids of a step whose global batch shares `workload.collisions` of its rows with
-    the one before and the one after.
+    """Returns this rank's ids of a step whose global batch shares `workload.collisions` of its rows
+    with the previous and the next batch.
 
-    Rows lie on a circle, each once; a global batch is an arc of it, and the next one's arc begins
-    that share before its end. So the last step of the workload is followed by its first like any
-    other, and up to a share of 1/2 only neighbours have rows in common. Which rank asks for which
-    row of the arc is drawn anew in every step.
+    Rows are arranged on a circle. A global batch is an arc, and the next arc starts before its end,
+    by that share. The first step therefore follows the last like any other, and up to a share of
+    1/2 only neighbours overlap. Rows of an arc are assigned to ranks at random in every step.
     """
     assert workload.collisions is not None
     keys = [(number, other) for number in range(workload.steps) for other in range(world)]
@@ -156,7 +162,7 @@ def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarr
         [_lengths(workload, _stream(workload, _BATCH, *key)).sum() for key in keys]
     ).reshape(workload.steps, world)
     arcs = tokens.sum(1)
-    # from an arc's beginning to the next one's
+    # between the starts of consecutive arcs
     shifts = np.rint(arcs * (1 - workload.collisions)).astype(np.int64)
     circle = int(max(arcs.max(), shifts.sum()))
     if circle > workload.rows or (shifts.sum() and shifts.sum() < 2 * arcs.max()):
@@ -173,20 +179,20 @@ def _colliding(workload: Workload, step: int, rank: int, world: int) -> np.ndarr
 
 
 def make_table_rows(workload: Workload, rows: Tensor) -> Tensor:
-    """First values of the given rows, [n] int64 -> [n, width] float32 in [-0.1, 0.1): a function of
-    row and column."""
+    """Initial values of the given rows, [n] int64 -> [n, width] float32 in [-0.1, 0.1): a function
+    of row and column."""
     columns = torch.arange(workload.width, device=rows.device)
     bits = (
         rows[:, None] * workload.width + columns + workload.seed * 1_000_003
     ) * 6364136223846793005
     bits = (bits ^ (bits >> 29)) * 1442695040888963407
-    # 24 bits are what a float32 holds exactly, so the value does not depend on how it is converted.
+    # A float32 holds 24 bits exactly, so no conversion rounds.
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul_(0.2 / 2**24).sub_(0.1)
 
 
 def fill_table(workload: Workload, shard: Tensor, first_row: int) -> None:
-    """Writes the first values of rows [first_row, first_row + shard.shape[0]) into `shard`, in
-    pieces."""
+    """Writes the initial values of rows [first_row, first_row + shard.shape[0]) into `shard`, in
+    chunks."""
     with torch.no_grad():
         for start in range(0, shard.shape[0], 1 << 15):
             piece = shard[start : start + (1 << 15)]
@@ -199,8 +205,8 @@ class Dense(nn.Module):
     """Everything after the table: token-wise MLP or HSTU, sum over each sample's tokens, one logit,
     binary cross-entropy.
 
-    Returns the SUM of the loss over this rank's samples; whoever trains divides by the global
-    count.
+    Returns the SUM of the loss over this rank's samples. The training loop divides by the global
+    number of samples.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -218,13 +224,13 @@ class Dense(nn.Module):
                 dropout=0.0,
                 position_bias=False,
                 time_bias=False,
-                input_scale=1.0,  # tokens come out of a layer, not small out of a table
+                input_scale=1.0,  # tokens are a layer's outputs, not small table rows
             )
             self.layers: nn.Module = nn.Linear(workload.width, workload.inner)
         else:
             self.layers = _mlp((workload.width, *workload.hidden, workload.width))
         self.head = nn.Linear(workload.inner if workload.layers else workload.width, 1)
-        # The sum over a history would otherwise start the logits in the hundreds, where the loss is
+        # Without it the sum over a history would start logits in the hundreds, where the loss is
         # flat.
         self.scale = workload.median_length**-0.5
         random = _stream(workload, _DENSE)
@@ -238,8 +244,8 @@ class Dense(nn.Module):
     def forward(
         self, rows: Tensor, lengths: Tensor, labels: Tensor, host_lengths: Tensor
     ) -> Tensor:
-        """rows [tokens, width], lengths [samples] int64, labels [samples], the lengths once more on
-        the CPU, so that nobody reads them from a device -> scalar. On a GPU in bf16."""
+        """rows [tokens, width], lengths [samples] int64, labels [samples], host_lengths: the
+        lengths on the CPU (avoids a device read) -> scalar. On a GPU in bf16."""
         with torch.autocast("cuda", torch.bfloat16) if rows.is_cuda else nullcontext():
             return self._loss(rows, lengths, labels, host_lengths)
 
@@ -258,9 +264,9 @@ class Dense(nn.Module):
 
 def _pool(tokens: Tensor, lengths: Tensor) -> Tensor:
     """tokens [tokens, width], lengths [samples] -> their sums [samples, width]."""
-    if tokens.is_cuda:  # index_add would add them one by one, hundreds to the same place
+    if tokens.is_cuda:  # index_add would serialize hundreds of additions per sample
         return torch.segment_reduce(tokens.float(), "sum", lengths=lengths, unsafe=True)
-    # Here index_add takes a third of the time of segment_reduce, forward and backward together.
+    # On a CPU index_add takes a third of the time of segment_reduce, forward plus backward.
     numbers = torch.arange(lengths.shape[0])
     owner = torch.repeat_interleave(numbers, lengths, output_size=tokens.shape[0])  # [tokens]
     return tokens.new_zeros(lengths.shape[0], tokens.shape[1]).index_add(0, owner, tokens)

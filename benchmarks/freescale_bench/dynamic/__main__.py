@@ -1,10 +1,11 @@
 """Dynamic tables.
 
-batch   one batch of ids (the default): looked up and gathered, and with new ids that evict rows,
-        beside a gather from a static table; with the map on the device and on the host
-step    a model with a full table, a tenth of the ids new in every step, beside a static table; with
-        --nproc 4 on four ranks, which may share one GPU through MPS
-With --device cpu both are tiny, to try them: nothing is written"""
+batch   (default) one batch of ids: lookup and gather, with and without new ids that evict rows,
+        against a gather from a static table, with the id map on the device and on the host
+step    a model with a full table and 10 % new ids in every step, against a static table; --nproc 4:
+        on four ranks, which may share one GPU through MPS
+
+--device cpu: tiny sizes, to try the code; writes no results"""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("dynamic", __doc__)
     parser.add_argument("what", nargs="?", choices=("batch", "step"), default="batch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ids", type=int, help="of a batch (1 million)")
+    parser.add_argument("--ids", type=int, help="per batch (1 million)")
     parser.add_argument("--rows", type=int, help="of the table (8 million; 50 million)")
     parser.add_argument("--evict", choices=("lru", "lfu"), default="lru")
     parser.add_argument("--nproc", type=int, default=1, help="step: ranks")
-    parser.add_argument("--steps", type=int, help="step: that are timed, of each arm (60)")
-    parser.add_argument("--samples", type=int, help="step: of a rank (64)")
+    parser.add_argument("--steps", type=int, help="step: timed steps per arm (120)")
+    parser.add_argument("--samples", type=int, help="step: per rank (64)")
     parser.add_argument(
         "--try", dest="trial", action="store_true", help="print the figures, write no result"
     )

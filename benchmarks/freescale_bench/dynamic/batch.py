@@ -1,5 +1,5 @@
-"""One batch of different ids in a full table: looked up and gathered, and with new ids that evict
-rows, beside a gather by slots from the same rows. For both maps: on the device and on the host."""
+"""One batch of distinct ids on a full table: lookup and gather, with and without new ids that evict
+rows, against a plain gather by slot. For both id maps: on the device and on the host."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.results import Destination, Row, at_most, show_claims, write
+from freescale_bench.common.turns import wait_idle
 
 WIDTH = {"cpu": 16, "cuda": 128}
 REPEATS = 20
-WARMUP = 3  # of them
+WARMUP = 3  # repeats not counted
 NEW_SHARE = 0.1
-FULL = 0.99  # of the rows; hashing fills shards unevenly
+FULL = 0.99  # share of rows in use; hashing fills shards unevenly
 
 
 def bench_batch(
     to: Destination | None, ids: int | None, rows: int | None, evict: str, device: str
 ) -> None:
     count, room = ids or 1_000_000, rows or 8_000_000
-    if FULL * room < 5 * count:  # rows stay for three batches from their last use on
+    if FULL * room < 5 * count:  # rows stay for three batches after their last use
         raise ValueError(f"{room:,} rows are too few for batches of {count:,} ids: give 6 batches")
     measured = [measure_map(where, count, room, evict, torch.device(device)) for where in MAPS]
     for row in measured:
@@ -44,9 +45,9 @@ def bench_batch(
     claims = [
         at_most("lookup and gather over a static gather", 1.3, mine["lookup_ms"] / static, "x"),
         at_most("the same with 10 % new ids and evictions", 2.5, mine["new_ids_ms"] / static, "x"),
-        at_most("memory beside rows and state", 24, mine["bytes_beside_a_row"], "bytes a row"),
+        at_most("memory besides rows and state", 24, mine["bytes_beside_a_row"], "bytes a row"),
     ]
-    if to is None and device == "cuda":  # times of the plain twins on a CPU say nothing
+    if to is None and device == "cuda":  # CPU times of the reference kernels mean nothing
         show_claims(claims)
     elif to is not None:
         command = f"freescale bench dynamic --device {device}"
@@ -54,7 +55,7 @@ def bench_batch(
 
 
 def measure_map(where: str, count: int, room: int, evict: str, device: torch.device) -> Row:
-    """The row of a map: medians of milliseconds."""
+    """Measures a map. Returns its row, with medians in milliseconds."""
     storage, ledger = make_storage(room, evict, device, where), Ledger()
     number = fill(storage, count, ledger)
     present, fresh = storage.get_ids("item"), int(count * NEW_SHARE)
@@ -87,7 +88,7 @@ def measure_map(where: str, count: int, room: int, evict: str, device: torch.dev
 
 
 def make_storage(rows: int, evict: str, device: torch.device, where: str) -> DynamicStorage:
-    """`where`: the map of its ids."""
+    """`where`: the device of its id map."""
     rules = Dynamic(rows, evict=evict, map=where)
     spec = TableSpec("item", rules.rows, WIDTH[device.type], torch.float32, ("ids",), None, rules)
     layout = DynamicLayout((spec,), 1)
@@ -103,7 +104,7 @@ def make_storage(rows: int, evict: str, device: torch.device, where: str) -> Dyn
 
 
 def fill(storage: DynamicStorage, count: int, ledger: Ledger) -> int:
-    """Ids 0, 1, ... until the table is full, `count` at a time; the first that did not come."""
+    """Inserts ids 0, 1, ... until the table is full, `count` at a time. Returns the next id."""
     number, device = 0, storage.weight.device
     while storage.directory.used < FULL * storage.spec.rows:
         batch = torch.arange(number, number + count, device=device)
@@ -120,11 +121,9 @@ def _use(storage: DynamicStorage, keys: Tensor, ledger: Ledger) -> None:
 
 
 def _time(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Returns the seconds until the device is done."""
+    wait_idle(device)
     begin = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_idle(device)
     return time.perf_counter() - begin

@@ -1,19 +1,18 @@
-"""The step of a model whose item table is dynamic and full, with a tenth of a batch's ids new in
-every step, beside the same model with a static table of as many rows.
+"""Step time of a model whose item table is dynamic and full, with 10 % new ids in every batch,
+against the same model with a static table of the same size.
 
-Tables are made one after the other: the GPU need hold one of them only. Batches are made before,
-and are the same in all arms, but that in dynamic ones a tenth of the ids, another one in every
-batch, is replaced by ids that never came before. Negatives are those of the batch, in all arms.
-Windows of steps are compared one by one. Claims are about the map that a table has unless another
-one is asked for.
+Arms run one after another: the GPU needs to hold only one table. Batches are prepared in advance
+and are the same in all arms, except that dynamic arms replace a different tenth of the ids in every
+batch by ids never seen before. All arms use in-batch negatives. Windows of steps are compared
+pairwise. Claims are about the default map.
 
-Exposed is what the ledger calls so (docs/how/ledger.md): compute waits for communication once the
-last rank has arrived; and for the lanes' own work, among it the decisions. Waits for ranks that are
-late are straggler time. All of it together is the span in which compute waits for its lanes. On a
-GPU it is no time of the host's, which may wait while the device works off its queue: its ends are
-two events on the compute stream, one that the device reaches when nothing is left to do before it,
-and one behind the lane's work. Ranks that share a GPU do not stand still together: while one waits,
-the others compute. What is left of it all is in the length of a step.
+Exposed time is defined by the ledger (docs/how/ledger.md): compute waits for communication after
+the last rank has arrived, and for the lanes' own work, including eviction decisions. Waits for late
+ranks are straggler time. The sum is the span in which compute waits for its lanes. On a GPU this is
+not host time, since the host may wait while the device works off its queue. The span lies between
+two events on the compute stream: one when the device has run out of work, one after the lane's
+work. Ranks that share a GPU do not idle together: while one waits, the others compute. The step
+time contains the net effect.
 """
 
 from __future__ import annotations
@@ -40,18 +39,25 @@ from freescale.ledger.machine import get_gpu_name
 from freescale.ledger.merge import merge_step
 from freescale.random import derive, integers
 from freescale.transport.api import Transport
-from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json, open_rank
+from freescale_bench.common.results import (
+    Destination,
+    Row,
+    Target,
+    make_claims,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.train.shapes import SHAPES, Shape
 from freescale_bench.train.trained import SMALL, WARMUP, WINDOW, Trained, list_batches, prepare
 
 ARMS = {"static": "", "device map": ":map=device", "host map": ":map=host"}
-ITEMS = ("history", "targets", "negatives")  # features of the item table
-NEW = 10  # one of so many ids of a batch
+ITEMS = ("history", "targets", "negatives")  # features that read the item table
+NEW = 10  # one in so many ids of a batch is new
 FAR = 1 << 40  # beyond every catalogue
-FILLED = 1 << 20  # ids at a time, over all ranks; at most
-LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
+FILLED = 1 << 20  # ids inserted at a time, over all ranks
+LIMIT = 600.0  # seconds: limit of a collective; ranks create their tables at the same time
 
 DEFAULT = f"{'device' if Dynamic(1).maps_on_device else 'host'} map"
 TARGETS = [
@@ -67,8 +73,8 @@ class StepSetting:
     device: str
     ranks: int
     rows: int  # of the table, over all ranks
-    steps: int  # that are timed
-    samples: int  # of a rank
+    steps: int  # timed
+    samples: int  # per rank
     keep: bool  # the result is written
 
     @property
@@ -87,8 +93,8 @@ class StepSetting:
 def choose_setting(
     device: str, ranks: int, keep: bool, given: Mapping[str, int | None]
 ) -> StepSetting:
-    """Defaults for what is not given (None): sizes of an H200 that four ranks share, or of a
-    CPU, where nothing is kept."""
+    """Fills in defaults for options that are None: sizes for an H200 shared by four ranks, or for a
+    CPU, which writes no result."""
     sizes = {"rows": 50_000_000, "steps": 120, "samples": 64}
     if device == "cpu":
         sizes = {"rows": 10 * SHARDS, "steps": 20, "samples": 8}
@@ -99,7 +105,7 @@ def choose_setting(
 
 
 def renew_ids(batch: SequenceBatch, number: int) -> SequenceBatch:
-    """A tenth of the ids, the same wherever they occur, becomes ids of this batch alone."""
+    """Replaces a tenth of the ids, wherever they occur, by ids unique to this batch."""
 
     def renew(ids: Tensor) -> Tensor:
         chosen = integers(derive(number, ids), NEW) == 0
@@ -117,11 +123,11 @@ def renew_ids(batch: SequenceBatch, number: int) -> SequenceBatch:
 
 
 def make_dynamic(config: RunConfig, options: str) -> RunConfig:
-    """The same run on a dynamic item table of as many rows. `options`: of an arm."""
+    """Returns the same run with a dynamic item table of the same size. `options`: of an arm."""
     rows = f"item=dynamic:{config.data.num_items}{options}"
     return replace(
         config,
-        data=replace(config.data, num_items=None),  # ids of a dynamic table have no bound
+        data=replace(config.data, num_items=None),  # ids of a dynamic table are unbounded
         train=replace(config.train, rows=rows),
     )
 
@@ -130,7 +136,7 @@ class StepBench:
     """A rank that measures."""
 
     def __init__(self, setting: StepSetting, transport: Transport, folder: Path) -> None:
-        """Writes the data, on the first rank. A collective."""
+        """Prepares the data, written by rank 0. A collective."""
         self.setting, self.transport = setting, transport
         self.config, self.data = prepare(
             setting.shape,
@@ -142,17 +148,16 @@ class StepBench:
         self.batches = list_batches(self.data, setting.steps, "cpu")
 
     def measure(self) -> list[Row]:
-        """A row for each arm, the same on every rank."""
+        """Returns a row per arm, the same on every rank."""
         rows = []
         for arm, options in ARMS.items():
-            parts = self.transport.gather_bytes(json.dumps(self._measure_arm(options)).encode())
-            rows.append(join_ranks(arm, [json.loads(part) for part in parts]))
+            rows.append(join_ranks(arm, gather_json(self.transport, self._measure_arm(options))))
             if self.transport.rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
         return rows
 
     def _measure_arm(self, options: str) -> dict[str, Any]:
-        gc.collect()  # the table before this one
+        gc.collect()  # the previous table
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
         config = make_dynamic(self.config, options) if options else self.config
@@ -179,8 +184,7 @@ class StepBench:
 
 
 def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
-    """The ids of the catalogue get their rows, some at a time as in batches; then others, until the
-    table is full."""
+    """Inserts the ids of the catalogue in batches, then further ids until the table is full."""
     group = model.tables.get_group("item")
     storage = group.rows
     if not isinstance(storage, DynamicStorage):
@@ -191,7 +195,7 @@ def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
     size = min(FILLED, rows)
     while storage.directory.used < 0.99 * room or number < rows:
         ids = torch.arange(number, number + size, device=storage.weight.device)
-        keys = compute_keys(torch.where(ids < rows, ids, -ids))  # behind the catalogue: others
+        keys = compute_keys(torch.where(ids < rows, ids, -ids))  # beyond the catalogue: other ids
         shard = (keys >> group.layout.rules.shard_bits) + group.layout.rules.shards // 2
         storage.resolve(keys[(shard >= first) & (shard < last)], ledger)
         storage.begin()
@@ -200,7 +204,7 @@ def fill_table(model: ShardedModel, rows: int) -> dict[str, float]:
 
 
 def join_ranks(arm: str, ranks: list[dict[str, Any]]) -> Row:
-    """The row of an arm."""
+    """Merges the results of all ranks into the row of an arm."""
     steps = [merge_step(each) for each in zip(*(r["records"] for r in ranks), strict=True)]
     exposed = [sum(step["exposed_ms"].values()) for step in steps]
     lanes = [statistics.mean(step["lane_ms"]) for step in steps]
@@ -224,14 +228,14 @@ def join_ranks(arm: str, ranks: list[dict[str, Any]]) -> Row:
 
 
 def collect_figures(rows: list[Row]) -> dict[str, float]:
-    """Windows over those of the same steps with a static table, and how much more is exposed, in
+    """Step time over that of the static table, paired by window, and the added exposed time in
     percent of a step."""
     static, *others = rows
     figures = {}
     for row in others:
         pairs = zip(row["windows_ms"], static["windows_ms"], strict=True)
         figures[row["arm"]] = statistics.median(mine / other for mine, other in pairs)
-        exposed = "exposed_and_lanes_ms"  # lanes: decisions, too
+        exposed = "exposed_and_lanes_ms"  # lanes: includes eviction decisions
         added = row[exposed]["median"] - static[exposed]["median"]
         figures[f"{row['arm']} exposed"] = 100 * added / row["step_ms"]["median"]
     return figures

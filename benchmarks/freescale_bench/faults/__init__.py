@@ -1,5 +1,5 @@
-"""Training under a storm of faults. The storm itself is a harness of the tests, tests/faults, which
-exists in a clone only."""
+"""Training under a storm of faults. The storm itself is a test harness, tests/faults, which only a
+clone has."""
 
 import sys
 

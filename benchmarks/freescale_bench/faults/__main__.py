@@ -1,7 +1,7 @@
-"""Training under a storm of faults, and the proof of what is left: kills of ranks, launchers and
-machines at every stage of a step, a checkpoint and a restore, stalls, full disks, damaged
-checkpoints, jumping clocks, links that fail. The run that results is compared with one that nothing
-happened to: samples, losses, tables, row state, weights, to the bit."""
+"""Training under a storm of faults: kills of ranks, launchers and machines at every stage of a
+step, a checkpoint and a restore, stalls, full disks, damaged checkpoints, jumping clocks, failing
+links. The run is then compared with an undisturbed one: samples, losses, tables, row state,
+weights, to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from freescale_bench.common.options import make_parser, read_destination, run_command
 
-_USUAL: dict[str, dict[str, Any]] = {  # what is not given
+_USUAL: dict[str, dict[str, Any]] = {  # defaults
     "cpu": {"storms": 10, "jobs": 1, "faults": 100, "ranks": "2,4,2:4", "timeout": 5.0},
     "cuda": {"storms": 3, "jobs": 3, "faults": 10, "ranks": "4", "timeout": 20.0},
 }
@@ -23,28 +23,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="of the ranks; those of one machine may share a GPU, through MPS (cpu)",
+        help="of the ranks, which may share a GPU through MPS (cpu)",
     )
-    parser.add_argument("--storms", type=int, help="runs (10; on GPUs 3)")
-    parser.add_argument("--jobs", type=int, help="storms at a time, of one machine (1; on GPUs 3)")
+    parser.add_argument("--storms", type=int, help="storms on one machine (10; on GPUs 3)")
+    parser.add_argument("--jobs", type=int, help="storms at a time on one machine (1; on GPUs 3)")
     parser.add_argument(
         "--host-storms",
         type=int,
         default=0,
-        help="runs more, of ranks over two network namespaces; needs root and iproute2 (0)",
+        help="additional storms over two network namespaces; needs root and iproute2 (0)",
     )
     parser.add_argument(
         "--real-starts",
         type=int,
         default=0,
-        help="faults more, of runs that `freescale train --restarts` and torchrun start, where the "
-        "others are forked from a process that has imported torch (0)",
+        help="additional faults, in runs started by `freescale train --restarts` and torchrun (0); "
+        "ranks of the other storms are forked from a process that has imported torch",
     )
-    parser.add_argument("--faults", type=int, help="of each storm (100; on GPUs 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first storm (0)")
+    parser.add_argument("--faults", type=int, help="faults per storm (100; on GPUs 10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first storm (0)")
     parser.add_argument(
         "--ranks",
-        help="of the storms, in turn; 2:4 is another number after each fault (2,4,2:4; on GPUs 4)",
+        help="of the storms, in turn; 2:4 changes the number after each fault (2,4,2:4; on GPUs 4)",
     )
     parser.add_argument(
         "--timeout", type=float, help="of the runs, in seconds (5; on GPUs, which start slowly, 20)"
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--work",
         type=Path,
         default=Path("storms"),
-        help="folder of the runs; what was interrupted goes on there (./storms)",
+        help="folder of the runs; interrupted storms resume there (./storms)",
     )
     given = parser.parse_args(arguments)
     from freescale_bench.faults.bench import bench_faults

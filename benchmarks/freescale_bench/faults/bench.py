@@ -1,4 +1,4 @@
-"""Storms of faults, one after another, and what they leave."""
+"""Runs storms of faults, and compares their final states with undisturbed runs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from freescale_bench.faults.claims import is_exact, make_claims
 from freescale_bench.faults.jobs import find_row, run_side_by_side
 from freescale_bench.faults.options import Options
 
-# Seconds without a step, after which a run has hung. torchrun takes longer to notice a loss,
-# processes longer to start than to fork, and kernels are compiled before the first step.
+# Seconds without a step after which a run counts as hung. Longer if torchrun has to notice a loss,
+# processes start rather than fork, or kernels are compiled before the first step.
 _LIMIT, _LONG_LIMIT = 120.0, 300.0
 
 
 def list_kinds(disk: bool, hosts: int, snapshots: bool) -> list[str]:
-    """The kinds of faults that can happen here, to runs with a disk of their own or without."""
+    """Lists the kinds of faults that are possible here. `disk`: runs have their own disk."""
     there = {""} | ({"disk"} if disk else set()) | ({"snapshots"} if snapshots else set())
     if hosts > 1:
         there |= {"hosts"} | ({"packets"} if can_lose_packets() else set())
@@ -55,11 +55,11 @@ def list_kinds(disk: bool, hosts: int, snapshots: bool) -> list[str]:
 
 
 def bench_faults(options: Options, to: Destination) -> int:
-    """Makes the storms that the work folder does not have yet. Returns 1 if a run differs from the
+    """Runs the storms that are missing in the work folder. Returns 1 if a run differs from the
     undisturbed one."""
     preload()
-    gc.freeze()  # of what was imported, no rank looks for garbage
-    torch.set_num_threads(1)  # no threads that a fork would lose
+    gc.freeze()  # ranks need not scan imported objects for garbage
+    torch.set_num_threads(1)  # a fork would lose threads
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     if options.jobs > 1:
@@ -76,11 +76,11 @@ def bench_faults(options: Options, to: Destination) -> int:
 
 @contextmanager
 def _divide_gpu(options: Options) -> Iterator[None]:
-    """Ranks find in their environment what they need, who may have to share a GPU."""
+    """Sets the environment of ranks, which may have to share a GPU."""
     with ExitStack() as stack:
         if options.device == "cuda":
-            # Ranks are forked, and CUDA does not start in the child of a process that has asked it
-            # for GPUs: torch asks the driver's monitor instead.
+            # Ranks are forked, and CUDA does not start in the child of a process that has used it
+            # to count GPUs. With this variable torch uses NVML instead.
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
             ranks = max(most for _, most in read_ranks(options.ranks))
             if torch.cuda.device_count() < ranks:
@@ -92,7 +92,7 @@ def _make_storms(options: Options, work: Path) -> list[dict[str, Any]]:
     adopt_orphans()
     disk = mount_disk(work / "disk.img", work / "disk")
     if not disk:
-        print("disks are not full here: to mount one takes root and mkfs.ext4", flush=True)
+        print("no faults of full disks here: mounting a disk needs root and mkfs.ext4", flush=True)
     rows = []
     with open_hosts(HOSTS) if options.host_storms else nullcontext() as network:
         for seed, faults, setting in options.plan():
@@ -110,8 +110,8 @@ def run_storm(
     kinds: Sequence[str],
     network: Network | None = None,
 ) -> dict[str, Any]:
-    """A storm, and the undisturbed run beside it. Returns the row of the result, which stays in
-    the work folder: the storm is not made again."""
+    """Runs a storm and an undisturbed run. Returns the row of the result, which is kept in the work
+    folder: a finished storm is not repeated."""
     folder, disk = work / f"storm-{seed}", work / "disk" / f"storm-{seed}"
     made = find_row(work, seed)
     if made.exists():
@@ -143,14 +143,14 @@ def _run(
     worlds: Sequence[int],
     network: Network | None,
 ) -> Storm:
-    """A run, unless it is complete already. A storm that was interrupted goes on; the undisturbed
-    run is made in one go."""
+    """Makes a run, unless it is complete. An interrupted storm resumes; an undisturbed run starts
+    over."""
     run, cache, own = disk / name, disk / "cache", folder / name
     if not faults and not (own / "complete").exists():
         for left in (run, own):
             shutil.rmtree(left, ignore_errors=True)
     own.mkdir(exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix="fs-faults-"))  # names of sockets are short
+    place = Path(tempfile.mkdtemp(prefix="fs-faults-"))  # socket paths must be short
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(place / "storm"))
         listener.listen(64)
@@ -230,7 +230,7 @@ def _describe(
 
 
 def _find_medians(events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of each phase of the restarts."""
+    """Median of each phase of the restarts."""
     return {
         phase: statistics.median(event["phases_s"][phase] for event in events)
         for phase in (events[0]["phases_s"] if events else ())

@@ -1,4 +1,4 @@
-"""What was asked of the storms, and what they left."""
+"""Targets of the storms, and whether runs survived exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from freescale_bench.common.results import Claim, at_least, at_most
 
 Row = Mapping[str, Any]  # of a result: one storm
-_ROUNDING = 1e-12  # of float64, relative, a step: where the number of ranks changes
+_ROUNDING = 1e-12  # relative rounding of float64 per step, if the number of ranks changes
 
 
 def changes_ranks(row: Row) -> bool:
@@ -16,7 +16,7 @@ def changes_ranks(row: Row) -> bool:
 
 
 def is_exact(row: Row) -> bool:
-    """Whether a run through a storm is the undisturbed one: to the bit, or within rounding where
+    """Whether a run through a storm equals the undisturbed one: to the bit, or within rounding if
     the number of ranks changed."""
     if row["lost_samples"] + row["doubled_samples"] + row["other_batches"]:
         return False
@@ -27,7 +27,7 @@ def is_exact(row: Row) -> bool:
 
 
 def make_claims(rows: Sequence[Row], target: int | None = None) -> list[Claim]:
-    """What was asked of the storms together. `asked`: faults, if not those of ten runs."""
+    """Makes the claims of all storms. `target`: faults (default: those of ten runs)."""
 
     def total(name: str) -> int:
         return sum(row[name] for row in rows)
@@ -74,7 +74,7 @@ def make_claims(rows: Sequence[Row], target: int | None = None) -> list[Claim]:
                 "runs",
             )
         )
-    if not where:  # torchrun's own patience, and starts of Python, are reported in the rows
+    if not where:  # torchrun's own delays and Python's start are only reported in rows
         each = spent / max(1, faults)
         claims.append(at_most("seconds per fault", 3.0, each, "s"))
     return claims

@@ -1,4 +1,4 @@
-"""The picture of a run through ten faults."""
+"""Picture of a run through ten faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEFT, _TOP, _HIGH = 56, 34, 230
 
 
 def draw_faults(used: Results) -> str:
-    """Steps over time of the first storm: the line falls back where steps are made again."""
+    """Draws steps over time of the first storm. The line falls where steps are repeated."""
     result = single(used)
     row = result["rows"][0]
     events = row["events"][:_SHOWN]
@@ -57,22 +57,22 @@ def draw_faults(used: Results) -> str:
         parts.append(svg.text(x, y, f"{place + 1}  {_describe(event)}"))
     below += 17 * half + 8
     note = (
-        f"{row['world']} ranks. Red: a fault happens. Shaded: until the next step is made. Where "
-        "the line falls back, steps since the last checkpoint are made again."
+        f"{row['world']} ranks. Red: a fault happens. Shaded: until the next step. Where the line "
+        "falls, steps since the last checkpoint are repeated."
     )
     words, tall = svg.caption(_LEFT, below, wide, used, note)
     return svg.finish([*svg.begin(svg.LEAST_WIDTH, below + tall), *parts, *words])
 
 
 def _end(events: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds, somewhat after the last one is over."""
+    """Seconds: shortly after the end of the last event."""
     return max(float(event["begin_s"] + event["lasted_s"]) for event in events) + 0.5
 
 
 def _split(
     points: Sequence[tuple[float, int]], events: Sequence[Mapping[str, Any]]
 ) -> list[list[tuple[float, int]]]:
-    """The points of each attempt: between them the run made no step."""
+    """Splits the points at restarts, during which the run made no step."""
     ends = [event["begin_s"] + event["lasted_s"] for event in events]
     attempts: list[list[tuple[float, int]]] = [[]]
     for point in points:

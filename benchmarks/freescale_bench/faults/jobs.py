@@ -1,5 +1,5 @@
-"""Storms of one machine side by side: each is a program of its own, with a disk and, on a GPU, an
-MPS of its own."""
+"""Parallel storms on one machine. Each is a separate program with its own disk and, on a GPU, its
+own MPS."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from freescale_bench.faults.options import Options
 
 
 def run_side_by_side(options: Options, work: Path) -> None:
-    """Makes those storms of one machine that the work folder does not have yet, `jobs` at a time.
+    """Runs the storms that are missing in the work folder, `jobs` at a time.
 
     Raises:
-        ValueError: a storm did not come to its end.
+        ValueError: a storm did not finish.
     """
     seeds = range(options.seed, options.seed + options.storms)
     left = {seed: work / f"job-{seed}" for seed in seeds if not find_row(work, seed).exists()}
     try:
         run_jobs([_make_job(options, seed, own) for seed, own in left.items()], options.jobs)
-    except ValueError:  # so end also storms whose run differs from the undisturbed one
+    except ValueError:  # also the status of storms whose run differs from the undisturbed one
         if not all(find_row(own, seed).exists() for seed, own in left.items()):
             raise
     finally:
@@ -32,7 +32,7 @@ def run_side_by_side(options: Options, work: Path) -> None:
 
 
 def find_row(work: Path, seed: int) -> Path:
-    """Where the row of a storm is, once it was made."""
+    """Returns the path of a storm's row, which exists once the storm is finished."""
     return work / f"storm-{seed}" / "row.json"
 
 

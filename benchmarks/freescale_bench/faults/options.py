@@ -1,4 +1,4 @@
-"""What storms are made, and what their result is called."""
+"""Which storms to run, and the name of their result."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from freescale.ledger.machine import get_gpu_name
 
 @dataclass(frozen=True)
 class Options:
-    """Of the benchmark."""
+    """The options of the benchmark."""
 
     work: Path
     storms: int  # on one machine
     host_storms: int  # over hosts
-    real_starts: int  # faults of runs that commands start
+    real_starts: int  # faults of runs started by commands
     faults: int
     seed: int
     ranks: str
     timeout: float
     device: str = "cpu"
-    jobs: int = 1  # storms of one machine at a time
+    jobs: int = 1  # parallel storms on one machine
 
     def plan(self) -> list[tuple[int, int, Setting]]:
-        """(seed, faults, setting) of each storm."""
+        """Returns (seed, faults, setting) of each storm."""
         places = [1] * self.storms + [HOSTS] * self.host_storms
         storms = [
             (
@@ -44,8 +44,8 @@ class Options:
 
     @property
     def testbed(self) -> str:
-        """Names the result: storms on GPUs, over hosts alone, and starts alone, have one of their
-        own."""
+        """The result's testbed. Storms on GPUs, storms only over hosts, and only real starts have
+        separate results."""
         if self.device == "cuda":
             return f"{self.ranks}ranks-{get_gpu_name()}"
         return "cpu" if self.storms else "hosts" if self.host_storms else "starts"

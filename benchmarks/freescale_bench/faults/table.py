@@ -1,4 +1,4 @@
-"""Seconds that a run stands still, by kind of fault, as a table."""
+"""Seconds that a run stands still, by kind of fault."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def format_faults(used: Results, folder: str) -> str:
 
 
 def format_restarts(used: Results, folder: str) -> str:
-    """Seconds of each phase of a restart, by how the ranks were started."""
+    """Formats the seconds of each phase of a restart, by how ranks were started."""
     found: dict[str, list[dict[str, float]]] = {}
     for row in (row for result in used.values() for row in result["rows"]):
         for event in row["events"]:
@@ -64,7 +64,7 @@ def format_restarts(used: Results, folder: str) -> str:
 
 
 def _count_exact(rows: Sequence[Row]) -> str:
-    """How many runs are the undisturbed ones, in words."""
+    """Says how many runs equal the undisturbed ones."""
     same = [row for row in rows if not changes_ranks(row)]
     changing = [row for row in rows if changes_ranks(row)]
     words = f"{sum(map(is_exact, same))} of {len(same)} end with the bits of the undisturbed run"

@@ -1,11 +1,12 @@
-"""Step time with a table at home in host memory or on a disk, behind a cache that is full and
-evicts in every step, beside the same table on the device: ids by Zipf's law, and ids that never
-come again, so that every row misses.
+"""Step time with a table in host memory or on disk, behind a full cache that evicts rows in every
+step, against the same table on the device. Ids follow Zipf's law, or never repeat (every row
+misses).
 
-place     here (the default): 90 GB on one rank, or with --nproc 4 20 GB on each of four, which may
+place     (default) 90 GB on one rank, or with --nproc 4 20 GB on each of four ranks, which may
           share one GPU through MPS
-torchrec  40 GB, beside TorchRec's FUSED_UVM_CACHING with its prefetch pipeline
---device cpu is tiny, to try them: nothing is written"""
+torchrec  40 GB, against TorchRec's FUSED_UVM_CACHING with its prefetch pipeline
+
+--device cpu: tiny sizes, to try the code; writes no results"""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", nargs="?", choices=("place", "torchrec"), default="place")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of `place`")
-    parser.add_argument("--size", help="of rows and row state, on each rank (90GB; 20GB; 40GB)")
-    parser.add_argument("--cache", help="of each rank (8GB; 2GB; a tenth)")
+    parser.add_argument("--size", help="rows and row state of each rank (90GB; 20GB; 40GB)")
+    parser.add_argument("--cache", help="size on each rank (8GB; 2GB; a tenth)")
     parser.add_argument("--shape", help="one of `freescale bench train` (long)")
-    parser.add_argument("--samples", type=int, help="of a rank (the shape's; half of them)")
-    parser.add_argument("--disk", help="a folder: an arm with the table there, too")
-    parser.add_argument("--steps", type=int, help="that are timed, of each arm (60; 40; 60)")
+    parser.add_argument("--samples", type=int, help="per rank (the shape's; half of them)")
+    parser.add_argument("--disk", help="a folder: adds an arm with the table there")
+    parser.add_argument("--steps", type=int, help="timed steps per arm (60; 40; 60)")
     parser.add_argument(
         "--popularity", choices=("unique log", "unique"), default="unique log",
-        help="torchrec: of rows, about as by Zipf's law, or all alike",
+        help="torchrec: of rows, close to Zipf's law, or uniform",
     )  # fmt: skip
-    parser.add_argument("--arm", action="append", help="torchrec: this one; may be repeated")
-    # of a process of one arm
+    parser.add_argument("--arm", action="append", help="torchrec: run this one; repeatable")
+    # for the process of one arm
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--try", dest="trial", action="store_true", help="print the figures, write no result"
@@ -62,22 +63,18 @@ def _place(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace, words: Sequence[str]) -> int:
-    from freescale_bench.common.torchrec import continue_in_peer, has_torchrec
+    from freescale_bench.common.torchrec import continue_in_peer, require_torchrec
 
     if options.device == "cpu" and (status := continue_in_peer("host_tables", words)) is not None:
         return status
-    if not has_torchrec():
-        raise ValueError(
-            "TorchRec is missing here: on GPUs it is torchrec 1.6.1 with fbgemm-gpu 1.6.0 beside "
-            "torch 2.11"
-        )
+    require_torchrec()
     from freescale_bench.host_tables import peer
 
     chosen = peer.choose_comparison(
         options.device, options.size, options.cache, options.steps, options.popularity
     )
     if unknown := [name for name in options.arm or () if name not in peer.ARMS]:
-        raise ValueError(f"there is no arm {unknown[0]!r}: take one of {', '.join(peer.ARMS)}")
+        raise ValueError(f"there is no arm {unknown[0]!r}: use one of {', '.join(peer.ARMS)}")
     arms = options.arm or list(peer.ARMS)
     if options.output is None:
         return peer.compare(chosen, arms, not options.trial, read_destination(options))

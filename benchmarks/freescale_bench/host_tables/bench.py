@@ -1,11 +1,10 @@
 """Trains a shape of `freescale bench train` with its item table on the device, in host memory and
 on a disk, and compares the steps.
 
-A table is made once for each place, and is gone before the next is made: the memory of the host or
-of the GPU need hold one of them only. Before the steps that are timed the cache is filled with rows
-at random, as if earlier batches had trained them, so that from then on every row that is brought
-makes another one leave, which is written back. Batches are made before, and the same in every
-place; windows of steps are compared one by one.
+Each place gets a new table after the previous one is freed: the memory of the host or the GPU needs
+to hold only one. Before the timed steps the cache is filled with random rows, as if earlier batches
+had trained them. From then on every fetched row evicts another, which is written back. Batches are
+prepared in advance and are the same in every place. Windows of steps are compared pairwise.
 """
 
 from __future__ import annotations
@@ -29,9 +28,16 @@ from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.storage.cached import CachedStorage
 from freescale.ledger.machine import get_gpu_name
 from freescale.transport.api import Transport
-from freescale_bench.common.ranks import open_rank
-from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json, open_rank
+from freescale_bench.common.results import (
+    Destination,
+    Row,
+    Target,
+    make_claims,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.common.turns import read_peak_memory, read_resident_memory, wait_idle
 from freescale_bench.host_tables.setting import COUNTERS, Setting
 from freescale_bench.train.trained import Trained, list_batches, prepare
@@ -40,26 +46,26 @@ POPULARITIES = {"zipf": 1.0, "uniform": None}
 SPANS = ("arrive", "make resident", "ahead/make resident", "compute", "await batch")
 MAIN_THREAD = "steps_that_miss_on_the_main_thread"
 TABLE_SECONDS = 120.0
-LIMIT = 600.0  # seconds of a collective: ranks make their tables beside each other
+LIMIT = 600.0  # seconds: limit of a collective; ranks create their tables at the same time
 
 TARGETS = [
     Target("zipf host", "ids by Zipf's law: step with the table in host memory over on the device",
           1.02, "x", at_least=False),
     Target("uniform host", "every row a miss: step, table in host memory over on the device",
           1.05, "x", at_least=False),
-    Target("misses on the main thread", "timed steps in which the main thread brought rows itself",
+    Target("misses on the main thread", "timed steps in which the main thread fetched rows itself",
           0, "", at_least=False),
     Target("uniform miss percent", "every row a miss: rows that were not in the cache", 99, "%"),
-    Target("table seconds", "the table in host memory is made", TABLE_SECONDS, "s",
+    Target("table seconds", "creating the table in host memory", TABLE_SECONDS, "s",
           at_least=False),
 ]  # fmt: skip
 
 
 class Bench:
-    """A rank that measures."""
+    """One rank of the benchmark."""
 
     def __init__(self, setting: Setting, transport: Transport, folder: Path) -> None:
-        """Writes the data, on the first rank. A collective."""
+        """Prepares the data, written by rank 0. A collective."""
         self.setting, self.transport = setting, transport
         shape = setting.make_shape()
         self.configs: dict[str, RunConfig] = {}
@@ -79,19 +85,18 @@ class Bench:
             print(f"{time.perf_counter() - BEGIN:.0f} s: {what}: {text}", flush=True)
 
     def measure(self) -> list[Row]:
-        """A row for each popularity and place; the same on every rank."""
+        """Returns a row per popularity and place, the same on every rank."""
         rows = []
         for arm, placement in self.setting.list_placements().items():
             for popularity, mine in self._measure_place(placement):
-                parts = self.transport.gather_bytes(json.dumps(mine).encode())
-                ranks = [json.loads(part) for part in parts]
+                ranks = gather_json(self.transport, mine)
                 rows.append(join_ranks(f"{popularity} {arm}", ranks, self.setting.items))
                 self.say(f"{popularity} {arm}", json.dumps(rows[-1]))
         return rows
 
     def _measure_place(self, placement: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The figures of this rank, by popularity."""
-        gc.collect()  # the table before this one
+        """Yields the figures of this rank, by popularity."""
+        gc.collect()  # the previous table
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -140,8 +145,8 @@ class Bench:
         return figures
 
     def _fill_cache(self, model: ShardedModel) -> dict[str, float]:
-        """Makes rows resident, as many as there is room for, some at a time as batches would.
-        Returns how fast rows travel while nothing else happens."""
+        """Fills the cache with random rows, in several batches. Returns the speed of row transfers
+        without other work."""
         rows = model.tables.get_group("item").rows
         if not isinstance(rows, CachedStorage):
             return {}
@@ -162,7 +167,7 @@ BEGIN = time.perf_counter()
 
 
 class _NoLedger:
-    """What is done outside steps is in no record."""
+    """A ledger that records nothing, for work outside steps."""
 
     def span(self, name: str) -> nullcontext[None]:
         return nullcontext()
@@ -172,7 +177,8 @@ class _NoLedger:
 
 
 def join_ranks(arm: str, ranks: list[dict[str, Any]], items: int) -> Row:
-    """The row of an arm: the windows of all ranks, sums of counters and the largest memory."""
+    """Merges the ranks' figures into the row of an arm: all windows, sums of counters, the largest
+    memory."""
     row: Row = {"arm": arm, "rows": items, "ranks": len(ranks)}
     row["windows_ms"] = [value for rank in ranks for value in rank["windows_ms"]]
     row["step_ms"] = spread(row["windows_ms"])
@@ -193,7 +199,8 @@ def join_ranks(arm: str, ranks: list[dict[str, Any]], items: int) -> Row:
 
 
 def collect_figures(rows: list[Row]) -> Mapping[str, float]:
-    """Windows over those of the same steps with the table on the device, and what claims need."""
+    """Step time over that of the table on the device, paired by window, and the other figures of
+    claims."""
     by_arm = {row["arm"]: row for row in rows}
     cached = [row for row in rows if "cache_was_full" in row]
     figures: dict[str, float] = {}

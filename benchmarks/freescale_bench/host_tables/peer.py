@@ -1,12 +1,12 @@
-"""A table in host memory here and under TorchRec, on the same batches, from the same rows: samples
-a second, and each system's slow-down against its own table on the device.
+"""A table in host memory in FreeScale and in TorchRec, with the same batches and initial rows:
+samples per second, and each system's slow-down against its own table on the device.
 
-TorchRec's is FUSED_UVM_CACHING, LRU, with its prefetch pipeline; on the device it trains with
+TorchRec uses FUSED_UVM_CACHING with LRU and its prefetch pipeline; with the table on the device,
 TrainPipelineSparseDist. One rank. The shape is bound by the table: one layer of width 128 over
-500,000 different rows a step, each read once; popular rows are in many of the batches. For such a
-shape there is `direct`: a kernel reads the rows that come. Row-wise
-Adagrad on both sides, whose state is 4 bytes a row. Every arm is a process of its own, one after
-the other, so that the memory of one is free for the next.
+500,000 distinct rows per step, each read once; popular rows occur in many batches. `direct` is made
+for such shapes: a kernel reads the missing rows from host memory. Both sides use row-wise Adagrad,
+with 4 bytes of state per row. Arms run one after another in separate processes, to free the memory
+in between.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ from torch import Tensor
 from freescale.embedding.host_tables.tiers import Host, parse_bytes
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common import arm as ours
+from freescale_bench.common.arm import Arm
 from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import (
+    Destination,
+    Row,
+    Target,
+    make_claims,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.common.torchrec import build_torchrec
-from freescale_bench.common.turns import read_resident_memory
+from freescale_bench.common.turns import read_resident_memory, wait_idle
 from freescale_bench.common.workload import Workload
 from freescale_bench.host_tables.setting import COUNTERS
 from freescale_bench.train.trained import WINDOW
@@ -39,8 +46,8 @@ from freescale_bench.train.trained import WINDOW
 HOST = "freescale host", "freescale host direct"
 DIRECT, OTHER = HOST[1], "torchrec uvm caching"
 ARMS = ("freescale device", *HOST, "torchrec device", OTHER)
-WARMUP = 40  # steps, in which the caches become full
-LIMIT = 400.0  # seconds of an arm
+WARMUP = 40  # steps, after which the caches are full
+LIMIT = 400.0  # seconds: limit of an arm
 
 TARGETS = [
     Target(f"{HOST[0]}: samples/s over {OTHER}",
@@ -53,9 +60,9 @@ TARGETS = [
 @dataclass(frozen=True)
 class Comparison:
     device: str
-    size: str  # of rows and state
+    size: str  # rows and row state
     cache: float  # share of the table
-    steps: int  # that are timed
+    steps: int  # timed
     popularity: str
 
     def make_workload(self) -> Workload:
@@ -80,7 +87,7 @@ class Comparison:
         )
 
     def as_arguments(self) -> list[str]:
-        """The command line of this comparison."""
+        """Returns the command line of this comparison."""
         words = ["torchrec"]
         for name in ("device", "size", "steps", "popularity"):
             words += [f"--{name}", str(getattr(self, name))]
@@ -90,19 +97,19 @@ class Comparison:
 def choose_comparison(
     device: str, size: str | None, cache: str | None, steps: int | None, popularity: str
 ) -> Comparison:
-    """Defaults for what is not given; on a CPU tiny sizes, to try it."""
+    """Fills in defaults; on a CPU tiny sizes, to try the code."""
     size = size or ("40GB" if device == "cuda" else "2MB")
     share = 0.1 if cache is None else parse_bytes(cache) / parse_bytes(size)
     return Comparison(device, size, share, steps or (60 if device == "cuda" else 20), popularity)
 
 
 def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], Ledger | None]:
-    """What trains a step of an arm, and its ledger; TorchRec has none."""
+    """Returns the step function of an arm, and its ledger (None for TorchRec)."""
     workload, device = comparison.make_workload(), torch.device(comparison.device)
     system, place = name.split(" ", 1)
     if system == "torchrec":
         join(comparison.device, LIMIT)
-        # Unified memory is CUDA's, and the prefetch pipeline has streams.
+        # Unified memory and the prefetch pipeline need CUDA.
         cached = place != "device" and device.type == "cuda"
         pipeline = "prefetch_sparse_dist" if cached else "sparse_dist"
         cache = comparison.cache if cached else None
@@ -110,7 +117,7 @@ def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], 
         return peer.progress, None
     size = int(parse_bytes(comparison.size) * comparison.cache)
     tier = Host(size, direct=place.endswith("direct"))
-    arm = ours.build(
+    arm = Arm(
         workload,
         0,
         1,
@@ -124,26 +131,22 @@ def build_arm(name: str, comparison: Comparison) -> tuple[Callable[[], Tensor], 
 
 
 def measure_arm(name: str, comparison: Comparison) -> Row:
-    """The row of an arm, in a process of its own."""
+    """Measures an arm in this process, and returns its row."""
     samples, cuda = comparison.make_workload().samples, comparison.device == "cuda"
-
-    def wait() -> None:
-        if cuda:
-            torch.cuda.synchronize()
-
+    device = torch.device(comparison.device)
     begin = time.perf_counter()
     step, ledger = build_arm(name, comparison)
-    wait()
+    wait_idle(device)
     built = time.perf_counter() - begin
     losses = [step() for _ in range(WARMUP)]
-    wait()
+    wait_idle(device)
     if ledger is not None:
         ledger.drain()
     windows: list[float] = []
     for _ in range(comparison.steps // WINDOW):
         begin = time.perf_counter()
         losses += [step() for _ in range(WINDOW)]
-        wait()
+        wait_idle(device)
         windows.append(1e3 * (time.perf_counter() - begin) / WINDOW)
     row: Row = {
         "arm": name,
@@ -168,7 +171,7 @@ def measure_arm(name: str, comparison: Comparison) -> Row:
 
 
 def collect_figures(rows: list[Row]) -> dict[str, float]:
-    """What the claim needs, and each system's slow-down."""
+    """Computes the figures of claims, and each system's slow-down."""
     rates = {row["arm"]: row["samples_per_second"]["median"] for row in rows}
     by_arm = {row["arm"]: row for row in rows}
     figures: dict[str, float] = {}
@@ -186,7 +189,7 @@ def collect_figures(rows: list[Row]) -> dict[str, float]:
 
 
 def compare(comparison: Comparison, arms: list[str], keep: bool, to: Destination) -> int:
-    """Starts the arms one after another. Returns the exit status."""
+    """Runs the arms one after another. Returns the exit status."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arms:
@@ -194,7 +197,7 @@ def compare(comparison: Comparison, arms: list[str], keep: bool, to: Destination
             words = [*comparison.as_arguments(), "--arm", name, "--output", str(output)]
             status = start_ranks("host_tables", words, 1, comparison.device, LIMIT)
             if status or not output.exists():
-                print(f"{name}: ended with status {status}", flush=True)
+                print(f"{name}: exited with status {status}", flush=True)
                 continue
             rows.append(json.loads(output.read_text(encoding="utf-8")))
             output.unlink()

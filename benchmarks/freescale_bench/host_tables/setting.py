@@ -1,4 +1,4 @@
-"""What `freescale bench host_tables` measures: sizes that fit an H200 and its host, or a CPU."""
+"""Sizes of `freescale bench host_tables`, for an H200 and its host, or for a CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from freescale_bench.train.shapes import SHAPES, Shape
 from freescale_bench.train.trained import SMALL, WARMUP, WINDOW
 
 COUNTERS = ("cache_wanted", "cache_missed", "cache_bytes_up", "cache_bytes_down")
-ROW_NUMBERS = 3  # of each column of a row: its value and both of Adam's moments
+ROW_NUMBERS = 3  # per column of a row: its value and both of Adam's moments
 
-# by (device, whether there are several ranks)
+# by (device, several ranks)
 _DEFAULTS: dict[tuple[str, bool], dict[str, Any]] = {
     ("cuda", False): {"size": "90GB", "cache": "8GB", "shape": "long", "steps": 60},
-    # Half a batch on each: four ranks share the memory of one GPU.
+    # Half a batch per rank: four ranks share the memory of one GPU.
     ("cuda", True): {
         "size": "20GB", "cache": "2GB", "shape": "long", "samples": 8, "steps": 40,
     },
@@ -30,41 +30,37 @@ class Setting:
     device: str
     ranks: int
     keep: bool  # the result is written
-    size: str  # of rows and state on each rank
+    size: str  # rows and row state of each rank
     cache: str
     shape: str  # of `freescale bench train`, or "trial"
-    samples: int  # of a rank
-    steps: int  # that are timed
+    samples: int  # per rank
+    steps: int  # timed
     disk: str | None = None  # a folder
 
     def list_placements(self) -> dict[str, str]:
-        """Of the item table, by arm."""
+        """Placements of the item table, by arm."""
         arms = {"device": "sharded", "host": f"host:{self.cache}"}
         return arms | ({"disk": f"disk:{self.disk}:{self.cache}"} if self.disk else {})
 
     @property
     def items(self) -> int:
-        """Rows of the table, on all ranks together."""
-        width = self._find_shape().width
+        """Rows of the table, over all ranks."""
+        width = find_shape(self.shape).width
         return parse_bytes(self.size) * self.ranks // (width * 4 * ROW_NUMBERS)
 
     def make_shape(self) -> Shape:
-        """With as many batches as are trained: ids that come again are not those of an epoch
-        before."""
+        """The shape with enough batches for the whole run: no epoch repeats ids."""
         batches = WARMUP + self.steps + WINDOW
         return replace(
-            self._find_shape(),
+            find_shape(self.shape),
             items=self.items - 1,
             samples=self.samples * self.ranks,
             batches=batches,
             users=0,
         )
 
-    def _find_shape(self) -> Shape:
-        return find_shape(self.shape)
-
     def as_arguments(self) -> list[str]:
-        """The command line of this setting."""
+        """Returns the command line of this setting."""
         names = ("device", "size", "cache", "shape", "samples", "steps")
         words = [word for name in names for word in (f"--{name}", str(getattr(self, name)))]
         words += ["--nproc", str(self.ranks)]
@@ -73,7 +69,7 @@ class Setting:
 
 
 def find_shape(name: str) -> Shape:
-    """ValueError for a name that is none."""
+    """Returns a shape by name. Raises ValueError for unknown names."""
     shapes = {**SHAPES, SMALL.name: SMALL}
     if name not in shapes:
         raise ValueError(f"there is no shape {name!r}: take one of {', '.join(shapes)}")
@@ -81,7 +77,7 @@ def find_shape(name: str) -> Shape:
 
 
 def choose_setting(device: str, ranks: int, keep: bool, given: Mapping[str, Any]) -> Setting:
-    """Defaults for what is not given (None). On a CPU nothing is kept: what is tried there says
+    """Fills in defaults for options that are None. A CPU run writes no result, because it says
     nothing about overlap."""
     if ranks < 1:
         raise ValueError(f"--nproc must be at least 1, got {ranks}")

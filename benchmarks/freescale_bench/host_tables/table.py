@@ -1,4 +1,4 @@
-"""A table in host memory here and under TorchRec, as a table of the documents."""
+"""Tables in host memory, in FreeScale and in TorchRec."""
 
 from __future__ import annotations
 

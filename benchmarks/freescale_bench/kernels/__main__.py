@@ -1,6 +1,6 @@
-"""Time, rate, share of the measured ceiling and speed-up over plain torch of each Triton kernel, on
-one GPU. A whole run is kept as a result, with what was asked as claims; --output writes the rows to
-a file of your own instead."""
+"""Time, rate, share of the measured ceiling, and speed-up over plain torch of each Triton kernel,
+on one GPU. A whole run is written as a result, with its targets as claims; --output writes the rows
+to another file instead."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: tiny, through Triton's interpreter, to try it",
+        help="cpu: tiny sizes in Triton's interpreter, to try the code",
     )
     parser.add_argument(
         "--only",
         action="append",
         choices=("rows", "attention", "pieces", "layer", "sampled_softmax", "launches"),
         default=[],
-        help="this part; may be given several times",
+        help="run this part; repeatable",
     )
     parser.add_argument("--output", type=Path, help="JSON file to write instead of a result")
     options = parser.parse_args(arguments)

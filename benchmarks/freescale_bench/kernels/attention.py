@@ -1,4 +1,4 @@
-"""The attention, forward and backward: head widths, lengths, biases."""
+"""Attention, forward and backward, over head widths, lengths and biases."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WAYS = ("forward", "backward")
 
 
 def measure_attention(bench: Bench) -> dict[str, float]:
-    """TFLOP/s for equally long samples and for log-normal lengths; milliseconds of wide heads; how
-    much longer biases take."""
+    """Measures TFLOP/s for equal and for log-normal lengths, milliseconds of wide heads, and the
+    slow-down by biases."""
     batches = {
         "full": np.array(bench.size["long"]),
         "log-normal": bench.lengths(bench.size["samples"]),
@@ -37,10 +37,11 @@ def measure_attention(bench: Bench) -> dict[str, float]:
 
 
 def _measure_wide(bench: Bench) -> dict[str, float]:
-    """The two shapes for which NVIDIA publishes figures: 32 samples, equally long or jagged."""
+    """Measures the two shapes with figures published by NVIDIA: 32 samples, equally long or
+    jagged."""
     width, (fixed, cap) = bench.size["wide"], bench.size["wide_lengths"]
     random = np.random.default_rng(0)
-    weights = 1.0 / np.arange(1, cap + 1) ** 1.2  # Zipf's, on the lengths in a random order
+    weights = 1.0 / np.arange(1, cap + 1) ** 1.2  # Zipf's law over lengths in random order
     jagged = random.choice(
         random.permutation(np.arange(1, cap + 1)), bench.size["line"] * 2, p=weights / weights.sum()
     )
@@ -53,7 +54,7 @@ def _measure_wide(bench: Bench) -> dict[str, float]:
 
 
 def _measure_biased(bench: Bench) -> dict[str, float]:
-    """Biases by position and time, over the time without them."""
+    """Time with position and time biases, over the time without."""
     lengths = np.full(bench.size["line"] * 2, bench.size["wide_lengths"][1])
     figures = {}
     for width in bench.size["head_widths"]:
@@ -70,7 +71,7 @@ def _measure_biased(bench: Bench) -> dict[str, float]:
 def _measure_attended(
     bench: Bench, name: str, lengths: np.ndarray, width: int, biases: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rows of forward and backward."""
+    """Returns the rows of forward and backward."""
     tokens = int(lengths.sum())
     q, k, v = (
         bench.draw(tokens, HEADS, width, dtype=bench.narrow).requires_grad_() for _ in range(3)

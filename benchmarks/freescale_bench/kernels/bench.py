@@ -1,5 +1,5 @@
-"""`freescale bench kernels`: the Triton kernels on one GPU beside plain torch and beside what the
-GPU can do."""
+"""`freescale bench kernels`: the Triton kernels on one GPU, against plain torch and the GPU's
+limits."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from freescale.kernels.dispatch.versions import has_triton
-from freescale.ledger.machine import describe_machine, get_gpu_name, get_versions
+from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.markdown import format_rows
-from freescale_bench.common.results import Destination, make_claims, write
+from freescale_bench.common.ranks import require_gpu
+from freescale_bench.common.results import Destination, Target, describe_run, make_claims, write
 from freescale_bench.kernels.attention import measure_attention
-from freescale_bench.kernels.claims import list_targets
 from freescale_bench.kernels.launches import measure_launches
 from freescale_bench.kernels.layers import measure_layers, measure_pieces
 from freescale_bench.kernels.measure import Bench
@@ -27,7 +26,7 @@ from freescale_bench.kernels.sampled_softmax import measure_sampled_softmax
 from freescale_bench.kernels.table import HEAD, format_row
 from freescale_bench.kernels.table_rows import measure_rows
 
-# Each returns figures by name, what a claim can be made of.
+# Each returns figures by name, the inputs of claims.
 PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
     "rows": measure_rows,
     "attention": measure_attention,
@@ -41,24 +40,20 @@ PARTS: dict[str, Callable[[Bench], dict[str, float]]] = {
 def measure_kernels(
     device: str, only: Sequence[str] = (), seen: Callable[[dict[str, Any]], None] = lambda row: None
 ) -> tuple[Bench, dict[str, float]]:
-    """Runs the parts, or some of them; rows and figures."""
+    """Runs the parts, or those in `only`. Returns rows and figures."""
     if not has_triton():
         raise ValueError(
             "the kernels are written in Triton, which is not installed here: "
-            "pip install 'freescale[triton]' (Linux alone)"
+            "pip install 'freescale[triton]' (Linux only)"
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "there is no GPU here; try the benchmark with --device cpu: tiny sizes, "
-            "through Triton's interpreter"
-        )
+    require_gpu(device)
     if device == "cpu":
         if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 "Triton was imported before its interpreter was chosen; start a new "
                 "process for --device cpu"
             )
-        # read when Triton is imported, which happens at the first launch
+        # Triton reads it on import, at the first launch
         os.environ["TRITON_INTERPRET"] = "1"
     torch.manual_seed(0)
     figures: dict[str, float] = {}
@@ -73,11 +68,11 @@ def measure_kernels(
 
 
 def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Destination) -> None:
-    """Prints the table. Writes the rows to `output`, or a result with claims; the latter of a whole
-    run on a GPU only."""
+    """Prints the table. Writes the rows to `output`, or a result with claims if this was a whole
+    run on a GPU."""
     if output and not output.parent.is_dir():
         raise ValueError(
-            f"there is no folder {output.parent} for the results; make it or give another --output"
+            f"there is no folder {output.parent} for the results; create it or change --output"
         )
     bench, figures = measure_kernels(device, only)
     print(
@@ -85,7 +80,7 @@ def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Des
     )
     print(format_rows(HEAD, [format_row(row) for row in bench.rows if "ms" in row]))
     if device == "cpu":
-        print("times of the interpreter say nothing about the kernels")
+        print("interpreter times mean nothing")
     if output:
         _write_rows(output, device, bench, figures)
         return
@@ -105,13 +100,44 @@ def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Des
     )
 
 
+def list_targets() -> Iterator[Target]:
+    for name in ("gather", "sgd", "adagrad", "rowwise_adagrad", "adam"):
+        yield Target(
+            f"{name}, % of ceiling",
+            f"{name} of 1,000,000 random rows of 128 floats, of copy bandwidth",
+            70,
+            "%",
+        )
+    for way, width, rate in (
+        ("forward", 128, 420),
+        ("backward", 128, 474),
+        ("forward", 64, 300),
+        ("backward", 64, 200),
+    ):
+        text = f"attention {way}, 4 x 16,384 tokens, 4 heads of {width}"
+        yield Target(f"attention {way}, full, {width} wide, TFLOP/s", text, rate, "TFLOP/s")
+        text = f"attention {way}, 4 heads of {width}, log-normal lengths, of the full-length rate"
+        yield Target(f"attention {way}, {width} wide, log-normal % of full", text, 85, "%")
+    text = "attention backward, 32 x 4,099 tokens, 4 heads of 256"
+    yield Target("attention backward, fixed, wide, ms", text, 8.25, "ms", at_least=False)
+    for width in (64, 128):
+        for way in ("forward", "backward"):
+            text = f"attention {way}, 32 x 4,096 tokens, 4 heads of {width}: time with both biases"
+            name = f"attention {way}, {width} wide, biases, times without"
+            yield Target(name, f"{text}, of that without", 2, "times", at_least=False)
+    text = "HSTU layer forward + backward, log-normal lengths up to 21,000, faster than eager"
+    yield Target("layer, times faster", text, 5, "times")
+    text = "peak memory of a layer per token, at 21,000 of that at 5,250"
+    yield Target(
+        "layer, memory per token, longest over a quarter of it", text, 1.05, "times", at_least=False
+    )
+
+
 def _write_rows(output: Path, device: str, bench: Bench, figures: dict[str, float]) -> None:
     result = {
         "name": "kernels",
         "device": device,
-        "machine": describe_machine(),
-        "versions": get_versions("triton", "freescale"),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **describe_run(["triton", "freescale"]),
         "ceilings": bench.ceilings,
         "rows": bench.rows,
         "figures": figures,

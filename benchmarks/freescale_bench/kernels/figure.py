@@ -1,19 +1,19 @@
-"""How much of what the GPU can do each kernel reaches, and how much plain torch does."""
+"""The share of the GPU's limits that each kernel reaches, next to plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 
 LEFT, WIDTH, ROW, TOP = 400, 360, 20, 46
 OURS, PLAIN = "#4c78a8", "#f58518"
 
 
 def find_shares(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None, str]]:
-    """(case, % of the ceiling, plain torch's %, rate) of each row with a ceiling."""
-    # files of earlier runs have moves of samples, which training makes on the host
+    """Returns (case, % of the ceiling, plain torch's %, rate) of each row with a ceiling."""
+    # earlier results include moves of samples, which training does on the host
     chosen = [row for row in rows if row.get("ceiling_percent") and row["group"] != "moves"]
     found = []
     for row in chosen:
@@ -24,14 +24,14 @@ def find_shares(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | No
                 row["case"],
                 row["ceiling_percent"],
                 plain,
-                (f"{row['rate']:.{digits}f} {row['unit']}"),
+                f"{row['rate']:.{digits}f} {row['unit']}",
             )
         )
     return found
 
 
-def draw_shares(used: Mapping[str, Mapping[str, Any]]) -> str:
-    (result,) = used.values()
+def draw_shares(used: Results) -> str:
+    result = single(used)
     drawn = find_shares(result["rows"])
     height = TOP + len(drawn) * ROW + 30
     parts = svg.begin(LEFT + WIDTH + 110, height + 20)

@@ -1,11 +1,11 @@
-"""What the direct launch saves: host time of a launch by `launch_kernel`, and by Triton itself."""
+"""Host time of a launch through `launch_kernel`, and through Triton itself."""
 
 from __future__ import annotations
 
 import torch
 
 from freescale.kernels.jit.launch import launch_kernel
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import spread
 from freescale_bench.kernels.measure import Bench, Call
 
 LAUNCHES, TURNS = 200, 15
@@ -13,7 +13,7 @@ SIZES = {"SORTED": False, "CHUNK": 1, "STEPS": 1, "UNROLL": 1, "WIDTH": 64, "R":
 
 
 def measure_launches(bench: Bench) -> dict[str, float]:
-    """Updates one row again and again, both ways by turns."""
+    """Updates one row repeatedly, alternating between both ways."""
     from freescale.kernels.row_updates.triton_kernels import sgd_kernel
 
     weight = torch.zeros(1, 64, device=bench.device)

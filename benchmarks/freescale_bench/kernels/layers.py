@@ -1,5 +1,4 @@
-"""What surrounds the attention in a layer, and a whole HSTU layer: forward, backward and peak
-memory."""
+"""The other kernels of a layer, and a whole HSTU layer: forward, backward and peak memory."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ DROPOUT = 0.2
 
 
 def measure_pieces(bench: Bench) -> dict[str, float]:
-    """The norms and SiLU of a layer, as they are called in it under autocast."""
+    """Measures the norms and SiLU of a layer, under autocast as in training."""
     width, narrow = bench.size["width"], bench.narrow
     tokens = int(bench.lengths(bench.size["layer"]).sum())
     label, size = f"{tokens:,} x {width}", tokens * width / 1e9
@@ -60,7 +59,7 @@ def measure_pieces(bench: Bench) -> dict[str, float]:
         ]
         bench.measure("pieces", f"{name} backward, {label}", *back, gigabytes=backward * size)
 
-    half = projected.element_size()  # bytes of an activation; x and its gradient are float32
+    half = projected.element_size()  # bytes per activation; x and its gradient are float32
     normed = lambda m: [m.layer_norm(x, weight, bias, 1e-6, narrow)]  # noqa: E731
     one("layer norm", normed, [x, weight, bias], [slope], 4 + half, 8 + half)
     gated = lambda m: [m.gated_norm(attended, gate, weight, bias, 1e-6, narrow, **drop)]  # noqa: E731
@@ -71,12 +70,12 @@ def measure_pieces(bench: Bench) -> dict[str, float]:
 
 
 def measure_layers(bench: Bench) -> dict[str, float]:
-    """A whole layer, forward and backward, in bf16; the plain attention holds its score tiles, ours
-    none."""
+    """Measures a whole layer, forward and backward, in bf16. Plain attention stores its score
+    tiles, ours does not."""
     lengths, figures = bench.lengths(bench.size["layer"]), {}
     for name, dropout in (("", 0.0), (", dropout", DROPOUT)):
         ours, tokens = _step(bench, lengths, triton_attention_plan.plan_attention, dropout)
-        # it takes many seconds
+        # plain torch takes many seconds: once is enough
         plain = (
             _step(bench, lengths, attention_plan.plan_attention, dropout)[0]
             if not dropout
@@ -103,8 +102,8 @@ def _step(
 def make_layer_step(
     lengths: Tensor, plan: Any, width: int, heads: int, cap: int, dropout: float = 0.0
 ) -> Call:
-    """Forward and backward of a layer over samples of `lengths` [samples], at most `cap`, on their
-    device."""
+    """Returns a function that runs a layer forward and backward over samples of `lengths`
+    [samples], at most `cap`, on their device."""
     device = lengths.device
     one = HSTULayer(
         number=0, width=width, heads=heads, d_qk=width // heads, d_v=width // heads,
@@ -125,7 +124,7 @@ def make_layer_step(
 
 
 def _measure_memory(bench: Bench) -> dict[str, float]:
-    """Bytes per token at two lengths: the same, if memory grows with the tokens."""
+    """Measures bytes per token at two lengths: equal if memory is linear in tokens."""
     cap, peaks = bench.size["cap"], []
     for length in (cap // 4, cap):
         step, tokens = _step(

@@ -1,9 +1,9 @@
-"""Times of single kernels on one device, beside what the device can do: a copy and a matrix
-product, measured first.
+"""Times single kernels on one device, and compares them with the device's limits: a copy and a
+matrix product, measured first.
 
-Times are medians by device events, with the launches queued up behind a pause as in a training
-step; `call_ms` is what a call takes the host. Rates count each byte that must be read or written
-once, and operations of the lower triangle.
+Times are medians from device events, with launches queued behind a pause, as in a training step.
+`call_ms` is the host time of a call. Rates count each byte that must be read or written once, and
+operations in the lower triangle.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import spread
 
 Call = Callable[[], Any]
-# cpu: only to try the code, through Triton's interpreter.
+# cpu: only to try the code, in Triton's interpreter.
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         "samples": 128, "median": 3000, "cap": 21_000,
@@ -38,7 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make_events(count: int = 2, blocking: bool = False) -> list[torch.cuda.Event]:
-    """Events that take the time."""
+    """Creates events with timing."""
     return [
         torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
         for _ in range(count)
@@ -46,7 +46,7 @@ def make_events(count: int = 2, blocking: bool = False) -> list[torch.cuda.Event
 
 
 class Bench:
-    """Measured rows. `seen` is called with each as it is known."""
+    """Measures kernels and collects rows. `seen` is called with each new row."""
 
     def __init__(
         self, device: str, seen: Callable[[dict[str, Any]], None] = lambda row: None
@@ -67,7 +67,7 @@ class Bench:
 
     @property
     def narrow(self) -> torch.dtype:
-        """What activations are in. The interpreter's products know no bfloat16."""
+        """The dtype of activations. The interpreter's matrix product lacks bfloat16."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def times(self, call: Call, repetitions: int = 20, warm: int = 3) -> list[float]:
@@ -81,7 +81,7 @@ class Bench:
         pairs = []
         for _ in range(repetitions):
             pair = make_events()
-            # 1 ms: the launches queue up behind it
+            # 1 ms, during which launches queue up
             torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
             pair[0].record()
             call()
@@ -91,7 +91,7 @@ class Bench:
         return [start.elapsed_time(end) for start, end in pairs]
 
     def host(self, call: Call, repetitions: int = 20) -> float:
-        """Milliseconds that a call keeps the host, nothing waited for."""
+        """Host milliseconds of a call, without waiting for the device."""
         if self.device.type == "cuda":
             call()
             torch.cuda.synchronize()
@@ -117,7 +117,7 @@ class Bench:
             "group": group,
             "case": case,
             "ms": found,
-            # on a CPU a call is all host time, and one through the interpreter is enough
+            # on a CPU a call is all host time, and one call in the interpreter is enough
             "call_ms": self.host(ours, 5) if self.device.type == "cuda" else found["median"],
         }
         median = found["median"]
@@ -148,6 +148,6 @@ class Bench:
         return torch.randn(*shape, device=self.device).to(dtype)
 
     def lengths(self, samples: int, seed: int = 0) -> npt.NDArray[np.int64]:
-        """Log-normal, cut at the longest."""
+        """Draws log-normal lengths, capped."""
         drawn = np.random.default_rng(seed).lognormal(np.log(self.size["median"]), 1.0, samples)
         return np.asarray(np.minimum(drawn.astype(np.int64), self.size["cap"]))

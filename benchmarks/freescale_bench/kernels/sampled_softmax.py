@@ -1,5 +1,4 @@
-"""The sampled softmax of Retrieval: forward, and forward with gradients, for each kind of
-negatives."""
+"""The sampled softmax of Retrieval, with and without gradients, for each kind of negatives."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from freescale.kernels.softmax import reference, triton
 from freescale.kernels.softmax.reference import Negatives
 from freescale_bench.kernels.measure import Bench
 
-# (samples, events of each, width, rows that a step reads)
+# (samples, events per sample, width, rows that a step reads)
 SHAPES = {
     "cuda": ((256, 108, 64, 50_000), (64, 679, 256, 40_000), (16, 4358, 512, 60_000),
              (32, 3786, 1024, 100_000)),
@@ -59,7 +58,7 @@ def _measure(
             "sampled softmax",
             f"{name}, {label}",
             partial(call, triton),
-            # per position the plain one takes seconds
+            # with negatives per position plain torch takes seconds
             None if per == "position" and tokens > 10_000 else partial(call, reference),
             teraflops=products * flops,
         )

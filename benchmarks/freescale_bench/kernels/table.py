@@ -1,4 +1,4 @@
-"""What the kernels reach on a GPU, as a table."""
+"""Speed of the kernels on a GPU, as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from freescale_bench.common.markdown import Results, format_table, single
 
-# What a training step runs; the raw file has the moves of samples, too.
+# Kernels of a training step; raw files may also have moves of samples.
 _GROUPS = ("rows", "unique", "attention", "pieces", "layer", "sampled_softmax")
 
 

@@ -1,4 +1,4 @@
-"""Table rows: gather, row optimizers, reading of fetched rows by many tokens, deduplication,
+"""Kernels on table rows: gather, row optimizers, reads of fetched rows by tokens, deduplication,
 collision masks."""
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def measure_rows(bench: Bench) -> dict[str, float]:
 
 
 def _reads(bench: Bench, count: int, wanted: torch.Tensor) -> None:
-    """Tokens of a rank read its rows: Zipf, so that some are read very often."""
+    """Measures reads of fetched rows by a rank's tokens, with Zipf's law: some rows are read very
+    often."""
     tokens = int(bench.lengths(bench.size["samples"]).sum())
     drawn = np.random.default_rng(0).zipf(1.2, tokens) % min(count, 10**9)
     keys = torch.from_numpy(drawn).to(bench.device)

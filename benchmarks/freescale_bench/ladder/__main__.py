@@ -1,12 +1,12 @@
 """The ladder: TorchRec's pipelines, then FreeScale with one technique more on each rung and with
 the defaults of `freescale train`, on the same model, data and seeds.
 
---device cpu   two ranks in network namespaces with 200 Mbit/s between them (as root), else on the
-               loopback; TorchRec is set up first (.venv-peer). About 10 minutes
---workload train  the product: `freescale train` itself beside TorchRec's pipelines, which train
-               the same Retrieval model on the same generated histories
---workload short  the same with histories of a few events
---device cuda  GPU ranks, which may share one GPU through MPS; TorchRec's arms if it is installed"""
+--device cpu      two ranks in network namespaces with 200 Mbit/s between them (as root), else on
+                  the loopback; TorchRec is set up first (.venv-peer). About 10 minutes
+--device cuda     GPU ranks, which may share one GPU through MPS; with TorchRec if installed
+--workload train  `freescale train` itself against TorchRec's pipelines, which train the same
+                  Retrieval model on the same generated histories
+--workload short  the same with histories of a few events"""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     workloads = ("paper", "short", "train")
     parser.add_argument("--workload", choices=workloads, default="paper")
-    parser.add_argument("--repetitions", type=int, default=20, help="cpu: turns of every arm")
+    parser.add_argument("--repetitions", type=int, default=20, help="cpu: turns per arm")
     parser.add_argument(
         "--short",
         action="store_true",
-        help="cpu: serial against the full system, without TorchRec; keeps no results",
+        help="cpu: serial against the full system, without TorchRec; writes no results",
     )
     add_turns(parser, each=8)
-    parser.add_argument("--histories", help=argparse.SUPPRESS)  # given to the ranks
+    parser.add_argument("--histories", help=argparse.SUPPRESS)  # for the ranks
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
     to = read_destination(options)
     product = options.workload in ("train", "short")
     if options.short and product:
-        parser.error("--short has the workload paper")
+        parser.error("--short needs the workload paper")
     if options.device == "cuda":
         if options.short or options.workload not in ("paper", "train"):
-            parser.error("on a GPU the ladder has the workloads paper and train, and no --short")
+            parser.error("on a GPU only the workloads paper and train exist, without --short")
         if options.workload == "train":
             from freescale_bench.ladder.product import bench_product_on_gpu
 

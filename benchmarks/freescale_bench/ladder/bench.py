@@ -1,22 +1,20 @@
 """The ladder on two CPU ranks: TorchRec's pipelines, then FreeScale with one technique more on each
 rung and with the defaults of `freescale train`, on the same model, data and seeds.
 
-Two network namespaces of this machine with 200 Mbit/s between them (testbed A; made and removed
-here, as root), or two ranks on its loopback where that may not be. Each is pinned to a core. Arms
-take turns in one process. The model is HSTU behind a sharded table (with the defaults, too: a small
-table would be replicated).
+Runs in two network namespaces of this machine with 200 Mbit/s between them (testbed A, set up and
+removed here, as root), else with two ranks on its loopback. Each rank is pinned to a core. Arms
+take turns in one process. The model is HSTU on a sharded table, also in the arm `defaults`, which
+would replicate a table this small.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from freescale_bench.common.hosts import RATE, Loopback, open_hosts
+from freescale_bench.common.hosts import RATE, Loopback, can_open_hosts, open_hosts
 from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import has_pec, has_torchrec
 from freescale_bench.common.workload import Workload
@@ -36,13 +34,13 @@ _EXPOSED = {
     "exposed_embedding_ms": "exposed communication of ids, rows and gradients",
     "exposed_all_ms": "all exposed communication, dense gradients, counts and samples included,",
 }
-_FASTER = 1.8  # asked of the full system, times SparseDist's samples/s
+_FASTER = 1.8  # target of the full system: times SparseDist's samples/s
 Run = Callable[..., list[Any]]
 
 
 def check_parity(run: Run, names: list[str]) -> dict[str, Any]:
-    """Losses of the first steps of each arm, and of serial with the samples of each batch in
-    another order, against serial's."""
+    """Compares the losses of the first steps of each arm with serial's. The control is serial with
+    the samples of each batch permuted."""
     found = {name: run(train_alone, PAPER, name, PARITY_STEPS) for name in [*names, PERMUTED]}
     serial = found[SERIAL][0]["losses"]
     apart = {
@@ -83,11 +81,9 @@ def make_rows(
         )
         apart = rows[-1]["largest_relative_loss_difference_to_serial"]
         print(
-            (
-                f"straggler {figures['straggler_percent']:.1f} %  compute "
-                f"{figures['compute_ms']:.1f} "
-                f"ms  loss apart {apart:.0e}"
-            ),
+            f"straggler {figures['straggler_percent']:.1f} %  compute "
+            f"{figures['compute_ms']:.1f} "
+            f"ms  loss apart {apart:.0e}",
             flush=True,
         )
     return rows
@@ -143,7 +139,7 @@ def bench_ladder(repetitions: int, to: Destination) -> None:
 
 
 def compare_short() -> None:
-    """Serial against the full system, few turns, no results kept."""
+    """Compares serial with the full system in a few turns, and writes no results."""
     names = [SERIAL, FULL]
     with open_testbed() as (run, _):
         measured = run(measure, PAPER, names, 4, 3)
@@ -156,8 +152,8 @@ def compare_short() -> None:
 
 @contextmanager
 def open_testbed() -> Iterator[tuple[Run, str]]:
-    """(runs a function on every rank, the testbed's name)."""
-    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
+    """Yields a function that runs another on every rank, and the testbed's name."""
+    if can_open_hosts():
         with open_hosts(WORLD) as network:
             yield network.run, "hosts"
         return

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 from freescale_bench.ladder.rungs import FULL, PERMUTED, PRODUCT, SERIAL, SPARSE_DIST, explain_rungs
 
-Results = Mapping[str, Mapping[str, Any]]
-_EXACT = 1e-9  # of the losses: drawn where the axis begins
+_EXACT = 1e-9  # relative loss difference at the start of the axis
 
 
 def find_peer(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """What the rungs are compared with: SparseDist, or the fastest of TorchRec's that there is."""
+    """Returns the row that rungs are compared with: SparseDist, else TorchRec's fastest."""
     peers = [row for row in rows if row["arm"].startswith("TorchRec")]
     named = [row for row in peers if row["arm"] == SPARSE_DIST]
     return (
@@ -26,7 +26,7 @@ def find_peer(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def describe_conditions(result: Mapping[str, Any]) -> str:
-    """What was measured, in words, from the file itself."""
+    """Describes what was measured, from the result."""
     workload = result["workload"]
     first = result["rows"][0]
     ranks = first.get("ranks") or len(first["peak_memory_bytes_per_rank"])
@@ -55,14 +55,14 @@ def describe_conditions(result: Mapping[str, Any]) -> str:
 
 
 def find_median(row: Mapping[str, Any], figure: str) -> float | None:
-    """The median; None where the arm has no such figure (on a GPU the ledger sees nothing of
+    """Returns a median, or None if the arm lacks the figure (on a GPU the ledger records nothing of
     TorchRec)."""
     found = row.get(figure)
     return found["median"] if isinstance(found, Mapping) else found
 
 
 def find_waits(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
-    """Milliseconds of a step: exposed ids, rows and gradients; all else that is exposed;
+    """Returns milliseconds per step: exposed ids, rows and gradients; other exposed time;
     straggler."""
     embedding, everything, percent = (
         find_median(row, name)
@@ -74,7 +74,7 @@ def find_waits(row: Mapping[str, Any]) -> tuple[float, float, float] | None:
 
 
 def make_label(arm: str) -> str:
-    """Of the longest rung only what it adds fits beside a bar."""
+    """Shortens the longest rung to what it adds, to fit next to a bar."""
     return arm.replace(f"{FULL}, ", "the same, ")
 
 
@@ -89,8 +89,8 @@ def choose_ink(arm: str) -> str:
 
 
 def draw_ladder(used: Results) -> str:
-    """Of one file."""
-    (result,) = used.values()
+    """Draws the ladder of one result."""
+    result = single(used)
     rows = result["rows"]
     peer = find_peer(rows)
     left, wide = 226.0, 250.0
@@ -131,7 +131,7 @@ def draw_ladder(used: Results) -> str:
         f"percentile{against}."
     )
     blind = (
-        ["On a GPU the ledger sees nothing of TorchRec. SemiSync trains on stale rows."]
+        ["On a GPU the ledger records nothing of TorchRec. SemiSync trains on stale rows."]
         if result["machine"]["gpu"]
         else []
     )
@@ -142,14 +142,14 @@ def draw_ladder(used: Results) -> str:
 def _draw_waits(
     rows: Sequence[Mapping[str, Any]], left: float, top: float, wide: float, most: float
 ) -> list[str]:
-    """Stacked: what compute waited for in a step."""
+    """Draws stacked bars: what compute waited for in a step."""
     parts = [svg.text(left, top - 10, "compute waits, ms a step", more='font-weight="bold"')]
     parts.append(svg.rule(left, top - 3, left, top + 22 * len(rows), "#999"))
     for place, row in enumerate(rows):
         x, y = left, top + 22 * place
         found = find_waits(row)
         if found is None:
-            parts.append(svg.text(x + 6, y + 12, "not seen"))
+            parts.append(svg.text(x + 6, y + 12, "not recorded"))
             continue
         for value, colour in zip(found, (svg.RED, svg.ORANGE, svg.GREY), strict=True):
             long = value / most * wide
@@ -160,14 +160,14 @@ def _draw_waits(
 
 
 def choose_parity(result: Mapping[str, Any]) -> str:
-    """Which losses tell whether the arms train alike: those of all steps; of the product the first,
-    since rounding differences grow to a few percent within a few dozen steps."""
+    """Returns which losses show parity: those of all steps. For `freescale train` the first, since
+    rounding differences grow to a few percent within a few dozen steps."""
     names = {row["arm"] for row in result["rows"]}
     return "first_step" if PRODUCT in names else "largest"
 
 
 def _draw_parity(result: Mapping[str, Any], left: float, top: float, wide: float) -> list[str]:
-    """Relative differences of losses to serial's, on a logarithmic axis from 1e-9."""
+    """Draws relative loss differences to serial, on a logarithmic axis from 1e-9."""
     steps = choose_parity(result)
     found = result.get("parity") or {row["arm"]: row for row in result["rows"]}
     rows = []

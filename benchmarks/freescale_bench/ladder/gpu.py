@@ -2,33 +2,28 @@
 among them, then FreeScale with one technique more on each rung, and with the defaults of `freescale
 train`, on the same HSTU, data and seeds.
 
-TorchRec needs its CUDA kernels: torchrec 1.6.1 with fbgemm-gpu 1.6.0 beside torch 2.11; without
-them its arms are left out, and that is said. A turn of an arm is a few steps between two moments at
-which the device is idle; a step's time is the turn's over its steps, for every arm alike. What is
-exposed comes from our ledger: of our arms only. NCCL runs over loopback sockets here: its speed
-says nothing about NVLink. Lanes that do not go over hostwire go through pinned memory and gloo.
+TorchRec needs its CUDA kernels: torchrec 1.6.1 with fbgemm-gpu 1.6.0 on torch 2.11. Without them
+its arms are left out, with a message. A turn is a few steps that start and end with an idle device;
+step time is the turn's time over its steps, in every arm. Exposed time comes from our ledger, for
+our arms only. NCCL runs over loopback sockets here: its speed says nothing about NVLink. Lanes
+without hostwire use pinned memory and gloo.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.ranks import gather_json, join, start_ranks
 from freescale_bench.common.results import Claim, Destination, Row, at_least, write
-from freescale_bench.common.torchrec import has_torchrec
-from freescale_bench.common.turns import make_rows, say, time_turns, wait_idle
+from freescale_bench.common.turns import make_rows, time_turns
 from freescale_bench.common.workload import Workload
-from freescale_bench.ladder.arms import BASE, SEMI_SYNC, build_arm, find_options
+from freescale_bench.ladder.arms import SEMI_SYNC, build_arm, build_arms, find_options, list_peers
 from freescale_bench.ladder.rungs import OURS, PARTITIONED, SERIAL, SPARSE_DIST
 
 # The paper's shape divided by 3: log-normal histories of median 3,000 and at most 21,000 items, 12
@@ -44,26 +39,7 @@ SHAPES = {
         collisions=0.12, layers=1, inner=32, heads=2, steps=8,
     ),
 }  # fmt: skip
-LIMIT = 600.0  # seconds of a whole run
-
-
-def build_arms(
-    names: list[str], workload: Workload, device: torch.device
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """The arms, after two steps each, and what each adds to the device's peak."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    arms, peaks = {}, {}
-    for name in names:
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        arms[name] = build_arm(name, workload, rank, world, device)
-        for _ in range(2):
-            arms[name].step()
-        wait_idle(device)
-        peaks[name] = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
-        say(f"{name}: built")
-    return arms, peaks
+LIMIT = 600.0  # seconds: limit of a whole run
 
 
 def make_claims(rows: list[Row]) -> list[Claim]:
@@ -97,7 +73,7 @@ def make_claims(rows: list[Row]) -> list[Claim]:
 
 
 def bench_on_gpu(ranks: int, turns: int, each: int, trial: bool, to: Destination) -> int:
-    """Starts the ranks, or is one of them. Returns the exit status."""
+    """Starts the ranks, or runs as one of them. Returns the exit status."""
     device = "cpu" if trial else "cuda"
     if not is_rank():
         arguments = ["--device", "cuda", "--turns", str(turns), "--each", str(each)]
@@ -111,16 +87,12 @@ def _run_rank(device_type: str, turns: int, each: int, to: Destination) -> None:
     collective = join(device_type, 120.0)
     device = collective.device
     workload = SHAPES[device.type]
-    peer = [BASE, SPARSE_DIST, SEMI_SYNC] if has_torchrec() else []
-    if not peer:
-        say("TorchRec is not installed here: its arms are left out")
-    elif device.type != "cuda":
-        peer.remove(SEMI_SYNC)  # needs CUDA
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    arms, peaks = build_arms([*peer, *OURS], workload, device)
+    rank, world = collective.rank, collective.world
+    build = partial(build_arm, workload=workload, rank=rank, world=world, device=device)
+    arms, peaks, _ = build_arms([*list_peers(device), *OURS], build, device)
     found: dict[str, Any] = {"found": time_turns(arms, device, turns, each), "peaks": peaks}
     found["options"] = {name: find_options(name, arms[name]) for name in OURS}
-    everyone = [json.loads(part) for part in collective.gather_bytes(json.dumps(found).encode())]
+    everyone = gather_json(collective, found)
     if collective.rank == 0:
         rows = make_rows(everyone, workload.samples, device.type == "cuda")
         claims = make_claims(rows)
@@ -137,7 +109,7 @@ def _run_rank(device_type: str, turns: int, each: int, to: Destination) -> None:
                 settings=get_gpu_settings(),
             )
         else:
-            print("times on a CPU say nothing about a GPU; nothing is written")
+            print("CPU times say nothing about a GPU; nothing is written")
     collective.gather_bytes(b"")
     sys.stdout.flush()
     os._exit(0)  # several of NCCL's groups, on one GPU, would wait for each other

@@ -1,26 +1,24 @@
-"""The ladder of the product: `freescale train` with its defaults beside TorchRec's pipelines, all
-of them training the same Retrieval model on the same histories file, batch by batch.
+"""The train ladder: `freescale train` with its defaults against TorchRec's pipelines. All train the
+same Retrieval model on the same histories file, batch by batch.
 
-Our arms are a `Trainer`: its loader, model, optimizer and pipeline, its logs and its ledger; a
-configuration gives the shape of model and batch, everything else is a default. TorchRec's arms
-(benchmarks/peers/torchrec/retrieval_arms.py) train the module that `freescale train` builds, behind
-a row-wise EmbeddingCollection, and read the same loader ahead in a thread. Arms take turns in one
-process; a step's time is that of a turn over its steps, the same for every arm.
+Our arms are a `Trainer`, with its loader, model, optimizer, pipeline, logs and ledger. The
+configuration sets only the shape of the model and the batch. TorchRec's arms
+(benchmarks/peers/torchrec/retrieval_arms.py) train the module that `freescale train` builds, on a
+row-wise EmbeddingCollection, and prefetch from the same loader in a thread. Arms take turns in one
+process. Step time is a turn's time over its steps, in every arm.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 import tempfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from freescale.config import RunConfig
 from freescale.data.synthetic.generate import generate
@@ -28,19 +26,55 @@ from freescale.launch.ranks import is_rank
 from freescale.ledger.ledger import Ledger
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.train.trainer import Trainer
-from freescale_bench.common.arm import open_transport, wait_for_lanes
-from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.arm import Running, open_transport
+from freescale_bench.common.ranks import gather_json, join, start_ranks
 from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
-from freescale_bench.common.torchrec import build_torchrec_retrieval, has_torchrec
-from freescale_bench.common.turns import make_rows, time_turns, wait_idle
-from freescale_bench.ladder.arms import BASE, PIPELINES, SEMI_SYNC
+from freescale_bench.common.torchrec import build_torchrec_retrieval
+from freescale_bench.common.turns import make_rows, time_turns
+from freescale_bench.ladder.arms import PIPELINES, WARM_UP, build_arms, list_peers
 from freescale_bench.ladder.gpu import LIMIT
-from freescale_bench.ladder.product_shapes import FIRST_LOSS, HOST_TARGETS, SHAPES, TARGETS
-from freescale_bench.ladder.rungs import PRODUCT, SERIAL, SPARSE_DIST, UNBALANCED, Rung
+from freescale_bench.ladder.rungs import (
+    PRODUCT,
+    SERIAL,
+    SPARSE_DIST,
+    UNBALANCED,
+    Rung,
+    add_link_time,
+)
 
-_WARM_UP = 2  # steps before the first turn
-_STEPS_ON_HOSTS = 8  # of a turn
-# Beside the defaults: what the rungs change of them.
+_ROWS = {"row_optimizer": "rowwise_adagrad"}  # TorchRec has no Adam on CPUs
+_TRIAL = {"negatives": 16, "placement": "sharded"}
+# Shapes of the paper ladder: the paper's divided by 3 on a GPU, by 20 on CPU hosts.
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "cuda": {
+        "file": {"users": 2560, "items": 4_000_000, "median": 1000.0, "cap": 7000},
+        "settings": {"max_length": 7000, "width": 256, "layers": 5, "heads": 2},
+        "batch": {"samples": 32},
+    },
+    "cpu": {
+        "file": {"users": 2048, "items": 400_000, "median": 150.0, "cap": 1050},
+        "settings": {"max_length": 1050, "width": 64, "layers": 1, "heads": 2, **_ROWS},
+        "batch": {"samples": 16},
+    },
+    # Histories of a few events, as in shops: shows the cost of a step besides its compute.
+    "short": {
+        "file": {"users": 16384, "items": 340_000, "median": 6.0, "cap": 300},
+        "settings": {"max_length": 300, "width": 256, "layers": 1, "heads": 2, **_ROWS},
+        "batch": {"samples": 16},
+    },
+    "trial": {
+        "file": {"users": 128, "items": 5_000, "median": 20.0, "cap": 80},
+        "settings": {"max_length": 80, "width": 16, "layers": 1, "heads": 2, **_ROWS, **_TRIAL},
+        "batch": {"samples": 4},
+    },
+}
+# targets of samples/s over SparseDist's: by number of GPU ranks; on CPU hosts by shape
+TARGETS = {4: 1.7, 8: 2.7}
+HOST_TARGETS = {"short": 1.5}
+# largest relative difference of first losses; GPUs compute in bf16
+FIRST_LOSS = {"cuda": 1e-3, "cpu": 1e-5}
+_STEPS_ON_HOSTS = 8  # per turn
+# Changes of the rungs to the defaults.
 CHANGED = {
     SERIAL: asdict(Rung("serial", "none", False, "collective", "collective")),
     UNBALANCED: {"balance": "none", "balance_adapt": False},
@@ -48,20 +82,20 @@ CHANGED = {
 
 
 def make_config(shape: str, world: int, device: str, path: Path) -> RunConfig:
-    """Of the rung `freescale train`: the shape is given, all else is a default."""
+    """Returns the configuration of the rung `freescale train`: a shape, and otherwise defaults."""
     chosen = SHAPES[shape]
     given = {
         "data": str(path),
         "device": device,
         "global_batch": chosen["batch"]["samples"] * world,
-        "profile_steps": 0,  # what is timed is not profiled
+        "profile_steps": 0,  # do not profile timed steps
         **chosen["settings"],
     }
     return RunConfig.from_settings(given)
 
 
-class ProductArm:
-    """One rank of `freescale train`, with the verbs of the other arms."""
+class ProductArm(Running):
+    """One rank of `freescale train`, with the methods of the other arms."""
 
     def __init__(
         self, config: RunConfig, folder: Path, histories: Path, device: torch.device | str
@@ -69,31 +103,21 @@ class ProductArm:
         self.ledger = Ledger(device)
         transport, self.carrier = open_transport(device, self.ledger, config.train.transport)
         self.trainer = Trainer(config, folder, histories=histories, transport=transport)
-        self._steps = self.trainer.iterate()
-
-    def step(self) -> float:
-        return float(self.begin_step())
-
-    def begin_step(self) -> Tensor:
-        """The loss of the next step, not read yet."""
-        return next(self._steps).total
-
-    def quiet(self) -> None:
-        wait_for_lanes(self.trainer.pipeline)
+        self.pipeline, self._steps = self.trainer.pipeline, self.trainer.iterate()
 
     def find_options(self) -> dict[str, Any]:
-        """As they turned out: what `auto` stood for."""
+        """Returns the options in effect, with `auto` resolved."""
         settings = asdict(self.trainer.config.train)
         names = ("schedule", "balance", "balance_adapt", "dense_sums", "precision")
-        chosen = self.trainer.pipeline.state_dict()["choices"]
+        chosen = self.pipeline.state_dict()["choices"]
         return {name: settings[name] for name in names} | {"transport": self.carrier, **chosen}
 
 
 def build_arm(
     name: str, config: RunConfig, histories: Path, device: torch.device, batches: int
 ) -> Any:
-    """`batches`: that its steps and what is fetched ahead of them need. Runs lie beside the
-    histories."""
+    """Builds an arm. `batches`: the most that it trains or prefetches. Its run folder is next to
+    the histories."""
     if name in PIPELINES:
         return build_torchrec_retrieval(
             config, histories, PIPELINES[name], device=device, batches=batches
@@ -105,30 +129,15 @@ def build_arm(
 def run_arms(
     rank: int, world: int, shape: str, device: torch.device | str, turns: int, each: int, file: str
 ) -> dict[str, Any]:
-    """What one rank of a process group measures. `file`: the histories, in a folder that takes the
-    runs too."""
+    """Measures all arms as one rank of a process group. `file`: the histories; run folders are
+    created next to it."""
     device, histories = torch.device(device), Path(file)
     config = make_config(shape, world, device.type, histories)
     lead = 0 if device.type == "cuda" else 1
-    batches = _WARM_UP + (turns + 1) * (lead + each) + 4  # a pipeline fetches ahead
-    peers = [BASE, SPARSE_DIST, SEMI_SYNC] if has_torchrec() else []
-    if not peers and rank == 0:
-        print("TorchRec is not installed here: its arms are left out", flush=True)
-    elif device.type != "cuda" and peers:
-        peers.remove(SEMI_SYNC)  # needs CUDA
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    arms, peaks, first = {}, {}, {}
-    on_gpu = device.type == "cuda"
-    for name in [*peers, SERIAL, UNBALANCED, PRODUCT]:
-        before = torch.cuda.memory_allocated() if on_gpu else 0
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        arms[name] = build_arm(name, config, histories, device, batches)
-        first[name] = [arms[name].step() for _ in range(_WARM_UP)]
-        wait_idle(device)
-        peaks[name] = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-        if rank == 0:
-            print(f"{name}: built, first losses {first[name]}", flush=True)
+    batches = WARM_UP + (turns + 1) * (lead + each) + 4  # for prefetching
+    build = partial(build_arm, config=config, histories=histories, device=device, batches=batches)
+    names = [*list_peers(device), SERIAL, UNBALANCED, PRODUCT]
+    arms, peaks, first = build_arms(names, build, device)
     found = {"found": time_turns(arms, device, turns, each, lead), "peaks": peaks, "first": first}
     found["options"] = {name: arms[name].find_options() for name in (*CHANGED, PRODUCT)}
     return found
@@ -137,7 +146,8 @@ def run_arms(
 def make_claims(
     rows: list[Row], first: dict[str, list[float]], target: float | None, apart_at_most: float
 ) -> list[Claim]:
-    """`first`: losses of the first steps of each arm; `asked`: of samples/s over SparseDist's."""
+    """Makes the claims. `first`: losses of each arm's first steps; `target`: samples/s over
+    SparseDist's."""
     rate = {row["arm"]: row["samples_per_second"]["median"] for row in rows}
     base = first[SERIAL][0]
     apart = max(abs(losses[0] - base) / abs(base) for losses in first.values())
@@ -161,7 +171,7 @@ def write_histories(shape: str, folder: str) -> Path:
 
 
 def summarize(everyone: list[dict[str, Any]], shape: str, on_gpu: bool) -> tuple[Any, Any, Any]:
-    """Rows, claims and the description of the workload."""
+    """Returns rows, claims and the description of the workload."""
     chosen = SHAPES[shape]
     samples = chosen["batch"]["samples"]
     rows = make_rows(everyone, samples, on_gpu)
@@ -184,7 +194,7 @@ def summarize(everyone: list[dict[str, Any]], shape: str, on_gpu: bool) -> tuple
 def bench_product_on_gpu(
     ranks: int, turns: int, each: int, trial: bool, histories: str | None, to: Destination
 ) -> int:
-    """Starts the ranks, or is one of them, which has `histories`. Returns the exit status."""
+    """Starts the ranks, or runs as one of them, with `histories`. Returns the exit status."""
     device, shape = ("cpu", "trial") if trial else ("cuda", "cuda")
     if not is_rank():
         arguments = ["--workload", "train", "--device", "cuda"]
@@ -197,11 +207,11 @@ def bench_product_on_gpu(
     assert histories is not None, "the ranks are started with it"
     on = collective.device
     found = run_arms(collective.rank, collective.world, shape, on, turns, each, histories)
-    everyone = [json.loads(part) for part in collective.gather_bytes(json.dumps(found).encode())]
+    everyone = gather_json(collective, found)
     if collective.rank == 0:
         rows, claims, workload = summarize(everyone, shape, on.type == "cuda")
         if trial:
-            print("times on a CPU say nothing about a GPU; nothing is written")
+            print("CPU times say nothing about a GPU; nothing is written")
         else:
             command = (
                 f"freescale bench ladder --workload train --device cuda --nproc {len(everyone)}"
@@ -223,10 +233,9 @@ def bench_product_on_gpu(
 
 
 def bench_product(kind: str, turns: int, to: Destination) -> None:
-    """On two CPU hosts, or on the loopback. `kind`: train or short."""
+    """Runs on two CPU hosts or on the loopback. `kind`: train or short."""
     from freescale_bench.common.hosts import RATE
     from freescale_bench.ladder.bench import open_testbed
-    from freescale_bench.ladder.link import add_link_time
 
     shape = {"train": "cpu", "short": "short"}[kind]
     with tempfile.TemporaryDirectory(prefix="freescale-ladder-") as folder:

@@ -1,4 +1,4 @@
-"""The rungs of the ladder: what each of FreeScale's arms takes, as options of `freescale train`."""
+"""The rungs of the ladder: each FreeScale arm as options of `freescale train`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from freescale.config import TrainConfig
 from freescale.transport.choice import choose_transport
-from freescale_bench.ladder.link import describe_link
+from freescale_bench.common.results import Row
 
 SERIAL, PERMUTED, FULL = "serial", "serial, samples permuted", "staged + balancing + hostwire"
 SPARSE_DIST = "TorchRec TrainPipelineSparseDist"
 PARTITIONED = f"{FULL}, dense partitioned"
 DEFAULTS = "defaults"
-# of the ladder `train`: the trainer itself, with its own model and data
+# of the train ladder: the trainer itself, with its own model and data
 PRODUCT = "freescale train"
 UNBALANCED = f"{PRODUCT} without balancing"
 
@@ -30,10 +30,9 @@ class Rung:
     dense_sums: str = TrainConfig.dense_sums
 
 
-# What does not differ between rungs, and is not `freescale train`'s.
+# Settings that all rungs share, different from `freescale train`.
 _SHARED = "model, sharded table, optimizers and precision are the ladder's own on every rung"
-# Each rung adds one technique; the choices that `freescale train` makes by default are measured
-# beside them.
+# Each rung adds one technique. The last is the defaults of `freescale train`.
 OURS = {
     SERIAL: Rung("serial", "none", False, "collective", "collective"),
     "serial + balancing": Rung("serial", "greedy", True, "collective", "collective"),
@@ -46,7 +45,7 @@ OURS = {
 
 
 def spell_options(options: Mapping[str, Any]) -> str:
-    """As a user would type them."""
+    """Formats options as typed on the command line."""
     adapt = " --balance-adapt" if options["balance_adapt"] else ""
     balance = f"--balance {options['balance']}{adapt}"
     return (
@@ -56,7 +55,7 @@ def spell_options(options: Mapping[str, Any]) -> str:
 
 
 def _explain_product(rows: Mapping[str, Any], tick: str) -> str:
-    """Of the ladder `train`."""
+    """Explains the rungs of the train ladder."""
     taken, serial = (rows[name]["options"] for name in (PRODUCT, SERIAL))
     return (
         f'"{PRODUCT}" is the command with its defaults, which were {tick}{spell_options(taken)} '
@@ -68,8 +67,8 @@ def _explain_product(rows: Mapping[str, Any], tick: str) -> str:
 
 
 def explain_rungs(result: Mapping[str, Any], tick: str = "") -> str:
-    """What the names of a ladder's rungs stand for, and what `freescale train` takes on such ranks.
-    `tick`: around options."""
+    """Explains the names of a ladder's rungs, and the defaults of `freescale train` on these ranks.
+    `tick`: quotes options."""
     rows = {row["arm"]: row for row in result["rows"]}
     if PRODUCT in rows:
         return _explain_product(rows, tick)
@@ -92,4 +91,28 @@ def explain_rungs(result: Mapping[str, Any], tick: str = "") -> str:
     return (
         f"{text}. The defaults of freescale train on these ranks, {tick}{taken}{tick}, were "
         f"not measured in this run; {_SHARED}."
+    )
+
+
+def add_link_time(rows: list[Row], rate: str) -> None:
+    """Sets `link_ms` of each row: the bytes that a rank sends per step over `rate` (such as
+    200mbit). Links are full duplex, and ranks send about equally much."""
+    bits_per_ms = 1e3 * int(rate.removesuffix("mbit"))
+    for row in rows:
+        sent = sum(row["bytes_per_step"].values()) / row["ranks"]
+        row["link_ms"] = round(8 * sent / bits_per_ms, 2)
+
+
+def describe_link(rows: Any, tick: str, peer: str, ours: str) -> str:
+    """Describes the link time of two rows in a sentence; empty if it is unknown."""
+    if "link_ms" not in rows.get(peer, {}) or "link_ms" not in rows[ours]:
+        return ""
+    parts = (
+        f"{rows[arm]['link_ms']:.0f} ms of the {rows[arm]['step_ms']['median']:.0f} of a step"
+        for arm in (peer, ours)
+    )
+    theirs, own = parts
+    return (
+        f" At the rate of the link the bytes of a rank take {theirs} with TorchRec's SparseDist, "
+        f"and {own} with {tick}{ours}{tick}."
     )

@@ -28,7 +28,7 @@ _WORKLOADS = {
 
 
 def title_ladder(used: Results) -> str:
-    """A heading: what is trained, and on which ranks."""
+    """Returns the heading: workload and ranks."""
     (name,) = used
     _, workload, *_ = name.split("-")
     result = single(used)
@@ -40,7 +40,7 @@ def title_ladder(used: Results) -> str:
 
 
 def _conclude(rows: Sequence[Mapping[str, Any]], base: float) -> str:
-    """The defaults and the fastest rung, next to TorchRec."""
+    """States the speed of the defaults and of the fastest rung over TorchRec's."""
     rates = {
         row["arm"]: row["samples_per_second"]["median"] / base
         for row in rows
@@ -56,10 +56,10 @@ def _conclude(rows: Sequence[Mapping[str, Any]], base: float) -> str:
 
 
 def format_ladder(used: Results, folder: str) -> str:
-    """TorchRec, then a technique more on each rung; rungs slower than TorchRec are marked."""
+    """Formats TorchRec's arms, then ours, and marks rungs slower than TorchRec."""
     result = single(used)
     peer = find_peer(result["rows"])
-    assert peer is not None, "the ladder has an arm of TorchRec's"
+    assert peer is not None, "a ladder has at least one TorchRec arm"
     base = peer["samples_per_second"]["median"]
     steps = choose_parity(result)
     rows = []

@@ -1,8 +1,8 @@
-"""What communication costs the compute beside it: NCCL's AllToAll and hostwire's. A whole run on
-GPUs is kept as a result, with its targets as claims.
+"""How much AllToAlls over NCCL and hostwire slow down concurrent compute. A whole run on GPUs is
+written as a result, with its targets as claims.
 
-Ranks that share one GPU talk over loopback sockets: NCCL's speed there says nothing about NVLink.
-What its kernels take from the compute is real."""
+Ranks that share one GPU communicate over loopback sockets: NCCL's speed says nothing about NVLink.
+The slow-down by its kernels is real."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("overlap", __doc__)
     parser.add_argument(
-        "--nproc", type=int, default=4, help="ranks; they share the GPUs if there are fewer"
+        "--nproc", type=int, default=4, help="ranks, which share GPUs if there are fewer"
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to try it"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to try the code"
     )
     parser.add_argument(
         "--only",
         action="append",
         choices=("products", "layer", "witness"),
         default=[],
-        help="this part; may be given several times",
+        help="run this part; repeatable",
     )
     options = parser.parse_args(arguments)
     from freescale_bench.overlap.bench import bench_overlap

@@ -1,13 +1,12 @@
-"""What the parts of `freescale bench overlap` share: the arms, which carry AllToAlls from a lane's
-thread and stream, and times that the ranks put together.
+"""Shared parts of `freescale bench overlap`: the arms, which run AllToAlls on a lane's thread and
+stream, and times merged over ranks.
 
-Only one of NCCL's groups is in use at a time, and nothing is left on the device when another
-begins: kernels of several wait for each other, in any order.
+Only one NCCL group is in use at a time, and the device is idle before another starts. Otherwise
+kernels of different groups would wait for each other, in any order.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -25,10 +24,12 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.lane import Lane
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json
+from freescale_bench.common.results import spread
+from freescale_bench.common.turns import wait_idle
 
-SECONDS = 60.0  # that a collective may take
-# Sizes are bytes of a rank's tensor, what stays with it included. cpu: only to try the code.
+SECONDS = 60.0  # limit of a collective
+# Sizes are bytes of a rank's tensor, including its own part. cpu: only to try the code.
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         "message": 32 << 20, "each": 128 << 20, "pairs": 24, "channels": (1, 2, 4, 8, None),
@@ -42,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-Wait = Callable[[bool], Tensor]  # the result of an AllToAll, as Handle.wait gives it
+Wait = Callable[[bool], Tensor]  # returns the result of an AllToAll, like Handle.wait
 
 
 def make_stream(device: torch.device) -> torch.cuda.Stream:
@@ -51,18 +52,18 @@ def make_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(frozen=True)
 class Arm:
-    """`begin(tensor, send, receive)` starts an AllToAll, on the thread and stream of `lane`.
-    `flight`: messages that are under way together when they follow each other."""
+    """`begin(tensor, send, receive)` starts an AllToAll on the thread and stream of `lane`.
+    `flight`: the number of messages in flight."""
 
     name: str
     lane: Lane
     begin: Callable[[Tensor, Sequence[int], Sequence[int]], Wait]
     flight: int
-    transport: HostwireTransport | None = None  # that the lane has a channel of
+    transport: HostwireTransport | None = None  # the lane uses a channel of it
 
 
 class Bed:
-    """A rank's device, transports and rows. Every method is a collective, but for `add`."""
+    """A rank's device, transports and rows. Every method except `add` is a collective."""
 
     def __init__(self, collective: ProcessGroupTransport, began: float) -> None:
         self.collective, self.device, self.began = collective, collective.device, began
@@ -72,7 +73,7 @@ class Bed:
         self.size, self.rows = SIZES[collective.device.type], list[dict[str, Any]]()
         self.hostwire = self._wired()
         self.message = self.even(self.size["message"])
-        # where nothing is issued
+        # an empty stream
         self.elsewhere = make_stream(self.device) if self.cuda else None
         self._groups: dict[int | None, dist.ProcessGroup] = {}
         self._message_ms: dict[str, float] = {}
@@ -88,8 +89,8 @@ class Bed:
         return Arm("hostwire", lane, begin, transport.lines, transport)
 
     def plain(self, channels: int | None = None) -> Arm:
-        """NCCL, with at most so many channels (each is a block of its kernel, on a multiprocessor
-        of its own). On a CPU gloo."""
+        """NCCL with at most `channels` channels (blocks of its kernel, each on its own
+        multiprocessor). On a CPU gloo."""
         group = self._group(channels)
 
         def begin(tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Wait:
@@ -115,7 +116,7 @@ class Bed:
             options, limit = None, timedelta(seconds=SECONDS)
             if self.cuda and channels is not None:
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = limit  # torch warns if it is not the one below
+                options._timeout = limit  # torch warns if it differs from `timeout` below
                 options.config.min_ctas, options.config.max_ctas = 1, channels
             self._groups[channels] = dist.new_group(
                 timeout=limit, backend="nccl" if self.cuda else "gloo", pg_options=options
@@ -123,48 +124,45 @@ class Bed:
         return self._groups[channels]
 
     def even(self, size: int) -> tuple[Tensor, list[int]]:
-        """A tensor of about `size` bytes, and how many go to each rank."""
+        """Returns a tensor of about `size` bytes, and the bytes for each rank."""
         part = max(1, size // self.world)
         return torch.zeros(part * self.world, dtype=torch.uint8, device=self.device), [
             part
         ] * self.world
 
-    # ---- together
+    # ---- synchronization
 
     def barrier(self) -> None:
         self.collective.gather_bytes(b"")
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's, in rank order."""
-        return [
-            json.loads(part) for part in self.collective.gather_bytes(json.dumps(value).encode())
-        ]
+        """Gathers the values of all ranks, in rank order."""
+        return gather_json(self.collective, value)
 
     def idle(self) -> None:
-        """Nothing is left on the device."""
-        if self.cuda:
-            torch.cuda.synchronize()
+        """Waits until the device is idle."""
+        wait_idle(self.device)
 
     # ---- messages
 
     def in_lane(self, arm: Arm, function: Callable[[], None]) -> None:
-        # a job begins after what its submitter issued on the current stream: nothing, here
+        # a job starts after the submitter's work on the current stream: none, here
         with torch.cuda.stream(self.elsewhere):
             job = arm.lane.submit(function)
         job.wait(host=True)
-        arm.lane.side.take()  # nobody reads the ledger here
+        arm.lane.side.take()  # discards ledger entries
         self.idle()
 
     def message_ms(self, arm: Arm) -> float:
-        """Milliseconds of one of `message` among others on the slowest rank, with nothing beside
-        them; measured once. The same on all ranks."""
+        """Milliseconds per `message` in a stream of them on the slowest rank, without concurrent
+        compute. Measured once; the same on all ranks."""
         if arm.name not in self._message_ms:
             tensor, send = self.message
             count = max(2, min(16, self.size["each"] // self.size["message"]))
             times: list[float] = []
 
             def measure() -> None:
-                for _ in range(4):  # the first opens connections and takes memory
+                for _ in range(4):  # the first opens connections and allocates memory
                     self.barrier()
                     begin = time.perf_counter()
                     send_stream(arm, tensor, send, count, arm.flight, host=arm.flight == 1)
@@ -175,10 +173,10 @@ class Bed:
             self._message_ms[arm.name] = median(slowest)
         return self._message_ms[arm.name]
 
-    # ---- what was found
+    # ---- results
 
     def add(self, group: str, case: str, arm: str, **more: Any) -> dict[str, Any]:
-        """A row, and a line that says so. Lists of milliseconds are kept as their spread."""
+        """Adds a row and prints it. Lists of milliseconds are replaced by their spread."""
         if isinstance(more.get("ms"), list):
             more["ms"] = spread(more["ms"])
         row = {"group": group, "case": case, "arm": arm, **more}
@@ -194,8 +192,8 @@ class Bed:
             print(f"{time.perf_counter() - self.began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """The process groups go with the process: to take several of NCCL's apart, ranks on one GPU
-        would wait for each other."""
+        """Closes hostwire. NCCL's groups end with the process: ranks on one GPU would wait for each
+        other while destroying them."""
         self.barrier()
         self.hostwire.lane.close()
         if self.hostwire.transport is not None:
@@ -205,8 +203,8 @@ class Bed:
 def send_stream(
     arm: Arm, tensor: Tensor, send: Sequence[int], count: int, flight: int, host: bool
 ) -> None:
-    """`count` AllToAlls of the same tensor, `flight` of them under way; the last has arrived.
-    `host`: so has each, before its successor begins. In the lane's thread."""
+    """Runs `count` AllToAlls of the same tensor, `flight` at a time, and waits for the last.
+    `host`: the host also waits for each before it starts another. Runs on the lane's thread."""
     under_way: deque[Wait] = deque()
     for _ in range(count):
         if len(under_way) >= flight:
@@ -217,7 +215,7 @@ def send_stream(
 
 
 def count_leaving(size: int, world: int) -> int:
-    """Bytes of a rank's tensor that other ranks get."""
+    """Bytes of a rank's tensor that go to other ranks."""
     return max(1, size // world) * (world - 1)
 
 

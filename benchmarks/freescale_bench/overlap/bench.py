@@ -1,5 +1,5 @@
-"""`freescale bench overlap`: what communication costs the compute beside it, over NCCL and over
-hostwire."""
+"""`freescale bench overlap`: how much communication over NCCL and hostwire slows down concurrent
+compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from freescale_bench.overlap.arms import SECONDS, Bed
 from freescale_bench.overlap.overlapped import FULL, measure_layers, measure_products
 from freescale_bench.overlap.witness import measure_witness
 
-LIMIT = 300.0  # seconds of a whole run
+LIMIT = 300.0  # seconds: limit of a whole run
 PARTS: dict[str, Callable[[Bed], None]] = {
     "products": measure_products,
     "layer": measure_layers,
@@ -27,9 +27,9 @@ PARTS: dict[str, Callable[[Bed], None]] = {
 }
 TARGETS = [
     Target("hostwire, most slow-down, %",
-          "compute beside hostwire's AllToAlls, as many as NCCL carries, longer than alone: the "
+          "compute during hostwire's AllToAlls, as many as NCCL carries, longer than alone: the "
           "worst of products and layers", 1.5, "%", at_least=False),
-    Target(f"{FULL}, most slow-down, %", "the same beside as many as hostwire can carry", 1.5, "%",
+    Target(f"{FULL}, most slow-down, %", "the same with as many as hostwire can carry", 1.5, "%",
           at_least=False),
     Target("witness, hostwire",
           "an AllToAll arrived while a kernel held every multiprocessor (1: it did)", 1, ""),
@@ -39,8 +39,8 @@ TARGETS = [
 
 
 def bench_overlap(ranks: int, device: str, only: Sequence[str], to: Destination) -> int:
-    """Starts the ranks, or is one of them. A whole run on GPUs is kept as a result. Returns the
-    exit status."""
+    """Starts the ranks, or runs as one of them. A whole run on GPUs is written as a result. Returns
+    the exit status."""
     if is_rank():
         _measure(device, only, to)
         return 0
@@ -69,7 +69,7 @@ def _measure(device: str, only: Sequence[str], to: Destination) -> None:
         if device == "cpu" or only:
             print(*map(json.dumps, rows), sep="\n")
             show_claims(claims)
-            print("nothing is written: it is no whole run on GPUs")
+            print("nothing is written: this was not a whole run on GPUs")
         else:
             name, settings = f"overlap-{bed.world}ranks", get_gpu_settings()
             command = f"freescale bench overlap --nproc {bed.world}"
@@ -77,11 +77,12 @@ def _measure(device: str, only: Sequence[str], to: Destination) -> None:
     bed.close()
 
 
-# ---- from the rows
+# ---- figures from rows
 
 
 def find_best_collective(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For each compute, the row of NCCL (gloo) with the channel limit that slows it least."""
+    """Returns, for each compute, the row of NCCL (gloo) with the channel limit that slows it
+    least."""
     found: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         if "slower_percent" in row and not row["arm"].startswith("hostwire"):
@@ -91,14 +92,15 @@ def find_best_collective(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def make_best_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """NCCL at the channel limit that slows each compute least: stated, not required."""
+    """Rows of NCCL at the channel limit that slows each compute least: reported, not part of
+    claims."""
     keep = ("case", "arm", "slower_percent", "messages", "messages_ms", "rate", "unit")
     for row in find_best_collective(rows):
         yield {"group": "best setting of nccl"} | {name: row[name] for name in keep}
 
 
 def make_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What claims are made of."""
+    """Computes the figures of claims."""
     found: dict[str, float] = {}
     for arm in ("hostwire", FULL):
         slower = [

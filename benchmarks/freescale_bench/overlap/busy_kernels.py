@@ -1,5 +1,4 @@
-"""The Triton kernel of `witness`: it keeps every multiprocessor that it gets from anybody else, for
-a given time."""
+"""The Triton kernel of `witness`: it occupies its multiprocessors for a given time."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -11,8 +10,8 @@ from triton.language.extra.cuda import globaltimer
 
 @triton.jit
 def busy_kernel(end, nanoseconds):
-    """end [1] int64, 0 at first: the first program says when all of them end, by the device's
-    clock. Those that find no place until then return at once."""
+    """end [1] int64, initially 0: the first program sets when all end, by the device's clock.
+    Programs that start later return at once."""
     now = globaltimer()
     mine = now + nanoseconds
     found = tl.atomic_cas(end, now * 0, mine)

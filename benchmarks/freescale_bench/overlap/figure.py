@@ -1,5 +1,4 @@
-"""What communication beside it does to compute: how much longer kernels take while NCCL or hostwire
-moves bytes."""
+"""How much longer kernels take while NCCL or hostwire moves bytes."""
 
 from __future__ import annotations
 
@@ -7,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 
-Results = Mapping[str, Mapping[str, Any]]
-HIGH = 11  # of a bar, with the gap below it
+HIGH = 11  # of a bar, including the gap below
 DEFAULT, BEST = "nccl, as it is", "nccl, at the channel limit that slows least"
 
 
 def find_arms(rows: list[Mapping[str, Any]]) -> dict[str, float]:
-    """Of one compute: hostwire's arms, NCCL without a limit, and at its best setting: % longer than
-    alone."""
+    """Returns % longer than alone for one compute: hostwire's arms, NCCL without a limit, and NCCL
+    at its best setting."""
     found = {row["arm"]: row["slower_percent"] for row in rows if row["arm"].startswith("hostwire")}
     others = {
         row["arm"]: row["slower_percent"] for row in rows if not row["arm"].startswith("hostwire")
@@ -28,8 +27,8 @@ def find_arms(rows: list[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def draw_overlap(used: Results) -> str:
-    """A group of bars for each compute, a bar for each way to communicate."""
-    (result,) = used.values()
+    """Draws a group of bars per compute, and a bar per way to communicate."""
+    result = single(used)
     cases: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["rows"]:
         if "slower_percent" in row and row["group"] in ("products", "layer"):
@@ -45,7 +44,7 @@ def draw_overlap(used: Results) -> str:
     left, top, wide = 24 + svg.LETTER * max(map(len, groups)), 40.0, 420.0
     parts = [
         svg.text(
-            left, 22, "compute beside AllToAlls: % longer than alone", more='font-weight="bold"'
+            left, 22, "compute during AllToAlls: % longer than alone", more='font-weight="bold"'
         )
     ]
     for case, found in groups.items():
@@ -60,7 +59,7 @@ def draw_overlap(used: Results) -> str:
         parts.append(svg.text(left + 18, top + 8.5, arm))
         top += 16
     note = (
-        "Measured. Compute of about 30 ms with AllToAlls of 32 MB back to back beside it; "
+        "Measured. Compute of about 30 ms during back-to-back AllToAlls of 32 MB; "
         "median over turns, mean of the ranks."
     )
     words, tall = svg.caption(left, top + 14, wide + 100, used, note)

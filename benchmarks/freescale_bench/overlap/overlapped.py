@@ -1,14 +1,13 @@
-"""Compute beside communication: how long the kernels of a rank take alone, beside NCCL's AllToAll
-and beside hostwire's.
+"""Compute during communication: how long the kernels of a rank take alone, during NCCL's AllToAlls,
+and during hostwire's.
 
-A measurement is compute of about 30 ms on one stream and AllToAlls of 32 MB back to back on a
-lane's, as many as fit into it. Hostwire carries as many as NCCL does, at most, and in another arm
-as many as it can itself. The compute is one CUDA graph behind a pause, and the messages begin when
-it is queued: what is measured is what the kernels lose to the traffic on the device, not what
-launching them loses to the lane's threads. Arms take turns, each between two measurements of the
-same compute alone, because a device that computes becomes warmer and slower: how much longer the
-compute takes is the median of the ratios to the mean of these two. The arm `alone` is measured so
-too: by how much it is longer than itself is what noise makes. A time is the mean of the ranks.
+A measurement is compute of about 30 ms on one stream, and as many back-to-back AllToAlls of 32 MB
+as fit on a lane's stream. Hostwire carries at most as many as NCCL, and in another arm as many as
+it can. The compute is one CUDA graph behind a pause, and messages start once it is queued. This
+measures what kernels lose to traffic on the device, not what launches lose to the lane's threads.
+Arms take turns, each between two measurements of the same compute alone, because a busy device
+warms up and slows down. The slow-down is the median ratio to the mean of these two. The arm `alone`
+is measured in the same way: its slow-down is the noise. Times are means over ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from freescale_bench.kernels.layers import make_layer_step
 from freescale_bench.kernels.measure import make_events
 from freescale_bench.overlap.arms import Arm, Bed, count_leaving, send_stream, to_gigabytes
 
-_CYCLES = 2_000_000  # of a pause of a millisecond
+_CYCLES = 2_000_000  # of a pause of one millisecond
 FULL = "hostwire, as fast as it goes"
 Compute = Callable[[], None]
 
@@ -45,7 +44,7 @@ def measure_products(bed: Bed) -> None:
 
 
 def measure_layers(bed: Bed) -> None:
-    """Forward and backward of one HSTU layer, at a constant number of tokens."""
+    """Measures one HSTU layer, forward and backward, at a constant number of tokens."""
     for case, step in _layer_cases(bed):
         _measure_case(bed, "layer", case, step)
 
@@ -65,9 +64,9 @@ def _layer_cases(bed: Bed) -> Iterator[tuple[str, Compute]]:
 
 
 def _measure_case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 0) -> None:
-    """Rows of all arms. `repeat`: calls of a measurement; 0 for as many as fill it."""
+    """Adds the rows of all arms. `repeat`: calls per measurement; 0: as many as fill it."""
     for _ in range(3):
-        once()  # kernels are loaded, memory is taken
+        once()  # loads kernels, allocates memory
     bed.idle()
     if not repeat:
         took = max(bed.gathered(median(_time(bed, once, 0.0) for _ in range(3))))
@@ -87,7 +86,7 @@ def _measure_case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 
             before = after
     counts = {load.name: load.messages for load in loads}
     for name, measured in found.items():
-        everyone = bed.gathered(measured[1:])  # the first warmed up
+        everyone = bed.gathered(measured[1:])  # the first is a warm-up
         repetitions = range(len(measured) - 1)
         times, alone = (
             [mean(rank[number][which] for rank in everyone) for number in repetitions]
@@ -112,8 +111,8 @@ def _measure_case(bed: Bed, group: str, case: str, once: Compute, repeat: int = 
 
 
 def _together(bed: Bed, once: Compute, repeat: int) -> Compute:
-    """So many calls in one launch: launched one by one, the kernels of a narrow layer would wait
-    for their launches."""
+    """Captures `repeat` calls in one graph. Launched one by one, the kernels of a narrow layer
+    would wait for their launches."""
 
     def compute() -> None:
         for _ in range(repeat):
@@ -123,7 +122,7 @@ def _together(bed: Bed, once: Compute, repeat: int) -> Compute:
         return compute
     bed.idle()
     graph = torch.cuda.CUDAGraph()
-    # lanes have threads of their own
+    # lanes have their own threads
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         compute()
     bed.idle()
@@ -132,7 +131,7 @@ def _together(bed: Bed, once: Compute, repeat: int) -> Compute:
 
 @dataclass(frozen=True)
 class Load:
-    """What is carried beside the compute."""
+    """The communication during the compute."""
 
     name: str
     arm: Arm | None = None
@@ -157,7 +156,7 @@ def _make_loads(bed: Bed, alone: float) -> list[Load]:
 
 
 def _find_pause(bed: Bed, compute: Compute) -> float:
-    """Milliseconds that launching takes, and a bit. The same on all ranks."""
+    """Milliseconds of a launch, with a margin. The same on all ranks."""
     bed.idle()
     begin = time.perf_counter()
     compute()
@@ -169,7 +168,7 @@ def _find_pause(bed: Bed, compute: Compute) -> float:
 def _measure_overlapped(
     bed: Bed, compute: Compute, pause: float, load: Load
 ) -> tuple[float, float]:
-    """Milliseconds of the compute, and of the messages beside it."""
+    """Milliseconds of the compute, and of the concurrent messages."""
     arm = load.arm
     if arm is None:
         return _time(bed, compute, pause), 0.0
@@ -191,8 +190,8 @@ def _measure_overlapped(
 def _time(
     bed: Bed, compute: Compute, pause: float, start: Callable[[], None] = lambda: None
 ) -> float:
-    """Milliseconds of the compute on its stream; `start` is called when all of it is queued. Ranks
-    begin together."""
+    """Milliseconds of the compute on its stream; `start` is called once all of it is queued. Ranks
+    start together."""
     bed.barrier()
     if not bed.cuda:
         start()

@@ -1,7 +1,7 @@
-"""A witness that no multiprocessor is used: a kernel holds all of them, and an AllToAll by hostwire
-arrives meanwhile. NCCL's, the control, has to wait for the kernel's end.
+"""Witness that hostwire uses no multiprocessor: a kernel holds all of them, and hostwire's AllToAll
+still arrives. NCCL's, the control, has to wait for the kernel's end.
 
-Nothing stays with its own rank here: a copy from device to device is a kernel.
+Ranks send nothing to themselves: a copy on the device is a kernel.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from freescale_bench.kernels.measure import make_events
 from freescale_bench.overlap.arms import Arm, Bed, count_leaving, format_size, make_stream
 
-MILLISECONDS = 400  # that the kernel holds the device
+MILLISECONDS = 400  # for which the kernel holds the device
 _WARPS = 32  # 1,024 threads: two programs fill a multiprocessor
-_PER_PROCESSOR = 4  # programs: more than fit, whatever part of the device a rank has
+_PER_PROCESSOR = 4  # programs: more than fit, whatever the rank's part of the device
 _STREAMS = 3
 
 
@@ -28,8 +28,8 @@ def measure_witness(bed: Bed) -> None:
     if not bed.cuda:
         bed.add("witness", case, "hostwire", skipped="needs a GPU")
         return
-    # Streams outnumber the device's queues: one of which the kernel's stream shares a queue with
-    # the lane's says nothing.
+    # Streams outnumber the device's queues. If the kernel shares a queue with the lane, the attempt
+    # proves nothing: try another stream.
     for number in range(_STREAMS):
         stream = make_stream(bed.device) if number else torch.cuda.default_stream(bed.device)
         found = _measure_held(bed, bed.hostwire, stream)
@@ -41,7 +41,7 @@ def measure_witness(bed: Bed) -> None:
 
 
 def _measure_held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, Any]:
-    """An AllToAll by `arm` while the kernel runs on `stream`."""
+    """Runs an AllToAll by `arm` while the kernel runs on `stream`."""
     part = max(1, bed.size["message"] // bed.world)
     sizes = [0 if peer == bed.rank else part for peer in range(bed.world)]
     tensor = torch.full((sum(sizes),), bed.rank + 1, dtype=torch.uint8, device=bed.device)
@@ -50,14 +50,13 @@ def _measure_held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, An
     found: dict[str, Any] = {}
 
     def carry() -> None:
-        found.clear()  # gives back the memory of the result before
+        found.clear()  # frees the previous result
         begin = time.perf_counter()
         found["result"] = arm.begin(tensor, sizes, sizes)(True)
         found["ms"] = 1e3 * (time.perf_counter() - begin)
         found["meanwhile"] = not held[1].query()  # type: ignore[no-untyped-call]
 
-    # Kernels are compiled and loaded, memory is taken: what waits for the device would wait for the
-    # kernel's end.
+    # Compile and load kernels and allocate memory now: later it would wait for the kernel's end.
     bed.idle()
     _hold(end, stream, held, 1)
     bed.idle()
@@ -67,8 +66,8 @@ def _measure_held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, An
     bed.idle()
     bed.barrier()
     _hold(end, stream, held, MILLISECONDS)
-    held[0].synchronize()  # the kernel is next
-    bed.barrier()  # on every rank: no part of the device is free
+    held[0].synchronize()  # the kernel starts next
+    bed.barrier()  # kernels run on every rank: no part of the device is free
     bed.in_lane(arm, carry)
     ranks = bed.gathered(
         [
@@ -91,7 +90,7 @@ def _measure_held(bed: Bed, arm: Arm, stream: torch.cuda.Stream) -> dict[str, An
 def _hold(
     end: Tensor, stream: torch.cuda.Stream, held: list[torch.cuda.Event], milliseconds: int
 ) -> None:
-    """Starts the kernel, between two events."""
+    """Starts the kernel between two events."""
     from freescale_bench.overlap.busy_kernels import busy_kernel
 
     programs = _PER_PROCESSOR * torch.cuda.get_device_properties(end.device).multi_processor_count
@@ -102,7 +101,7 @@ def _hold(
 
 
 def _as_sent(result: Tensor, sizes: list[int]) -> bool:
-    """Each rank sent its number."""
+    """Whether each part has its sender's number."""
     wanted = torch.cat(
         [torch.full((size,), rank + 1, dtype=result.dtype) for rank, size in enumerate(sizes)]
     )

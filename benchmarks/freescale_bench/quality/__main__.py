@@ -1,10 +1,10 @@
-"""HR@10 and NDCG@10 of a recipe on a data set, over several seeds, beside the popularity baseline
+"""HR@10 and NDCG@10 of a recipe on a data set, over several seeds, against the popularity baseline
 and a peer.
 
-Every seed is a run of its own in the folder of the runs: what is finished is not trained again,
-what was interrupted goes on from its last checkpoint. Figures are of the test part, over users with
-at least 4 events: others have nothing to train on. The peer is the public HSTU (a folder with its
-run_gr.py) or a JSON file of its figures.
+Every seed is a separate run in the run folder. Finished runs are not repeated; interrupted ones
+resume from their last checkpoint. Figures are for the test part, over users with at least 4 events:
+others have nothing to train on. The peer is the public HSTU (a folder with its run_gr.py) or a JSON
+file of its figures.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("quality", __doc__)
-    parser.add_argument("--data", help="as of `freescale train`; needed but for --together")
-    parser.add_argument("--name", help="of the data, in the result (default: the file's)")
-    parser.add_argument("--recipe", help="as of `freescale train` (default: its defaults)")
+    parser.add_argument("--data", help="as for `freescale train`; required without --together")
+    parser.add_argument("--name", help="of the data in the result (default: the file's)")
+    parser.add_argument("--recipe", help="as for `freescale train` (default: its defaults)")
     parser.add_argument(
         "--set",
         dest="changes",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another option of `freescale train`, e.g. epochs=25; may be repeated",
+        help="another option of `freescale train`, e.g. epochs=25; repeatable",
     )
-    parser.add_argument("--seeds", type=int, default=5, help="how many (default: 5)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel runs (default: 1)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--run-folder", type=Path, help="of the runs (default: runs/quality/RECIPE-NAME)"
@@ -39,35 +39,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--catalogue",
         choices=("unseen", "all"),
         default="unseen",
-        help="whether the items of a history are left out where the peer is compared; all is for "
-        "data in which people come back to items (default: unseen)",
+        help="unseen: compare with the peer without the items of a user's history; all: "
+        "for data in which users return to items (default: unseen)",
     )
     parser.add_argument(
-        "--peer", type=Path, help="folder of the public HSTU, to train it on the same events"
+        "--peer", type=Path, help="folder of the public HSTU, to train on the same events"
     )
-    parser.add_argument(
-        "--peer-config", help="of run_gr.py (default: the one that the recipe is named after)"
-    )
+    parser.add_argument("--peer-config", help="of run_gr.py (default: the one matching the recipe)")
     parser.add_argument(
         "--peer-figures",
         type=Path,
-        help="JSON file: what run_gr.py printed, of each seed; with --recbole, an earlier result "
-        "whose row of RecBole's SASRec is taken instead of training it again",
+        help="JSON file with run_gr.py's output for each seed; with --recbole, an earlier result "
+        "whose row of RecBole's SASRec is reused",
     )
     parser.add_argument(
         "--recbole",
         nargs="?",
         const="",
         metavar="PYTHON",
-        help="compare quality and seconds with RecBole's SASRec on CPUs instead; PYTHON has it "
-        "(default: that of .venv-recbole, which is set up)",
+        help="compare quality and seconds with RecBole's SASRec on CPUs instead; PYTHON is an "
+        "interpreter with RecBole (default: .venv-recbole, set up first)",
     )
     parser.add_argument(
         "--together",
         type=Path,
         nargs="+",
         metavar="RESULT",
-        help="train nothing; say what several results beside the peer come to in the mean",
+        help="train nothing; average the comparisons with the peer of several results",
     )
     options = parser.parse_args(arguments)
     if options.together:

@@ -1,4 +1,5 @@
-"""`freescale bench quality`: seeds of a recipe, the peer's, and what both reach."""
+"""`freescale bench quality`: trains seeds of a recipe and of the peer, and compares their
+quality."""
 
 from __future__ import annotations
 
@@ -36,16 +37,16 @@ from freescale_bench.quality.peer import (
 )
 from freescale_bench.quality.seed import RANKS, Seed
 
-# events before the target: with fewer, a user has nothing to train on
+# events before the target; users with fewer have nothing to train on
 LEAST_HISTORY = LEAST_EVENTS["leave-one-out"] - 1
-WORST = -3.0  # percent: what a figure may be below the peer's
+WORST = -3.0  # percent: lowest difference from the peer that is accepted
 PEER = "public HSTU"
 KINDS = ("", UNSEEN)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; the fields are the options of the command."""
+    """The options of the command."""
 
     data: str
     name: str
@@ -66,7 +67,7 @@ class Plan:
                 f"--seeds and --jobs must be at least 1, not {self.seeds}, {self.jobs}"
             )
         if self.peer is not None and self.peer_figures is not None:
-            raise ValueError("--peer trains the peer, --peer-figures says what it reached: one")
+            raise ValueError("give either --peer, which trains the peer, or --peer-figures")
 
     @property
     def arm(self) -> str:
@@ -86,7 +87,7 @@ class Plan:
         ]
 
     def describe_command(self) -> str:
-        """Without where things lie."""
+        """Formats the command without paths."""
         words = ["freescale bench quality", f"--data {Path(self.data).name}"]
         words += [f"--recipe {Path(self.recipe).name}"] if self.recipe else []
         words += [f"--set {change}" for change in self.changes] + [f"--seeds {self.seeds}"]
@@ -106,9 +107,9 @@ def bench_quality(plan: Plan, to: Destination) -> None:
     from freescale.train.build import prepare_data
 
     seeds = plan.list_seeds()
-    config = seeds[0].config  # wrong settings are refused here
+    config = seeds[0].config  # raises on wrong settings
     if config.model.task != "retrieval" or config.data.split == "none":
-        raise ValueError("quality is that of retrieval with a test part: --task, --split")
+        raise ValueError("quality needs retrieval with a test part: --task, --split")
     histories = prepare_data(config)
     peers = _train_all(plan, seeds, config, histories)
     found = [seed.find_result() for seed in seeds]
@@ -145,7 +146,7 @@ def bench_quality(plan: Plan, to: Destination) -> None:
 def _train_all(
     plan: Plan, seeds: Sequence[Seed], config: RunConfig, histories: Path
 ) -> list[PeerRun]:
-    """Trains what is missing; returns the peer's runs."""
+    """Trains the missing runs. Returns the peer's runs."""
     jobs = []
     for number, seed in enumerate(seeds):
         if seed.find_result() is None:
@@ -182,7 +183,8 @@ def _choose_device(device: str) -> str:
 
 
 def _read_own_ranks(path: Path) -> NDArray[np.int64]:
-    """[users, 3] user_id, rank, rank among the unseen; of users that have something to train on."""
+    """Reads [users, 3]: user_id, rank, rank among unseen items; only users with something to train
+    on."""
     table = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
     return table[table[:, 1] >= LEAST_HISTORY][:, [0, 2, 3]]
 
@@ -207,8 +209,8 @@ def _make_row(arm: str, figures: Sequence[Mapping[str, float]], users: int | Non
 def compare(
     own: Sequence[NDArray[np.int64]], row: Row, peers: Sequence[PeerRun], kind: str
 ) -> dict[str, Any]:
-    """Relative differences from the peer. Where both have ranks of users, of those that both have,
-    with a bootstrap over them; else of the means."""
+    """Returns relative differences from the peer. If both have ranks by user, over the users in
+    common, with a bootstrap over them; else of the means."""
     ranks = [run.ranks for run in peers if run.ranks is not None]
     found: dict[str, Any] = {}
     if len(ranks) < len(peers):
@@ -226,7 +228,7 @@ def compare(
 def _average(
     runs: Sequence[NDArray[np.int64]], users: Sequence[int], column: int
 ) -> dict[str, NDArray[np.float64]]:
-    """By metric: the mean over runs of what each of these users adds, [users]."""
+    """By metric: the mean over runs of each user's contribution, [users]."""
     measured = []
     for run in runs:
         ordered = run[np.argsort(run[:, 0])]

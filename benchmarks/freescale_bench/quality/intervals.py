@@ -1,4 +1,4 @@
-"""From ranks to figures: hits and gains of users, means over seeds with their intervals, and a
+"""From ranks to figures: hits and gains per user, means over seeds with their intervals, and a
 bootstrap over users. Pure functions of arrays."""
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from numpy.typing import NDArray
 CUTOFF = 10
 METRICS = (f"hr@{CUTOFF}", f"ndcg@{CUTOFF}")
 RESAMPLES = 2000
-# 97.5 % of Student's t, by the degrees of freedom from 1 on
+# 97.5 % of Student's t, by degrees of freedom, from 1
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _NORMAL = 1.959964  # 97.5 % of the normal distribution
 
 
 def measure_users(ranks: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
-    """Ranks [users], 1 is best -> what each user adds to HR@10 and NDCG@10, [users]."""
+    """Ranks [users], 1 is best -> each user's contribution to HR@10 and NDCG@10, [users]."""
     hit = ranks <= CUTOFF
     gain = np.where(hit, 1 / np.log2(ranks.astype(np.float64) + 1), 0.0)
     return dict(zip(METRICS, (hit.astype(np.float64), gain), strict=True))
 
 
 def find_student(freedom: int) -> float:
-    """97.5 % of Student's t."""
+    """The 97.5 % quantile of Student's t."""
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
-    z = _NORMAL  # the first terms of its expansion
+    z = _NORMAL  # first terms of its expansion around the normal distribution
     first = (z**3 + z) / (4 * freedom)
     return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def summarize(values: Sequence[float]) -> dict[str, Any]:
-    """Mean of the seeds' values and its 95 % interval, which a single seed does not have."""
+    """Returns the mean over seeds and, for several seeds, its 95 % interval."""
     mean = statistics.fmean(values)
     summary: dict[str, Any] = {"mean": mean, "values": list(values)}
     if len(values) > 1:
@@ -48,14 +48,14 @@ def summarize(values: Sequence[float]) -> dict[str, Any]:
 def bootstrap_relative(
     ours: NDArray[Any], theirs: NDArray[Any], resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[str, float]:
-    """The relative difference of two means over the same users, and how much it depends on them.
+    """Returns the relative difference of two means over the same users, with an interval.
 
-    Users are drawn with replacement, both models' values of a user together.
+    Users are drawn with replacement, each with the values of both models.
 
     Args:
         ours: [users]; means over seeds.
         theirs: [users], in the same order.
-        resamples: how often users are drawn.
+        resamples: number of draws.
         seed: of the draws.
 
     Returns:
@@ -75,6 +75,6 @@ def bootstrap_relative(
 
 
 def compare_means(ours: NDArray[Any] | Sequence[float], theirs: Any) -> float:
-    """How much larger our mean is, in percent; infinite where theirs is 0."""
+    """Returns how much larger our mean is, in percent; infinite if theirs is 0."""
     own, other = float(np.mean(ours)), float(np.mean(theirs))
     return 100 * (own / other - 1) if other else float("inf")

@@ -1,5 +1,5 @@
 """The public HSTU (meta-recsys/generative-recommenders) as a peer: trained on the same events by
-its run_gr.py, or known by its figures. Nothing of it is part of this package."""
+its run_gr.py, or given by its figures. None of its code is in this package."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 from freescale_bench.common.jobs import Job
 
 CONFIGS = {"hstu-small": "hstu", "hstu-large": "hstu-large", "sasrec": "sasrec"}  # by recipe
-_KINDS = {"": "unfiltered", "/unseen": "filtered"}  # what it calls both kinds of catalogue
+_KINDS = {"": "unfiltered", "/unseen": "filtered"}  # its names of both kinds of catalogue
 RANKS = "ranks.csv"
 
 
 @dataclass(frozen=True)
 class PeerRun:
-    """What a run of the peer reached."""
+    """The result of a run of the peer."""
 
     figures: dict[str, float]  # hr@10, ndcg@10, hr@10/unseen, ndcg@10/unseen
     users: int | None
-    ranks: NDArray[np.int64] | None  # [users, 3]: user_id, rank, rank among the unseen
+    ranks: NDArray[np.int64] | None  # [users, 3]: user_id, rank, rank among unseen items
 
 
 def write_interactions(histories: Path, path: Path) -> None:
-    """The events of a histories file as the peer reads them: user_id, item_id, timestamp, a row for
-    each event."""
+    """Writes the events of a histories file in the peer's format: user_id, item_id, timestamp, one
+    row per event."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -48,7 +48,7 @@ def write_interactions(histories: Path, path: Path) -> None:
 
 
 def find_config(recipe: str | None, given: str | None) -> str:
-    """Which of run_gr.py's configurations a recipe is compared with."""
+    """Returns the configuration of run_gr.py to compare a recipe with."""
     found = given or CONFIGS.get(recipe or "")
     if found is None:
         raise ValueError(
@@ -61,8 +61,8 @@ def make_jobs(
     program: Path, config: str, data: Path, folder: Path, seeds: Sequence[int], epochs: int,
     device: str,
 ) -> list[Job]:  # fmt: skip
-    """What is left to train, each in folder/peer-SEED. Ranks of users are asked for where run_gr.py
-    can write them."""
+    """Makes the jobs of seeds that are not trained yet, each in folder/peer-SEED. They write ranks
+    by user if run_gr.py supports it."""
     if not program.is_file():
         raise ValueError(f"--peer {program.parent} has no run_gr.py")
     missing = [seed for seed in seeds if read_run(folder / f"peer-{seed}") is None]
@@ -83,7 +83,7 @@ def make_jobs(
 
 
 def read_run(folder: Path) -> PeerRun | None:
-    """Of a run that is finished: its log ends with a line of JSON."""
+    """Reads a finished run, whose log ends with a line of JSON."""
     log = folder / "log.txt"
     lines = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
     if not lines or not lines[-1].startswith("{"):
@@ -92,13 +92,13 @@ def read_run(folder: Path) -> PeerRun | None:
         raw = json.loads(lines[-1])
     except json.JSONDecodeError:
         return None
-    if "peer" not in raw:  # a line of its evaluation during training
+    if "peer" not in raw:  # a line of an evaluation during training
         return None
     return parse_run(raw, folder / RANKS)
 
 
 def parse_run(raw: dict[str, Any], ranks: Path) -> PeerRun:
-    """Of the object that run_gr.py prints last."""
+    """Parses the last object that run_gr.py prints."""
     figures = {
         f"{metric}{suffix}": float(raw[kind][metric])
         for suffix, kind in _KINDS.items()
@@ -108,11 +108,11 @@ def parse_run(raw: dict[str, Any], ranks: Path) -> PeerRun:
 
 
 def read_figures(path: Path) -> list[PeerRun]:
-    """A JSON file: an object of run_gr.py, or a list of them, one for each seed; `ranks` in an
-    object names a CSV file beside it, with user_id, rank and rank_unseen.
+    """Reads a JSON file: an object of run_gr.py, or a list with one per seed. `ranks` in an object
+    names a CSV file in the same folder, with user_id, rank and rank_unseen.
 
     Raises:
-        ValueError: names the file and what is wrong.
+        ValueError: names the file and the problem.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def read_figures(path: Path) -> list[PeerRun]:
 
 
 def _read_ranks(path: Path) -> NDArray[np.int64]:
-    """user_id, rank and rank_unseen of a CSV file, by their names in its head."""
+    """Reads the columns user_id, rank and rank_unseen of a CSV file."""
     with path.open(encoding="utf-8") as file:
         head = file.readline().strip().split(",")
     wanted = ("user_id", "rank", "rank_unseen")

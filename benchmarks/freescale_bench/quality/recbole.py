@@ -1,11 +1,11 @@
-"""Quality and seconds of a recipe beside RecBole's SASRec with its default settings: on CPUs, one
+"""Quality and seconds of a recipe against RecBole's SASRec with its default settings, on CPUs, one
 after the other, on the same events.
 
-Both train on all but the last two events of a user and rank all items for the last; RecBole keeps
-the weights that are best for the last but one. It ranks the items of a history like any other, and
-so it is done here. It reads items alone; the recipe reads ratings, where there are any, and HSTU
-the times. Figures of the recipe are means over seeds, RecBole's are of one. Its row may be from an
-earlier result (`from` in it) of the same data on a machine with the same cores.
+Both train on all but the last two events of a user and rank all items for the last. RecBole keeps
+the weights that are best for the event before. Items of a user's history are ranked like any other.
+RecBole reads only items; the recipe also reads ratings, if any, and HSTU timestamps. The recipe's
+figures are means over seeds, RecBole's are of one run. RecBole's row may come from an earlier
+result (`from`) with the same data, on a machine with the same cores.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 PEER = "RecBole's SASRec"
 EPOCHS = 20  # of RecBole's run
-_SHARE = 1 / 3  # of its time
-_SECONDS = 4 * 3600.0  # that a run may take
+_SHARE = 1 / 3  # target: of RecBole's time
+_SECONDS = 4 * 3600.0  # limit of a run
 _SEED = "freescale_bench.quality.seed"
-_METRICS = {"hr@10": "hit@10", "ndcg@10": "ndcg@10"}  # here, and by RecBole's names
-_SPEED = ("cpu", "architecture", "cores")  # of a machine: what its seconds depend on
+_METRICS = {"hr@10": "hit@10", "ndcg@10": "ndcg@10"}  # by our names: RecBole's
+_SPEED = ("cpu", "architecture", "cores")  # properties of a machine that affect its speed
 
 
 def set_up_recbole(root: Path) -> str:
-    """The interpreter of .venv-recbole, made or brought up to date first.
+    """Creates or updates .venv-recbole. Returns its interpreter.
 
     Raises:
         ValueError: RecBole cannot be set up.
@@ -60,14 +60,14 @@ def set_up_recbole(root: Path) -> str:
 
 
 def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
-    """Trains the recipe's seeds, then RecBole's SASRec, unless `plan.peer_figures` is an
-    earlier result that has it.
+    """Trains the recipe's seeds, then RecBole's SASRec, unless `plan.peer_figures` is an earlier
+    result with it.
 
     Args:
-        interpreter: of an environment with RecBole; empty sets one up.
+        interpreter: of an environment with RecBole; empty: sets one up.
 
     Raises:
-        ValueError: a run fails, or the earlier result is of another machine or of other data.
+        ValueError: a run fails, or the earlier result is from another machine or other data.
     """
     from freescale.train.build import prepare_data
 
@@ -83,15 +83,15 @@ def bench_recbole(plan: Plan, interpreter: str, to: Destination) -> None:
 
 
 def read_earlier(path: Path, machine: Mapping[str, Any], dataset: Mapping[str, str]) -> Row:
-    """RecBole's row of an earlier result, with where it is from.
+    """Reads RecBole's row of an earlier result, and adds its source.
 
     Args:
         path: of the result.
-        machine: that trains the recipe, whose seconds stand beside the row's.
-        dataset: that it trains on. Results that do not say theirs are believed.
+        machine: the machine that trains the recipe.
+        dataset: the data of the recipe. Results without this entry are accepted.
 
     Raises:
-        ValueError: the file has no such row, or is of another machine or of other data.
+        ValueError: the file has no such row, or is from another machine or other data.
     """
     result: Result = read_result(path)
     found = [row for row in result.get("rows", []) if row.get("arm") == PEER]
@@ -106,11 +106,11 @@ def read_earlier(path: Path, machine: Mapping[str, Any], dataset: Mapping[str, s
     if result.get("dataset", dataset) != dataset:
         raise ValueError(f"{path} is of other data, {result['dataset']}, not {dataset}")
     source = {"file": path.name, "commit": result["commit"], "date": result["date"]}
-    return {"from": source, **found[0]}  # where that one was from goes before
+    return {"from": source, **found[0]}  # its own source, if any, takes precedence
 
 
 def _train_recipe(plan: Plan) -> Row:
-    """Means over the seeds, which are trained one after the other."""
+    """Trains the seeds one after the other. Returns their means."""
     seeds = [_train_seed(seed) for seed in plan.list_seeds()]
     means = {name: sum(one[name] for one in seeds) / len(seeds) for name in seeds[0]}
     epochs = plan.list_seeds()[0].config.train.epochs
@@ -125,7 +125,7 @@ def _train_seed(seed: Seed) -> dict[str, float]:
     found = seed.find_result()
     assert found is not None
     if found["seconds"] is None:
-        raise ValueError(f"{seed.folder} was continued, so its time says nothing: remove it")
+        raise ValueError(f"{seed.folder} was resumed, so its time means nothing: remove it")
     quality = {name: found["quality"]["model"][name] for name in _METRICS}
     return {"seconds": found["seconds"], "processor_seconds": used, **quality}
 
@@ -141,14 +141,14 @@ def _train_peer(plan: Plan, histories: Path, root: Path, program: str) -> Row:
         f"RecBole's {EPOCHS} epochs begin; TensorBoard shows each: {folder / 'log_tensorboard'}",
         flush=True,
     )
-    theirs = _train(words, folder)  # RecBole writes logs where it runs
+    theirs = _train(words, folder)  # RecBole writes logs to its working folder
     printed = json.loads(theirs.pop("printed").splitlines()[-1])
     peer: Row = {"arm": PEER, **theirs, **printed}
     return peer | {name: printed["test"][other] for name, other in _METRICS.items()}
 
 
 def write_atomic(histories: Path, path: Path) -> None:
-    """The events of a histories file as one of RecBole's atomic files."""
+    """Writes the events of a histories file in RecBole's atomic format."""
     import pyarrow.csv as csv
     import pyarrow.parquet as pq
 
@@ -164,9 +164,9 @@ def write_atomic(histories: Path, path: Path) -> None:
 
 
 def _train(command: list[str], folder: Path | None = None) -> dict[str, Any]:
-    """Runs a program: its processor seconds, and what it printed."""
+    """Runs a program. Returns its processor seconds and its output."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # every core, whatever this process was told
+    # use every core, whatever this process's own limit
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         command,

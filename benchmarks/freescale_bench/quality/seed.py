@@ -1,6 +1,6 @@
-"""One seed of a recipe, in a process of its own: trains, or goes on, and ranks every user's target.
+"""One seed of a recipe, in its own process: trains or resumes, and ranks every user's target.
 
-As a program: `python -m freescale_bench.quality.seed TASK.json`, with what `Seed` holds.
+Usage: `python -m freescale_bench.quality.seed TASK.json`, with the fields of `Seed`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import Any
 from freescale.config import RunConfig
 
 RESULT, RANKS, TRAINED = "quality.json", "ranks.csv", "trained"
-ELSEWHERE = ("data", "cache", "workers")  # settings that say where files lie, not what is trained
+ELSEWHERE = (
+    "data",
+    "cache",
+    "workers",
+)  # settings for paths and workers, which do not affect the result
 
 
 @dataclass(frozen=True)
 class Seed:
-    """A run: settings as of `RunConfig.from_settings`, and its folder."""
+    """A run: settings as for `RunConfig.from_settings`, and its folder."""
 
     settings: dict[str, Any]
     folder: str
@@ -30,24 +34,24 @@ class Seed:
         return RunConfig.from_settings(self.settings)
 
     def describe(self) -> dict[str, Any]:
-        """What decides the result: all settings but where files lie."""
+        """Returns the settings that decide the result."""
         described: dict[str, Any] = json.loads(self.config.to_json())
         for name in ELSEWHERE:
             del described["data"][name]
         return described
 
     def _describe_again(self, described: dict[str, Any]) -> dict[str, Any]:
-        """What `describe` gave, with the settings that have come since."""
+        """Adds defaults for settings that did not exist when `describe` was called."""
         data = asdict(self.config.data)
         raw = described | {"data": described["data"] | {name: data[name] for name in ELSEWHERE}}
         filled: dict[str, Any] = json.loads(RunConfig.from_json(json.dumps(raw)).to_json())
         return {**filled, "data": {n: v for n, v in filled["data"].items() if n not in ELSEWHERE}}
 
     def find_result(self) -> dict[str, Any] | None:
-        """Of the run, if it is finished.
+        """Returns the result of the run, if finished.
 
         Raises:
-            ValueError: if the folder holds a run of other settings.
+            ValueError: the folder has a run with other settings.
         """
         path = Path(self.folder) / RESULT
         if not path.exists():
@@ -55,7 +59,7 @@ class Seed:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if self._describe_again(result["config"]) != self.describe():
             raise ValueError(
-                f"{self.folder} holds a run of other settings: name another --run-folder, or "
+                f"{self.folder} has a run with other settings: name another --run-folder, or "
                 "remove it"
             )
         return result
@@ -87,7 +91,7 @@ def train_seed(seed: Seed) -> None:
     seconds = time.perf_counter() - begin
     ranks = SampleRanks()
     _, progress, quality = evaluate_checkpoint(config, folder, "test", path, transport, keep=ranks)
-    write_ranks(folder / RANKS, path, ranks)  # with the numbers that the peer is trained on
+    write_ranks(folder / RANKS, path, ranks)  # with the user ids that the peer is trained on
     _, _, validation = evaluate_checkpoint(config, folder, "validation", path, transport)
     result = {
         "config": seed.describe(),

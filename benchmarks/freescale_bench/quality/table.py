@@ -1,4 +1,4 @@
-"""Quality of recipes, and of a default run, as tables."""
+"""Quality of recipes and of a default run, as tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def format_quality(used: Results, folder: str) -> str:
 
 
 def format_recipes(used: Results, folder: str) -> str:
-    """A row for each model on each data set, those of one result beside each other."""
+    """Formats a row per model and data set, grouped by result."""
     rows, names = [], ("hr@10", "ndcg@10", "hr@10/unseen", "ndcg@10/unseen")
     together = [result for result in used.values() if result["name"] == "quality-together"]
     note = " ".join(_format_together(result) for result in together)
@@ -34,7 +34,7 @@ def format_recipes(used: Results, folder: str) -> str:
 
 
 def format_recbole(used: Results, folder: str) -> str:
-    """A recipe beside RecBole's SASRec: epochs, seconds, quality."""
+    """Formats recipes against RecBole's SASRec: epochs, seconds, quality."""
     rows, notes = [], []
     for result in used.values():
         name = result["dataset"]["name"]
@@ -43,13 +43,13 @@ def format_recbole(used: Results, folder: str) -> str:
             rows.append((name, row["arm"], str(row["epochs"]), f"{row['seconds']:,.0f}", *figures))
             if "from" in row:
                 day = row["from"]["date"][:10]
-                notes.append(f"{row['arm']} on {name}: of an earlier run, {day}.")
+                notes.append(f"{row['arm']} on {name}: from an earlier run, {day}.")
     head = ("data", "model", "epochs", "seconds", "hr@10", "ndcg@10")
     return format_table(used, folder, head, rows, conditions=" ".join(notes))
 
 
 def _format_figure(value: float | Mapping[str, Any]) -> str:
-    """Or the mean of several seeds, with its interval."""
+    """Formats a number, or a mean over seeds with its interval."""
     if not isinstance(value, Mapping):
         return f"{value:.3f}"
     spread = f" ± {value['high'] - value['mean']:.4f}" if "high" in value else ""

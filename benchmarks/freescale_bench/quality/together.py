@@ -1,5 +1,5 @@
-"""Several results beside the public HSTU, taken together: the mean of all differences, and the
-lowest where there are users enough to tell."""
+"""Several comparisons with the public HSTU together: the mean difference, and the lowest among data
+sets with enough users."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from freescale_bench.common.results import Destination, Result, Row, at_least, read_result, write
 from freescale_bench.quality.bench import WORST
 
-MEAN = 0.0  # percent: what all differences have to reach in the mean
-# Drawn anew, 5,000 users change a difference by 1 or 2 %, the 943 of MovieLens-100K by 6 %.
+MEAN = 0.0  # percent: target of the mean difference
+# Resampling 5,000 users changes a difference by 1 or 2 %, the 943 of MovieLens-100K by 6 %.
 ENOUGH_USERS = 5_000
 
 
@@ -19,13 +19,14 @@ def bench_together(files: Sequence[Path], to: Destination) -> None:
     """Writes quality-together-TESTBED.json.
 
     Raises:
-        ValueError: a file has no comparison with the peer, or is of another machine than the first.
+        ValueError: a file has no comparison with the peer, or is from another machine than the
+            first.
     """
     results = [_read(path) for path in files]
     first = results[0]
     for path, result in zip(files, results, strict=True):
         if result["machine"]["gpu"] != first["machine"]["gpu"]:
-            raise ValueError(f"{path} is of another machine than {files[0]}")
+            raise ValueError(f"{path} is from another machine than {files[0]}")
     rows = [
         row for path, result in zip(files, results, strict=True) for row in list_rows(path, result)
     ]
@@ -44,7 +45,7 @@ def bench_together(files: Sequence[Path], to: Destination) -> None:
         rows,
         claims,
         to=to,
-        # nothing is measured here: machine and versions are those of the results
+        # machine and versions are those of the results
         machine=newest["machine"],
         versions=newest["versions"],
         method="relative differences of means over seeds, each of the same users",
@@ -52,7 +53,7 @@ def bench_together(files: Sequence[Path], to: Destination) -> None:
 
 
 def list_rows(path: Path, result: Result) -> list[Row]:
-    """A row for each metric that the result compares."""
+    """Returns a row per metric that the result compares."""
     origin = {"file": path.name, "commit": result["commit"], "date": result["date"]}
     about = {"arm": result["rows"][0]["arm"], "data": result["dataset"]["name"]}
     users = result["rows"][0]["users"]

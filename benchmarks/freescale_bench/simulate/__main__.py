@@ -1,5 +1,5 @@
 """The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
-minutes), and the time that is useful under failures (`recovery`)."""
+takes minutes), and useful time under failures (`recovery`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("simulate", __doc__)
     parser.add_argument("part", choices=("validate", "paper", "recovery"))
-    parser.add_argument("--most", type=int, default=4096, help="GPUs of `paper`")
-    parser.add_argument(
-        "--recovery", default="this-machine", help="what a failure costs, of `recovery`"
-    )
+    parser.add_argument("--most", type=int, default=4096, help="paper: largest number of GPUs")
+    parser.add_argument("--recovery", default="this-machine", help="recovery: costs of a failure")
     options = parser.parse_args(arguments)
     to = read_destination(options)
-    from freescale_bench.simulate.bench import bench_paper
+    from freescale_bench.simulate.bench import bench_paper, bench_recovery
     from freescale_bench.simulate.validation import validate
 
     if options.part == "paper":
         bench_paper(options.most, to)
     elif options.part == "recovery":
-        from freescale_bench.simulate.recovery import bench_recovery
-
         bench_recovery(options.recovery, to)
     else:
         validate(to)

@@ -1,4 +1,4 @@
-"""The simulator at the paper's setting, to 4,096 GPUs."""
+"""The simulator at the paper's setting, to 4,096 GPUs, and useful time under failures."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ import numpy as np
 from freescale.config import SimulateConfig
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.simulate.inputs import build_cluster, build_workload
-from freescale.simulate.run import Plans
+from freescale.simulate.recovery import MEMORY
+from freescale.simulate.run import Plans, run_simulation
 from freescale.simulate.simulator import Setting
 from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale.simulate.workload import Demand, Rows
-from freescale_bench.common.results import Destination, at_least, write
+from freescale_bench.common.results import Destination, Row, at_least, write
+
+# Recovery from failures.
+USUAL_RECOVERY = "this-machine"
+FAILURE_EVERY = 600.0  # seconds
+SNAPSHOT_EVERY = 20  # steps
+USEFUL = {64: 0.97, 4096: 0.95}  # targets of the useful share of time, by GPUs
 
 
 class Colliding(GeneratedWorkload):
-    """The generated rows, of which just this share collides: a changed mixture of ids would change
-    how many there are, too."""
+    """The generated rows with exactly this share of collisions. Changing the distribution of ids
+    would also change the number of rows."""
 
     def __init__(self, samples: int, share: float) -> None:
         super().__init__(samples, collisions=0.1)
@@ -36,7 +43,7 @@ class Colliding(GeneratedWorkload):
 
 
 def scale_histories(cap: int, **more: Any) -> SimulateConfig:
-    """Histories of the same shape, `cap` long at most."""
+    """Returns a configuration with histories of the same distribution, of at most `cap` events."""
     return SimulateConfig(cap=cap, median=cap / 7, **more)
 
 
@@ -63,7 +70,8 @@ ARMS = {
 
 
 def simulate_one_sample(config: SimulateConfig, total: int, gpus: int) -> dict[str, Any]:
-    """A fixed global batch on ever more GPUs: when one sample is more than a rank's share."""
+    """Simulates a fixed global batch on more and more GPUs, until one sample exceeds a rank's
+    share."""
     config = replace(config, batch=max(1, total // gpus), steps=6)
     cluster = build_cluster(config, gpus)
     shape, length = (
@@ -124,13 +132,8 @@ def bench_paper(most: int, to: Destination) -> None:
     for gpus in (64, 128, 256, 512, 1024, 2048, 4096):
         if gpus <= most:
             rows.append(simulate_one_sample(SimulateConfig(), 8192, gpus))
-            print(
-                "one sample",
-                gpus,
-                rows[-1]["largest_over_mean"],
-                rows[-1]["straggler_percent"],
-                flush=True,
-            )
+            figures = rows[-1]["largest_over_mean"], rows[-1]["straggler_percent"]
+            print("one sample", gpus, *figures, flush=True)
     write(
         "simulate",
         "paper",
@@ -222,3 +225,33 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         )
     )
     return made
+
+
+def bench_recovery(recovery: str, to: Destination) -> None:
+    """Simulates the useful share of a cluster's time under failures, with each part of a failure's
+    cost, by source of the restore. `recovery`: these costs, as for `freescale simulate`."""
+    config = SimulateConfig(
+        schedule="staged",
+        steps=5,
+        failure_every=FAILURE_EVERY,
+        snapshot_every=SNAPSHOT_EVERY,
+        recovery=recovery,
+    )
+    rows: list[Row] = run_simulation(config, list(USEFUL), report=lambda outcome: None)["useful"]
+    for row in rows:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds"].items())
+        print(f"{row['gpus']:5d} GPUs, from {row['from']:6s} {row['useful']:.3f} ({parts} s)")
+    costs = "" if recovery == USUAL_RECOVERY else f", costs {recovery}"
+    every = f"useful time at a failure every {FAILURE_EVERY / 60:g} minutes"
+    claims = [
+        at_least(
+            f"{every}, {row['gpus']:,} GPUs{costs}",
+            USEFUL[row["gpus"]],
+            row["useful"],
+            "of the time",
+        )
+        for row in rows
+        if row["from"] == MEMORY
+    ]
+    command = f"freescale bench simulate recovery --recovery {recovery}"
+    write("simulate-recovery", recovery, command, rows, claims, to=to)

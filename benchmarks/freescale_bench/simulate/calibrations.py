@@ -1,5 +1,5 @@
-"""Compute curves for the simulator from results that are committed here, where no `freescale
-simulate calibrate` has run yet.
+"""Compute curves for the simulator from committed results, for testbeds without `freescale simulate
+calibrate`.
 
     python -m freescale_bench.simulate.calibrations
 
@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from freescale_bench.common.committed import read_committed as read
 from freescale_bench.common.repository import require_repository
+from freescale_bench.common.results import read_committed as read
+from freescale_bench.common.workload import draw_lengths
 
 
 def make_curve(quadratic: float, linear: float) -> dict[str, float]:
@@ -52,9 +53,9 @@ def _folder() -> Path:
 
 
 def derive_row_costs() -> dict[str, float]:
-    """Seconds per key or byte on a whole H200."""
+    """Returns seconds per key or byte on a whole H200."""
     ms = {row["case"]: row["ms"]["median"] for row in read("kernels-h200")["rows"] if "ms" in row}
-    row = 4 * 128  # bytes: the benchmark's tables are 128 wide
+    row = 4 * 128  # bytes: the benchmark's tables have width 128
     return {
         "deduplicate_per_key": ms["deduplicate 621,822 keys"] / 1e3 / 621_822,
         "compare_per_key": ms["masks of 250,000 and 89,268 rows"] / 1e3 / (250_000 + 89_268),
@@ -79,12 +80,9 @@ def derive_testbed_c(rows: dict[str, float]) -> None:
     shape, per_rank = data["shape"], []
     for rank in range(4):  # as balance.measured.make_batches
         for number in range(2, data["steps"]):
-            draws = np.exp(
-                np.random.default_rng((7, rank, number)).normal(
-                    np.log(shape["median"]), 1.0, shape["samples"]
-                )
-            )
-            length = np.clip(np.rint(draws), 1, shape["cap"])
+            random = np.random.default_rng((7, rank, number))
+            drawn = draw_lengths(random, shape["median"], shape["samples"], shape["cap"])
+            length = drawn.astype(float)
             per_rank.append(((length**2).sum(), length.sum()))
     squares, tokens = np.mean(per_rank, axis=0)
     ways = {}
@@ -105,9 +103,11 @@ def derive_testbed_c(rows: dict[str, float]) -> None:
     )
     shapes = [{"width": 256, "heads": 4, "precision": "bf16", "longest": 21_000, **ways}]
     optimizer = {"per_parameter": none["spans_ms"]["optimizer"] / 1e3 / parameters, "constant": 0.0}
-    quarter = {name: 4 * value for name, value in rows.items()}  # of the device, too
-    # Equal loads, and yet 4 ranks wait: the largest of four is 1.03 standard deviations above their
-    # mean.
+    quarter = {
+        name: 4 * value for name, value in rows.items()
+    }  # memory bandwidth is shared as well
+    # With equal loads, 4 ranks still wait: the largest of four is 1.03 standard deviations above
+    # their mean.
     equal = next(row for row in read("staged-4ranks-h200")["rows"] if row["arm"] == "serial")
     waited = equal["straggler_percent"]["median"] / 100 * equal["step_ms"]["median"]
     jitter = (
@@ -146,11 +146,11 @@ def derive_testbed_a() -> None:
         "compare_per_key": stale["spans_ms"]["ahead/compare"] / 1e3 / (2 * tokens),
         "lookup_per_byte": spans["lookup"] / (tokens * row),
         "update_per_byte": spans["update rows"] / (tokens * row),
-        "read_per_byte": 0.0,  # in forward and backward, as they were measured
+        "read_per_byte": 0.0,  # included in forward and backward
         "read_backward_per_byte": 0.0,
         "constant": 0.0,
     }
-    # What compute lost in `stale`, less the lane's own work, of the time that its transfers took.
+    # Compute time lost in `stale`, without the lane's own work, as a share of its transfer time.
     own = (
         sum(spans[name] for name in ("deduplicate", "lookup", "update rows"))
         + rows["compare_per_key"] * 2 * tokens
@@ -163,8 +163,7 @@ def derive_testbed_a() -> None:
         + sum(serial["exposed_ms"].values()) / 1e3
         + serial["straggler_ms"]["mean"] / 1e3
     )
-    # Two ranks with equal loads wait 0.564 standard deviations of one, on the mean: that is the
-    # jitter.
+    # Jitter: two ranks with equal loads wait 0.564 standard deviations on average.
     source = (
         "serial and stale at 0 % collisions and length 120 of staged-hosts.json, commit "
         f"{data['commit']}: one pinned core a rank"
@@ -183,17 +182,8 @@ def derive_testbed_a() -> None:
         jitter=deviation / float(np.hypot(spans["forward"], spans["backward"])),
         every_step=spans["data"] + spans["agree"] + unknown,
     )
-    print(
-        "lost",
-        lost,
-        "share",
-        share,
-        "slowdown",
-        slowdown,
-        "known",
-        known,
-        serial["step_ms"]["median"],
-    )
+    step = serial["step_ms"]["median"]
+    print(f"lost {lost}, share {share}, slowdown {slowdown}, known {known} of {step} ms")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""What the simulator predicts at the paper's setting, to 4,096 GPUs. Everything here is
-predicted."""
+"""The simulator's predictions at the paper's setting, to 4,096 GPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from typing import Any
 
 from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results, single
 
-Results = Mapping[str, Mapping[str, Any]]
 INKS = {
     BASE: svg.RED,
     f"{BASE}, ids deduplicated": "#e377c2",
@@ -35,7 +34,7 @@ def make_lines(
     value: Callable[[Mapping[str, Any]], float],
     arms: Sequence[str] = (),
 ) -> list[svg.Line]:
-    """A line for each arm of a figure of `freescale bench simulate`."""
+    """Makes a line per arm of a figure of `freescale bench simulate`."""
     made: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["figure"] == figure and (not arms or row["arm"] in arms):
@@ -63,7 +62,7 @@ def make_axes_over_lengths(rows: Sequence[Mapping[str, Any]]) -> svg.Axes:
 
 def make_axes_over_collisions(rows: Sequence[Mapping[str, Any]]) -> svg.Axes:
     lines = make_lines(rows, "by collisions", "collisions", exposed)
-    # 5 is too near to 0 and 10
+    # 5 % is too close to 0 and 10
     ticks = [(rate, "" if rate == 0.05 else f"{100 * rate:g}") for rate, _ in lines[0].points]
     return svg.Axes(
         "exposed communication, ms, 256 GPUs", "collisions, %", ticks, lines, linear=True
@@ -71,14 +70,14 @@ def make_axes_over_collisions(rows: Sequence[Mapping[str, Any]]) -> svg.Axes:
 
 
 def draw_simulate(used: Results) -> str:
-    (result,) = used.values()
+    result = single(used)
     rows = result["rows"]
     gpus = [
         (row["gpus"], _shorten(row["gpus"]))
         for row in rows
         if row["figure"] == "by GPUs" and row["arm"] == BASE
     ]
-    single = [row for row in rows if row["figure"] == "one sample"]
+    one_sample = [row for row in rows if row["figure"] == "one sample"]
     base = {
         row["gpus"]: row["samples_per_second"]
         for row in rows
@@ -87,7 +86,7 @@ def draw_simulate(used: Results) -> str:
     balanced = [
         svg.Line(
             "serial + balancing",
-            [(row["gpus"], row["straggler_percent"]) for row in single],
+            [(row["gpus"], row["straggler_percent"]) for row in one_sample],
             INKS["serial + balancing"],
             predicted=True,
         )
@@ -110,11 +109,11 @@ def draw_simulate(used: Results) -> str:
         svg.Axes(
             "straggler %, 8,192 samples in all",
             "GPUs",
-            [(row["gpus"], _shorten(row["gpus"])) for row in single],
+            [(row["gpus"], _shorten(row["gpus"])) for row in one_sample],
             balanced,
         ),
     ]
-    return svg.panels(drawn, used, note="Predicted, all of it.")
+    return svg.panels(drawn, used, note="All predicted.")
 
 
 def _shorten(count: int) -> str:

@@ -16,7 +16,7 @@ _TARGETS = (
 
 
 def format_ablation(used: Results, folder: str) -> str:
-    """What each technique would give on 256 GPUs."""
+    """Formats the predicted effect of each technique on 256 GPUs."""
     found = [row for row in _select(used, "by GPUs") if row["gpus"] == 256]
     step = {row["arm"]: row["step_ms"] for row in found}
     rows = [
@@ -34,14 +34,14 @@ def format_ablation(used: Results, folder: str) -> str:
 
 
 def format_prediction(used: Results, folder: str) -> str:
-    """The verdict at the paper's setting, as the command ends with it."""
+    """Formats the verdict at the paper's setting, as the command prints it."""
     found = {row["arm"]: row for row in _select(used, "by GPUs") if row["gpus"] == 256}
     sources = fold("Raw data", format_sources(used, folder))
     return f"> {write_verdict(found, [], 'H100')}\n\n{sources}"
 
 
 def format_scaling(used: Results, folder: str) -> str:
-    """More GPUs, as many samples on each."""
+    """Formats scaling to more GPUs, with the same samples per GPU."""
     rows = _select(used, "by GPUs")
     speed = {row["gpus"]: row["samples_per_second"] for row in rows if row["arm"] == BASE}
     shown = []
@@ -71,7 +71,7 @@ def format_scaling(used: Results, folder: str) -> str:
 
 
 def format_sensitivity(used: Results, folder: str) -> str:
-    """What the assumptions are worth: jitter of compute, latency of the network."""
+    """Formats the sensitivity to assumptions: jitter of compute, latency of the network."""
     rows = [
         (
             f"{100 * row['jitter']:g} % jitter of compute, 64 GPUs",
@@ -95,7 +95,7 @@ def format_sensitivity(used: Results, folder: str) -> str:
 
 
 def format_one_sample(used: Results, folder: str) -> str:
-    """A global batch that does not grow: from which number of GPUs one sample is too long."""
+    """Formats a fixed global batch: from how many GPUs one sample is too long."""
     rows = [
         (
             f"{row['gpus']:,}",
@@ -114,8 +114,8 @@ def _select(used: Results, figure: str) -> list[Mapping[str, Any]]:
 
 
 def format_validation(used: Results, folder: str) -> str:
-    """Rows within the simulator's targets, by testbed and model; without those that a curve
-    was taken from."""
+    """Counts rows within the simulator's targets, by testbed and model, without rows used to fit
+    curves."""
     groups: dict[str, list[Mapping[str, Any]]] = {
         "A: 2 hosts, 200 Mbit/s, MLP": [],
         "A: 2 CPU ranks, HSTU": [],

@@ -1,8 +1,8 @@
 """The simulator against measured runs of testbeds A and C, from committed results only.
 `freescale bench simulate validate` runs it.
 
-Curves are from one configuration of each testbed (calibrations.py says which; such rows are
-`fitted`), the others predicted.
+Curves are fitted to one configuration of each testbed (see calibrations.py; these rows are
+`fitted`). The others are predicted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from freescale.simulate.network import Network, load_preset
 from freescale.simulate.output import collect_run
 from freescale.simulate.simulator import Cluster, Setting, simulate
 from freescale.simulate.workload import Demand, Rows, SmallTable
-from freescale_bench.common.committed import read_committed
-from freescale_bench.common.results import Destination, Row, at_most, write
+from freescale_bench.common.results import Destination, Row, at_most, read_committed, write
+from freescale_bench.common.workload import draw_lengths
 
-STEP, POINTS = 10.0, 2.0  # asked: per cent of the step time; points of the step
+STEP, POINTS = 10.0, 2.0  # targets: percent of the step time; points of the step
 
 
 class Given:
-    """Lengths [steps][ranks][samples] and rows as a benchmark made them: so many a rank, of which a
-    share collides."""
+    """A benchmark's workload: lengths [steps][ranks][samples], rows per rank, and the share of them
+    that collides."""
 
     notes: list[str] = []
     bytes_per_token, bytes_per_sample = 16, 0
-    items = 1 << 40  # never replicated: the benchmarks ask for sharded tables
+    items = 1 << 40  # never replicated: the benchmarks shard their tables
 
     def __init__(
         self, lengths: list[np.ndarray], rows: np.ndarray | float, collisions: float
@@ -60,10 +60,10 @@ def compare(
     predicted: dict[str, Any],
     measured: dict[str, float],
 ) -> dict[str, Any]:
-    """Predicted beside measured; `fitted`: the curve or the network was taken from this very
+    """Compares predicted with measured figures. `fitted`: the curve or the network comes from this
     row."""
     mine = {
-        "step_ms": predicted["step_ms"]["median"],  # as TESTBEDS asks: the machines are shared
+        "step_ms": predicted["step_ms"]["median"],  # the machines are shared
         "compute_ms": sum(predicted["compute_ms_per_rank"]) / predicted["ranks"],
         "straggler_percent": predicted["straggler_percent"],
         "exposed_percent": predicted["exposed_percent"],
@@ -93,7 +93,7 @@ def compare(
 
 
 def compare_testbed_a() -> list[dict[str, Any]]:
-    """Two hosts, 200 Mbit/s, a token-wise MLP with unique ids (staged-hosts.json)."""
+    """Compares two hosts, 200 Mbit/s, a token-wise MLP with unique ids (staged-hosts.json)."""
     rows = []
     for row in read_committed("staged-hosts")["rows"]:
         if (
@@ -122,21 +122,18 @@ def compare_testbed_a() -> list[dict[str, Any]]:
 def compare_hstu(
     testbed: str, name: str, calibration: Calibration, network: Network, fitted: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """HSTU with balancing (`freescale bench balance measured`): its own lengths, its own
+    """Compares HSTU with balancing (`freescale bench balance measured`), with its lengths and
     partitioners."""
     data = read_committed(name)
     shape, world = data["shape"], data["rows"][0]["ranks"]
     lengths = []
     for number in range(data["steps"]):
-        draws = [np.random.default_rng((7, rank, number)) for rank in range(world)]
-        drawn = [
-            np.exp(random.normal(np.log(shape["median"]), 1.0, shape["samples"]))
-            for random in draws
-        ]
-        lengths.append(np.clip(np.rint(np.stack(drawn)), 1, shape["cap"]))
+        streams = [np.random.default_rng((7, rank, number)) for rank in range(world)]
+        sizes = shape["median"], shape["samples"], shape["cap"]
+        lengths.append(np.stack([draw_lengths(random, *sizes) for random in streams]).astype(float))
     precision = "bf16" if testbed == "C" else "fp32"
     model = Model(shape["width"], shape["layers"], shape["heads"], precision, shape["cap"])
-    # Ids are uniform here: history and targets of a rank read this many of the items.
+    # Ids are uniform: history and targets of a rank read this many items.
     tokens = np.mean([step.sum(axis=1).mean() for step in lengths])
     unique = shape["items"] * -np.expm1(
         (2 * tokens + 64 * shape["samples"]) * np.log1p(-1 / shape["items"])
@@ -172,15 +169,15 @@ def compare_hstu(
 
 
 def compare_shared_gpu(quarter: Calibration, network: Network) -> list[dict[str, Any]]:
-    """Four ranks on one H200, an MLP over unique ids (`freescale bench staged --device cuda`):
-    serial over NCCL, the others over hostwire."""
+    """Compares four ranks on one H200, an MLP with unique ids (`freescale bench staged --device
+    cuda`): serial over NCCL, the others over hostwire."""
     data = read_committed("staged-4ranks-h200")
     tokens, passes = 53_000, 12
     spans = data["rows"][0]["spans_ms"]
     curves = [
         Curve(0.0, spans[way]["median"] / 1e3 / passes / tokens) for way in ("forward", "backward")
     ]
-    # Rows are read inside forward and backward, as they were measured.
+    # The measured forward and backward include reading rows.
     work = replace(quarter.rows, read_per_byte=0.0, read_backward_per_byte=0.0)
     calibration = replace(quarter, shapes=(Shape(128, 1, "bf16", 1000, *curves),), rows=work)
     cluster = Cluster(Model(128, passes, 1, "bf16", 1000, dense=329_088), calibration, network, 4)
@@ -206,7 +203,7 @@ def compare_shared_gpu(quarter: Calibration, network: Network) -> list[dict[str,
 
 
 def halve(calibration: Calibration) -> Calibration:
-    """Ranks with half the device each: twice the time."""
+    """Doubles all times: each rank has half as much of the device."""
 
     def twice(curve: Curve) -> Curve:
         return Curve(
@@ -222,7 +219,7 @@ def halve(calibration: Calibration) -> Calibration:
 
 def validate(to: Destination) -> None:
     quarter, loopback = load_calibration("testbed-c"), load_preset("testbed-c")
-    # Twice the ranks on one GPU and one host: half of the device and of the loopback for each.
+    # Twice the ranks on one GPU and one host: each has half of the device and of the loopback.
     shared = replace(loopback.near, gb_per_s=loopback.near.gb_per_s / 2)
     rows = compare_testbed_a()
     rows += compare_hstu(
@@ -242,10 +239,8 @@ def validate(to: Destination) -> None:
         blind = [row for row in rows if row["testbed"] == testbed and not row["fitted"]]
         for text, key, target, unit in (
             (
-                (
-                    "step time, predicted against measured, largest of the rows that no curve was "
-                    "taken from"
-                ),
+                "step time, predicted against measured, largest of the rows that no curve was "
+                "taken from",
                 "step_error_percent",
                 STEP,
                 "%",

@@ -1,5 +1,5 @@
 """The staged schedule: exposed communication and samples/s of serial, TorchRec, stale (the control:
-staged that overlooks collisions) and staged.
+staged without handling collisions) and staged.
 
 --device cpu   two hosts with a slow network, over collision rates, history lengths and hot ids;
                TorchRec is set up first (.venv-peer). Needs root and iproute2; about 25 minutes
@@ -17,9 +17,9 @@ from freescale_bench.common.torchrec import continue_in_peer
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("staged", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repetitions", type=int, default=20, help="cpu: turns of every arm")
+    parser.add_argument("--repetitions", type=int, default=20, help="cpu: turns per arm")
     parser.add_argument(
-        "--quick", action="store_true", help="cpu: a little of everything; keeps no results"
+        "--quick", action="store_true", help="cpu: a short run of everything; writes no results"
     )
     add_turns(parser, each=6)
     words = sys.argv[1:] if arguments is None else arguments

@@ -1,5 +1,5 @@
-"""What each host of the staged benchmark runs. `Network.run` calls each function with rank and
-number of ranks first."""
+"""What each host of the staged benchmark runs. `Network.run` passes the rank and the number of
+ranks first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from freescale.pipeline.staged import Staged
-from freescale_bench.common.arm import build
+from freescale_bench.common.arm import Arm
 from freescale_bench.common.torchrec import build_torchrec
 from freescale_bench.common.turns import read_peak_memory, take_turns
 from freescale_bench.common.workload import Workload
@@ -21,11 +21,11 @@ TORCHREC, DEDUPLICATED = (
 
 
 def build_arm(name: str, workload: Workload, rank: int, world: int) -> Any:
-    """With `step`, `quiet` and a ledger."""
+    """Builds an arm: an object with `step`, `quiet` and a ledger."""
     if name in (SERIAL, STAGED):
-        return build(workload, rank, world, name)
+        return Arm(workload, rank, world, name)
     if name == STALE:
-        return build(workload, rank, world, partial(Staged, masks=no_collisions))
+        return Arm(workload, rank, world, partial(Staged, masks=no_collisions))
     return build_torchrec(workload, rank, world, "sparse_dist", deduplicate=name == DEDUPLICATED)
 
 
@@ -38,7 +38,7 @@ def measure(
 
 
 def measure_peak(rank: int, world: int, workload: Workload, name: str) -> int:
-    """Peak memory of a process that trains an arm of ours."""
+    """Peak memory of a process that trains one of our arms."""
     running = build_arm(name, workload, rank, world)
     for _ in range(workload.steps):
         running.step()

@@ -2,10 +2,10 @@
 (testbeds A and B).
 
 Two hosts, one pinned core each, 200 Mbit/s: serial, TorchRec's TrainPipelineSparseDist, stale (the
-control: staged that overlooks collisions) and staged, over collision rates, over history lengths,
+control: staged without handling collisions) and staged, over collision rates, over history lengths,
 and with hot ids. Compute is real and takes 1.2 times as long as serial's embedding communication,
-which is measured first. Arms run in one process in turn, on the same batches; TorchRec's
-collectives go through the same ledger. That staged equals serial to the bit is shown by the tests.
+which is measured first. Arms take turns in one process, with the same batches. The same ledger
+records TorchRec's collectives. The tests prove that staged equals serial to the bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from freescale_bench.staged.arms import (
 from freescale_bench.staged.rows import TENTH, make_claims, summarize
 
 RATES = (0, 5, 10, 25, 50, 100)
-LENGTHS = (60, 240)  # beside the usual one
+LENGTHS = (60, 240)  # in addition to the default
 ARMS = [SERIAL, TORCHREC, STALE, STAGED]
 COMPUTE = 1.2  # times serial's embedding communication
 BASE = Workload(
@@ -43,7 +43,7 @@ BULKIER = replace(BULKY, median_length=4800, maximum_length=4800, rows=3_000_000
 
 
 def calibrate(network: Network, workload: Workload) -> Workload:
-    """The workload with as many passes as make its compute `COMPUTE` times as long as serial's
+    """Returns the workload with enough passes to make compute `COMPUTE` times as long as serial's
     embedding communication."""
     few, many = 4, 12
     at: dict[int, dict[str, Any]] = {}
@@ -56,10 +56,8 @@ def calibrate(network: Network, workload: Workload) -> Workload:
     each = (at[many]["compute_ms"] - at[few]["compute_ms"]) / (many - few)
     chosen = replace(workload, passes=max(1, round(few + (wanted - at[few]["compute_ms"]) / each)))
     print(
-        (
-            f"serial communicates {wanted / COMPUTE:.0f} ms, a pass takes {each:.1f} ms: "
-            f"{chosen.passes} passes"
-        ),
+        f"serial communicates {wanted / COMPUTE:.0f} ms, a pass takes {each:.1f} ms: "
+        f"{chosen.passes} passes",
         flush=True,
     )
     return chosen
@@ -105,8 +103,8 @@ def measure_arms(
 
 
 def measure_memory(workload: Workload, repetitions: int) -> list[Row]:
-    """Peak memory of each schedule in processes of its own. A faster link keeps it short; compute
-    is scaled down with it."""
+    """Measures the peak memory of each schedule in separate processes. A faster link shortens the
+    run; compute is scaled down with it."""
     batch = workload.samples * workload.median_length * (8 + 4 * workload.width)  # ids and rows
     peaks: dict[str, list[list[int]]] = {SERIAL: [], STAGED: []}
     with open_hosts(2, rate="4gbit") as network:

@@ -1,5 +1,5 @@
-"""What the staged benchmark measured on two hosts: exposed communication and samples/s over
-collisions and lengths."""
+"""The staged benchmark on two hosts: exposed communication and samples/s over collisions and
+lengths."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from freescale.simulate.verdict import ALL
 from freescale_bench.common import drawing as svg
+from freescale_bench.common.markdown import Results
 from freescale_bench.simulate.figure import make_axes_over_collisions
 
-Results = Mapping[str, Mapping[str, Any]]
 INK = {"serial": svg.GREY, "TorchRec": svg.RED, "stale": svg.TEAL, "staged": "#2f4b7c"}
 NAMES = {
     "serial": "serial",
@@ -22,7 +22,7 @@ NAMES = {
 
 
 def make_line(rows: Sequence[Mapping[str, Any]], arm: str, figure: str, over: str) -> svg.Line:
-    """Medians of one arm, with bars from the 20th to the 80th percentile."""
+    """Makes the line of one arm: medians, with bars from the 20th to the 80th percentile."""
     mine = sorted((row for row in rows if row["arm"].split()[0] == arm), key=lambda row: row[over])
     points = [(row[over], row[figure]["median"]) for row in mine]
     return svg.Line(
@@ -34,7 +34,7 @@ def make_line(rows: Sequence[Mapping[str, Any]], arm: str, figure: str, over: st
 
 
 def draw_curves(used: Results) -> str:
-    """Over the collision rate."""
+    """Draws exposed communication and samples/s over the collision rate."""
     rows = [row for row in used["staged-hosts"]["rows"] if row.get("sweep") == "collisions"]
     return svg.panels(
         [
@@ -42,7 +42,7 @@ def draw_curves(used: Results) -> str:
                 rows,
                 "exposed_embedding_ms",
                 "collisions",
-                ("Exposed embedding communication, ms a step"),
+                "Exposed embedding communication, ms a step",
                 380,
             ),
             _make_axes(rows, "samples_per_second", "collisions", "Samples/s", 380),
@@ -56,11 +56,11 @@ def draw_curves(used: Results) -> str:
 
 
 def draw_exposed(used: Results) -> str:
-    """Over the collision rate and the history length as measured; over the collision rate on 256
-    GPUs as predicted."""
+    """Draws exposed communication: measured over the collision rate and the history length, and
+    predicted over the collision rate on 256 GPUs."""
     rows = [row for row in used["staged-hosts"]["rows"] if "collisions" in row]
     rates = [row for row in rows if row["sweep"] == "collisions"]
-    # the sweep of lengths, and its middle from that of rates
+    # the sweep of lengths, with its middle from the sweep of rates
     lengths = [row for row in rows if row["collisions"] == 10]
     simulated = make_axes_over_collisions(used["simulate-paper"]["rows"])
     names = {"serial": "serial, predicted", ALL: "all techniques, predicted"}
@@ -70,7 +70,7 @@ def draw_exposed(used: Results) -> str:
             rates,
             "exposed_embedding_ms",
             "collisions",
-            ("measured: exposed ids, rows and gradients, ms"),
+            "measured: exposed ids, rows and gradients, ms",
             340,
         ),
         _make_axes(rates, "exposed_all_ms", "collisions", "measured: exposed, all kinds, ms", 340),
@@ -93,7 +93,7 @@ def _make_axes(
         "length": "events of a history, 10 % collisions",
     }
     values = sorted({row[over] for row in rows})
-    # 5 is too near to 0 and 10
+    # 5 % is too close to 0 and 10
     ticks = [(value, "" if value == 5 else f"{value}") for value in values]
     return svg.Axes(
         title,

@@ -1,16 +1,15 @@
-"""The staged schedule on GPU ranks that share one GPU through MPS: serial, staged and the stale
-control, in turns; serial over NCCL, the others over hostwire.
+"""The staged schedule on GPU ranks that share one GPU through MPS: serial over NCCL, staged and the
+stale control over hostwire, in turns.
 
-One row-wise sharded table of 4 million x 128 with Adagrad, ids unique in a global batch, 10 % of
-which the batch before reads, too; a 128-1280-128 layer in bf16 that the rows pass twelve times:
-compute 1.2 to 1.3 times as long as serial's communication, dense gradients about 5 % of the bytes.
-NCCL runs over loopback sockets here: its speed says nothing about NVLink.
+One row-wise sharded table of 4 million x 128 with Adagrad. Ids are unique in a global batch; 10 %
+also occur in the previous batch. Rows pass twelve times through a 128-1280-128 layer in bf16:
+compute takes 1.2 to 1.3 times as long as serial's communication, and dense gradients are about 5 %
+of the bytes. NCCL runs over loopback sockets here: its speed says nothing about NVLink.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.pipeline.staged import Staged
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.arm import Arm
-from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.ranks import gather_json, join, start_ranks
 from freescale_bench.common.results import Destination, Row, at_most, write
 from freescale_bench.common.turns import make_rows, time_turns, wait_idle
 from freescale_bench.common.workload import Workload
@@ -33,18 +32,18 @@ SHAPES = {
         collisions=COLLISIONS, hidden=(1280,), passes=12, steps=8, row_learning_rate=0.01,
         dense_learning_rate=1e-3,
     ),
-    # to try it out
+    # to try the code
     "cpu": Workload(
         rows=20_000, width=16, samples=12, median_length=50, sigma=0.0, maximum_length=50,
         collisions=COLLISIONS, hidden=(32,), passes=2, steps=8,
     ),
 }  # fmt: skip
-LIMIT = 600.0  # seconds of a whole run
-SECONDS = 120.0  # that a collective may take
+LIMIT = 600.0  # seconds: limit of a whole run
+SECONDS = 120.0  # limit of a collective
 
 
 def build_arm(name: str, transport: ProcessGroupTransport) -> Arm:
-    """Serial goes over NCCL, the others over hostwire. A collective."""
+    """Builds an arm: serial over NCCL, the others over hostwire. A collective."""
     carrier = "collective" if name == "serial" else "hostwire-gloo"
     schedule = partial(Staged, masks=no_collisions) if name == "stale" else name
     device, rank, world = transport.device, transport.rank, transport.world
@@ -53,7 +52,7 @@ def build_arm(name: str, transport: ProcessGroupTransport) -> Arm:
 
 
 def measure_peak(name: str, transport: ProcessGroupTransport) -> int:
-    """Bytes on the GPU that an arm alone needs at most: tables, model, steps."""
+    """Measures the peak memory of an arm alone on the GPU, in bytes: tables, model, steps."""
     if transport.device.type != "cuda":
         return 0
     gc.collect()
@@ -71,13 +70,12 @@ def measure_peak(name: str, transport: ProcessGroupTransport) -> int:
 
 
 def measure_arms(transport: ProcessGroupTransport, turns: int, each: int) -> list[Row]:
-    """A row for each arm, on rank 0."""
+    """Returns a row per arm, on rank 0."""
     peaks = {name: measure_peak(name, transport) for name in ("serial", "staged")}
     gc.collect()
     arms = {name: build_arm(name, transport) for name in ("serial", "staged", "stale")}
     found = time_turns(arms, transport.device, turns, each)
-    mine = json.dumps({"found": found, "peaks": peaks | {"stale": 0}}).encode()
-    everyone = [json.loads(part) for part in transport.gather_bytes(mine)]
+    everyone = gather_json(transport, {"found": found, "peaks": peaks | {"stale": 0}})
     if transport.rank:
         return []
     on_gpu = transport.device.type == "cuda"
@@ -88,9 +86,9 @@ def measure_arms(transport: ProcessGroupTransport, turns: int, each: int) -> lis
 
 
 def report(rows: list[Row], world: int, turns: int, to: Destination | None) -> None:
-    """`to`: none, and nothing is written."""
+    """Writes the result; nothing if `to` is None."""
     serial, staged, _ = rows
-    # Whatever the main thread waits for its lanes counts, communication or not.
+    # Every wait of the main thread for its lanes counts, communication or not.
     ours = max(staged["exposed_embedding_ms"]["median"], staged["waited_for_lanes_ms"]["median"])
     ratio = 100 * ours / serial["exposed_embedding_ms"]["median"]
     claims = [
@@ -101,24 +99,15 @@ def report(rows: list[Row], world: int, turns: int, to: Destination | None) -> N
     workload = SHAPES["cuda"]
     tokens = workload.samples * workload.maximum_length
     batch = tokens * (8 + 4 * workload.width)
-    extra = (
-        max(
-            b - a
-            for a, b in zip(
-                serial["peak_memory_bytes_per_rank"],
-                staged["peak_memory_bytes_per_rank"],
-                strict=True,
-            )
-        )
-        / batch
-    )
+    peaks = (row["peak_memory_bytes_per_rank"] for row in (serial, staged))
+    extra = max(b - a for a, b in zip(*peaks, strict=True)) / batch
     claims.append(
         at_most(
             "staged: peak memory above serial's, in batches of ids and rows", 1.1, extra, "batches"
         )
     )
     if to is None:
-        print("times on a CPU say nothing about a GPU; nothing is written")
+        print("CPU times say nothing about a GPU; nothing is written")
         return
     write(
         f"staged-{world}ranks",
@@ -133,7 +122,7 @@ def report(rows: list[Row], world: int, turns: int, to: Destination | None) -> N
 
 
 def bench_on_gpu(ranks: int, turns: int, each: int, trial: bool, to: Destination) -> int:
-    """Starts the ranks, or is one of them. Returns the exit status."""
+    """Starts the ranks, or runs as one of them. Returns the exit status."""
     device = "cpu" if trial else "cuda"
     if not is_rank():
         arguments = ["--device", "cuda", "--turns", str(turns), "--each", str(each)]

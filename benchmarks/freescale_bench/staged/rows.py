@@ -1,5 +1,4 @@
-"""From the ledgers of the staged benchmark's arms to its rows, and from the rows to its claims.
-Pure functions."""
+"""From ledgers to the rows of the staged benchmark, and from rows to its claims. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale.ledger.merge import merge_step
-from freescale_bench.common.results import Claim, at_least, at_most
-from freescale_bench.common.spread import spread
+from freescale_bench.common.results import Claim, at_least, at_most, spread
 from freescale_bench.common.turns import EMBEDDING
 from freescale_bench.staged.arms import DEDUPLICATED, SERIAL, STAGED, STALE, TORCHREC
 
@@ -26,8 +24,8 @@ def spread_with_mean(values: Sequence[float]) -> dict[str, float]:
 def summarize(
     measured: Sequence[Mapping[str, Any]], reference: Sequence[float], samples: int
 ) -> dict[str, Any]:
-    """Of one arm, from what every rank measured. `reference`: the serial schedule's losses.
-    `samples`: of a global batch."""
+    """Summarizes one arm over all ranks. `reference`: the serial schedule's losses. `samples`: of a
+    global batch."""
     steps = list(zip(*(rank["records"] for rank in measured), strict=True))  # [steps][ranks]
     figures = [merge_step(records) for records in steps]
     slowest = [max(r["end"] - r["begin"] for r in records) / 1e6 for records in steps]
@@ -41,15 +39,14 @@ def summarize(
     return {
         "step_ms": spread_with_mean(slowest),
         "samples_per_second": spread_with_mean([samples / ms * 1e3 for ms in slowest]),
-        # By kind: the median of each. Together: the median of the sums.
+        # medians by kind; totals below are medians of sums
         "exposed_ms": {kind: statistics.median(e[kind] for e in exposed) for kind in exposed[0]},
         "exposed_embedding_ms": spread_with_mean(
             [sum(e[kind] for kind in EMBEDDING) for e in exposed]
         ),
         "exposed_all_ms": spread_with_mean([sum(e.values()) for e in exposed]),
         "straggler_ms": spread_with_mean([_mean(f["straggler_ms"]) for f in figures]),
-        # All the time that the compute stood still for embeddings: exposed, straggler, and work of
-        # lanes that it waited for.
+        # All time that compute waited for embeddings: exposed, straggler, and work of lanes.
         "embedding_wait_ms": spread_with_mean([a + b for a, b in zip(stopped, lanes, strict=True)]),
         "compute_ms": statistics.median(_mean(f["compute_ms"]) for f in figures),
         "collision_exchange_ms": statistics.median(_time_exchange(records) for records in steps),
@@ -77,8 +74,8 @@ def _list_collisions(figures: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _sum_stopped(record: Mapping[str, Any]) -> float:
-    """Milliseconds that the main thread waited for embedding collectives of its own; those of lanes
-    lie in `lanes_ns`."""
+    """Milliseconds that the main thread waited for its own embedding collectives; waits for lanes
+    are in `lanes_ns`."""
     if "lanes_ns" in record["counters"]:
         return 0.0
     waits = [done - waited for kind, *_, waited, done in record["collectives"] if kind in EMBEDDING]
@@ -86,14 +83,13 @@ def _sum_stopped(record: Mapping[str, Any]) -> float:
 
 
 def _time_exchange(records: Sequence[Mapping[str, Any]]) -> float:
-    """Milliseconds of stages 5 and 6: from when the last rank started 5 until 6 was there, mean
-    over ranks. Includes the update between them. The lanes hand over what they did, the urgent one
-    last."""
+    """Milliseconds of stages 5 and 6: from the last rank's start of 5 until the end of 6, mean over
+    ranks. Includes the update in between. The records of the urgent lane come last."""
     if any("lanes_ns" not in record["counters"] for record in records):
         return 0.0
     last = [[c for c in record["collectives"] if c[0] in EMBEDDING][-2:] for record in records]
     begin = max(fifth[3] for fifth, _ in last)
-    # without collisions there may be nothing to wait for
+    # without collisions there may be no wait
     return _mean(max(0, sixth[5] - begin) / 1e6 for _, sixth in last)
 
 
@@ -102,8 +98,7 @@ def correlate_squared(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def make_claims(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> list[Claim]:
-    """Every figure of the targets, from the rows. `limits`: of the exposed share,
-    by configuration."""
+    """Makes all claims from the rows. `limits`: of the exposed share, by configuration."""
     by_key = {(r["configuration"], r["arm"]): r for r in rows if "arm" in r and "step_ms" in r}
     rates = [
         r
@@ -129,8 +124,8 @@ def make_claims(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) 
                     "x",
                 )
             )
-        # Stages 5 and 6 also hold up the counts and the dense gradients, which share the link with
-        # them: put all of it down to them.
+        # Stages 5 and 6 also delay counts and dense gradients, which share the link: attribute the
+        # whole delay to them.
         plain = median(configuration, SERIAL, "exposed_all_ms") - median(
             configuration, SERIAL, "exposed_embedding_ms"
         )
@@ -172,10 +167,14 @@ def _make_checks(
     by_key: Mapping[tuple[str, str], Mapping[str, Any]],
     rates: Sequence[Mapping[str, Any]],
 ) -> list[Claim]:
-    """That the benchmark measured what it says, and that staged computed what serial computed."""
+    """Checks the benchmark itself, and that staged computes what serial computes."""
     found = []
     off = max(abs(r["collision_percent"] - r["collisions"]) for r in rates)
-    found.append(at_most("measured collision rate off the asked one, at most", 1.0, off, "points"))
+    found.append(
+        at_most(
+            "largest difference of the collision rate from the requested one", 1.0, off, "points"
+        )
+    )
     serial = by_key[TENTH, SERIAL]
     ratio = serial["compute_ms"] / serial["exposed_embedding_ms"]["median"]
     found.append(

@@ -9,7 +9,7 @@ _EXPOSED = "exposed ids, rows, gradients"
 
 
 def format_staged(used: Results, folder: str) -> str:
-    """Samples/s and exposed communication of each configuration of the two hosts."""
+    """Formats samples/s and exposed communication by configuration, on two hosts."""
     timed = [row for row in single(used)["rows"] if "samples_per_second" in row]
     rows = []
     for name in dict.fromkeys(row["configuration"] for row in timed):

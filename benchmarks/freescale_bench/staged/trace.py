@@ -1,8 +1,8 @@
-"""The picture of two consecutive steps, serial above staged, from a run on two hosts that it makes:
+"""Draws two consecutive steps, serial above staged, from a new run on two hosts:
 
     python -m freescale_bench.staged.trace docs/figures/staged-trace.svg
 
-Needs root and iproute2, and the repository: the workload is that of its staged-hosts.json.
+Needs root and iproute2, and the repository: the workload comes from its staged-hosts.json.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from freescale.ledger.machine import describe_machine
 from freescale_bench.common import drawing as svg
-from freescale_bench.common.committed import read_committed
 from freescale_bench.common.hosts import open_hosts
-from freescale_bench.common.repository import find_commit
+from freescale_bench.common.results import describe_run, read_committed
 from freescale_bench.common.turns import EMBEDDING
 from freescale_bench.common.workload import Workload
 from freescale_bench.staged.arms import SERIAL, STAGED, measure
@@ -46,8 +43,8 @@ TRACK, GAP, MARGIN, WIDTH = 30, 6, 92, 920
 def list_boxes(
     records: Sequence[Mapping[str, Any]], staged: bool
 ) -> list[tuple[int, str, str, int, int]]:
-    """(track, colour's name, label, begin, end) of everything a rank did in some steps. Tracks: 0
-    main, 1 and 2 the network."""
+    """Returns (track, colour's name, label, begin, end) of everything in a rank's records. Tracks:
+    0 main thread, 1 and 2 network."""
     found = []
     for record in records:
         spans = [(name, a, b) for name, a, b in record["spans"] if name in COLOURS]
@@ -63,7 +60,7 @@ def list_boxes(
             )
         exchanges = [c for c in record["collectives"] if c[0] in EMBEDDING]
         for place, (kind, _, _, issued, waited, done) in enumerate(exchanges):
-            # the lanes hand over what they did, the urgent one last
+            # the records of the urgent lane come last
             urgent = staged and place >= len(exchanges) - 2
             # the stages of pipeline/staged.py; 1 and 2 both exchange ids
             stages = (
@@ -85,8 +82,8 @@ def list_boxes(
 def draw_band(
     records: Sequence[Mapping[str, Any]], staged: bool, top: float, scale: float, title: str
 ) -> list[str]:
-    """Two steps of one rank, the second and third of four records: what a lane did is recorded in
-    the step that waited for it."""
+    """Draws two steps of one rank, the second and third of four records: a lane's work is recorded
+    in the step that waited for it."""
     begin, end = records[1]["begin"], records[2]["end"]
     tracks = ("main thread", "lane ahead", "lane urgent") if staged else ("main thread", "network")
     parts = [
@@ -113,7 +110,7 @@ def draw_band(
             max(0.7, (b - a) * scale),
         )
         high: float = TRACK
-        if staged and track:  # a lane works on one piece while others are under way
+        if staged and track:  # a lane works while its messages are in flight
             work = colour not in EMBEDDING
             high, y = (TRACK / 3, y) if work else (2 * TRACK / 3, y + TRACK / 3)
         fill = "url(#stopped)" if colour == "wait" else COLOURS[colour]
@@ -121,7 +118,7 @@ def draw_band(
         parts.append(svg.rect(x, y, wide, high, fill, tip=tip))
         half = 3.6 * len(label)
         middle = x + wide / 2
-        # pieces overlap
+        # labels must not overlap
         taken = any(
             place == track and abs(middle - other) < half + rest for place, other, rest in labelled
         )
@@ -136,7 +133,7 @@ def draw_band(
 
 
 def choose_typical(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Four consecutive records whose two in the middle last as long as such pairs mostly do."""
+    """Returns four consecutive records whose middle pair has the median duration."""
     lasts = [
         records[place + 2]["end"] - records[place + 1]["begin"] for place in range(len(records) - 3)
     ]
@@ -146,7 +143,7 @@ def choose_typical(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
 
 def draw_trace() -> str:
     kept = read_committed("staged-hosts")["workloads"]["unique ids"]
-    names = {field.name for field in fields(Workload)}  # earlier results have others, too
+    names = {field.name for field in fields(Workload)}  # earlier results have more fields
     settings = {name: value for name, value in kept.items() if name in names}
     settings |= {"hidden": tuple(kept["hidden"]), "collisions": 0.1}
     workload = Workload(**settings)
@@ -161,12 +158,10 @@ def draw_trace() -> str:
     parts.append(
         '<defs><pattern id="stopped" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)">'
-    )
-    parts.append(
         '<rect width="6" height="6" fill="#fff"/><line x1="0" y1="0" x2="0" y2="6" '
         'stroke="#d62728" stroke-width="3"/>'
+        "</pattern></defs>"
     )
-    parts.append("</pattern></defs>")
     parts += draw_band(picked[SERIAL], False, 46, scale, "serial")
     parts += draw_band(picked[STAGED], True, second, scale, "staged, 10 % collisions")
     base = second + 3 * (TRACK + GAP) + 14
@@ -181,19 +176,8 @@ def draw_trace() -> str:
         fill = "url(#stopped)" if name == "wait" else COLOURS[name]
         parts.append(svg.rect(x, y, 13, 13, fill))
         parts.append(svg.text(x + 18, y + 11, "compute stopped" if name == "wait" else name))
-    about = {
-        "machine": describe_machine(),
-        "commit": find_commit(),
-        "date": datetime.now(UTC).isoformat(),
-    }
-    parts.append(
-        svg.text(
-            MARGIN,
-            height - 8,
-            f"Measured, one rank of two: {svg.describe_origin(about)}",
-            style=svg.SMALL,
-        )
-    )
+    origin = f"Measured, one rank of two: {svg.describe_origin(describe_run())}"
+    parts.append(svg.text(MARGIN, height - 8, origin, style=svg.SMALL))
     return svg.finish(parts)
 
 

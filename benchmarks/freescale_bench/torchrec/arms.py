@@ -1,5 +1,5 @@
-"""What each rank of the speed benchmark runs: DLRM here, and under TorchRec's pipeline. `measure`
-gets rank and number of ranks first."""
+"""What each rank of the speed benchmark runs: DLRM in FreeScale and in TorchRec's pipeline. The
+first arguments of `measure` are the rank and the number of ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import freescale
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
 from freescale.torchrec import Pipeline, parallelize
-from freescale_bench.common.arm import WaitLedger, open_transport, wait_for_lanes
+from freescale_bench.common.arm import Running, WaitLedger, open_transport
 from freescale_bench.common.torchrec import build_torchrec_dlrm
 from freescale_bench.common.turns import time_turns
 from freescale_bench.torchrec.dlrm import (
@@ -28,9 +27,8 @@ from freescale_bench.torchrec.dlrm import (
 OURS, TORCHREC = "freescale", "TorchRec TrainPipelineSparseDist"
 
 
-class Arm:
-    """One rank at work, with the defaults of `freescale.connect` and of the pipeline. `step` trains
-    on the next batch; it is a collective call."""
+class Arm(Running):
+    """One rank of FreeScale, with the defaults of `freescale.connect` and of the pipeline."""
 
     def __init__(
         self, shape: Shape, rank: int, world: int, device: torch.device | str = "cpu"
@@ -50,22 +48,11 @@ class Arm:
         self.pipeline = Pipeline(self.sharded, dense)
         self._steps = self.pipeline.run(itertools.cycle(list_batches(shape, rank, world)))
 
-    def step(self) -> float:
-        """The loss of this step: the mean over the samples of all ranks."""
-        return float(self.begin_step())
-
-    def begin_step(self) -> Tensor:
-        """The same, not read yet: reading waits for a device."""
-        return next(self._steps).total
-
-    def quiet(self) -> None:
-        wait_for_lanes(self.pipeline)
-
 
 def build_arm(
     name: str, shape: Shape, rank: int, world: int, device: torch.device | str = "cpu"
 ) -> Any:
-    """With `step`, `begin_step`, `quiet` and a ledger."""
+    """Builds an arm: an object with `step`, `begin_step`, `quiet` and a ledger."""
     if name == OURS:
         return Arm(shape, rank, world, device)
     return build_torchrec_dlrm(shape, rank, world, "sparse_dist", device)
@@ -74,8 +61,8 @@ def build_arm(
 def measure(
     rank: int, world: int, shape: Shape, turns: int, each: int, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
-    """Of each arm: milliseconds of a step and processor time of a step, by turn, all losses, and
-    the ledger's records without each turn's first."""
+    """Measures each arm: step time and processor time by turn, all losses, and the ledger's records
+    without each turn's first."""
     arms = {name: build_arm(name, shape, rank, world, device) for name in (OURS, TORCHREC)}
     found = time_turns(arms, arms[OURS].transport.device, turns, each)
     made: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""TorchRec's own DLRM, its definition untouched, with pooled tables, and batches for it."""
+"""TorchRec's own, unmodified DLRM with pooled tables, and its batches."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage.api import draw_initial_rows
 
-COLLECTION = "model.sparse_arch.embedding_bag_collection"  # where its tables are
+COLLECTION = "model.sparse_arch.embedding_bag_collection"  # path of its tables
 ROW_EPSILON, DENSE_LR = 1e-8, 0.05
-SEED = 1  # of the rows
+SEED = 1  # of the initial rows
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and its batches.
+    """Sizes of the model and its batches.
 
     Attributes:
-        factor: ids of a sample for each table; 1 is Criteo's.
+        factor: ids per sample and table; 1 as in Criteo.
         popularity: exponent of the Zipf distribution of ids.
     """
 
     tables: int = 26
     rows: int = 100_000
     width: int = 64
-    samples: int = 512  # of a rank
+    samples: int = 512  # per rank
     factor: int = 1
     popularity: float = 1.05
     dense: int = 13
     bottom: tuple[int, ...] = (256, 128)
     top: tuple[int, ...] = (256, 128, 1)
-    batches: int = 8  # different ones, over and over
+    batches: int = 8  # distinct batches, repeated
 
     @property
     def row_lr(self) -> float:
-        """All ids of a bag move its sum."""
+        """Smaller for large factors: all ids of a bag change its sum."""
         return 0.02 / self.factor
 
     @property
     def deviation(self) -> float:
-        """Of the rows that tables begin with: sums are as large for every factor."""
+        """Standard deviation of initial rows: sums have the same size for every factor."""
         return float(0.05 / self.factor**0.5)
 
     @property
@@ -56,7 +56,7 @@ class Shape:
 
 
 def build_dlrm(shape: Shape, device: str | torch.device | None = None) -> nn.Module:
-    """`device`: of the tables; the rest has weights."""
+    """Builds DLRM. `device`: of the tables; other weights are on the CPU."""
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
@@ -79,8 +79,8 @@ def build_dlrm(shape: Shape, device: str | torch.device | None = None) -> nn.Mod
 
 
 def draw_zipf(count: int, rows: int, exponent: float, generator: torch.Generator) -> Tensor:
-    """[count] ids: of rank r with a probability that falls as r ** -exponent, by inverting the
-    continuous distribution. Ranks are scattered over the ids by a multiplier."""
+    """Draws [count] ids. The probability of rank r falls as r ** -exponent, by inverting the
+    continuous distribution. A multiplier scatters ranks over the ids."""
     uniform = torch.rand(count, generator=generator, dtype=torch.float64)
     rest = 1 - exponent
     ranks = (1 + uniform * ((rows + 1) ** rest - 1)) ** (1 / rest) if rest else rows**uniform
@@ -88,7 +88,7 @@ def draw_zipf(count: int, rows: int, exponent: float, generator: torch.Generator
 
 
 def make_batch(shape: Shape, seed: int) -> Batch:
-    """Every sample has `factor` ids of each table."""
+    """Makes a batch with `factor` ids per sample and table."""
     generator = torch.Generator().manual_seed(seed)
     count = shape.tables * shape.samples
     ids = draw_zipf(count * shape.factor, shape.rows, shape.popularity, generator)
@@ -102,12 +102,12 @@ def make_batch(shape: Shape, seed: int) -> Batch:
 
 
 def list_batches(shape: Shape, rank: int, world: int) -> list[Batch]:
-    """A rank's, over and over."""
+    """Lists the batches of a rank, which it repeats."""
     return [make_batch(shape, number * world + rank) for number in range(shape.batches)]
 
 
 def draw_rows(shape: Shape, table: str, ids: Tensor) -> Tensor:
-    """The rows [n, width] that a table begins with, by its path in the model."""
+    """Draws initial rows [n, width] of a table, given by its path in the model."""
     spec = TableSpec(table, shape.rows, shape.width, torch.float32, ())
     parts = torch.split(ids, 1 << 14)
     return torch.cat([draw_initial_rows(spec, part, SEED, shape.deviation) for part in parts])

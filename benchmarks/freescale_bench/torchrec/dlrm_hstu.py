@@ -1,7 +1,7 @@
-"""DlrmHSTU of meta-recsys/generative-recommenders, its definition untouched, and batches for it.
+"""The unmodified DlrmHSTU of meta-recsys/generative-recommenders, and its batches.
 
-Only its class is used; the package itself is given by its folder. It asks for a newer TorchRec than
-there is for CPUs, of which it uses one function: a plain one of the same values stands in.
+The package is loaded from its folder. It needs a newer TorchRec than CPUs have, for one function. A
+plain function with the same values replaces it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ACTIONS = [1, 2, 4, 8, 16]
 
 
 class Samples(NamedTuple):
-    """Histories and candidates of some users."""
+    """Histories and candidates of a batch of users."""
 
     history: KeyedJaggedTensor
     candidates: KeyedJaggedTensor
 
 
 class SummedTasks(nn.Module):
-    """The model as its own training loop calls it: the loss is the sum over its tasks."""
+    """The model as in its own training loop: the loss is the sum over tasks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class SummedTasks(nn.Module):
 
 
 def build_dlrm_hstu(folder: Path) -> nn.Module:
-    """A small DlrmHSTU with weights, in float32, without dropout: its features and tasks are those
-    of its configuration for MovieLens-1M."""
+    """Builds a small DlrmHSTU in float32 without dropout, with the features and tasks of its
+    configuration for MovieLens-1M."""
     stand_in = ModuleType("torchrec.modules.sorted_index_select")
     stand_in.maybe_sorted_index_select = (  # type: ignore[attr-defined]
         lambda values, index, _: values.index_select(0, index)
@@ -90,7 +90,8 @@ def build_dlrm_hstu(folder: Path) -> nn.Module:
 
 
 def make_samples(seed: int, samples: int) -> Samples:
-    """Histories of 20 to 60 movies and 3 to 10 candidates a user, ids by a power law."""
+    """Makes histories of 20 to 60 movies and 3 to 10 candidates per user, with ids from a power
+    law."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, count: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Models of TorchRec's, their definitions untouched, trained here and by TorchRec's own modules
-with torch's optimizers in one process: one step from five states, and the losses of ten steps.
+"""Parity of TorchRec's unmodified models, trained by FreeScale and by TorchRec's modules with
+torch's optimizers in one process: one step from five states, and the losses of ten steps.
 
-Here they train in one process, and on two ranks which both have the batch of the one process:
-DlrmHSTU divides its attention by the batch's longest history, so that samples may not be divided
-otherwise. Schedules serial and staged; float32.
+FreeScale trains in one process, and on two ranks that both get the batch of the single process.
+Batches cannot be split, because DlrmHSTU divides its attention by the longest history of the batch.
+Schedules serial and staged; float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from freescale_bench.torchrec.dlrm import Shape, build_dlrm, make_batch
 from freescale_bench.torchrec.dlrm_hstu import build_dlrm_hstu, make_samples
 
 STEPS = 10
-STATES = range(0, STEPS, 2)  # after how many steps a step is compared by itself
+STATES = range(0, STEPS, 2)  # steps after which a single step is compared
 DENSE_LR = 0.05
 OPTIMIZERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "SGD": (freescale.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     ),
 }
 SMALL = Shape(rows=1000, width=16, samples=48, factor=3, bottom=(32,), top=(32, 1))
-LIMIT, SECONDS = 1200.0, 120.0  # of the whole run, of a collective
+LIMIT, SECONDS = 1200.0, 120.0  # limits of the whole run and of a collective
 
 State = dict[str, Any]
 
@@ -61,7 +61,7 @@ def list_cases(peer: Path | None) -> dict[str, Case]:
 
 
 def train_torchrec(case: Case, optimizer: str) -> tuple[list[float], list[State]]:
-    """Losses, and the state before each step and after the last."""
+    """Returns losses, and the state before each step and after the last."""
     model = case.build()
     named = dict(model.named_parameters())
     tables = {name: p for name, p in named.items() if _is_table(name)}
@@ -92,7 +92,7 @@ def train_here(
     state: State,
     seeds: range,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses from a state on, and the weights after the last step."""
+    """Trains from a state. Returns losses, and the weights after the last step."""
     sharded = parallelize(
         case.build(), OPTIMIZERS[optimizer][0], transport=transport, placement="sharded"
     )
@@ -105,7 +105,7 @@ def train_here(
 
 
 def gather_weights(sharded: ShardedModel) -> dict[str, Tensor]:
-    """Whole, on every rank, by the model's own names. A collective."""
+    """Gathers whole weights on every rank, by the model's own names. A collective."""
     tables, transport = sharded.tables, sharded.transport
     weights = {n: p.detach().clone() for n, p in sharded.module.model.named_parameters()}
     for name, spec in tables.specs.items():
@@ -167,12 +167,12 @@ def _differ(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def bench_parity(peer: Path | None, to: Destination) -> int:
-    """Starts two ranks, or is one of them. Returns the exit status."""
+    """Starts two ranks, or runs as one of them. Returns the exit status."""
     given = ["--peer", str(peer)] if peer is not None else []
     if not is_rank():
         arguments = ["parity", *given, *to.as_arguments()]
         return start_ranks("torchrec", arguments, 2, "cpu", LIMIT, threads=1)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # warns of TorchRec at every start
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)  # TorchRec makes it warn at every start
     transport = join("cpu", SECONDS)
     rows: list[Row] = []
     claims = []

@@ -1,16 +1,15 @@
-"""DLRM with 26 pooled tables and Zipf ids, by pooling factor: samples/s here and under TorchRec's
-TrainPipelineSparseDist, on the same batches, from the same rows.
+"""DLRM with 26 pooled tables and Zipf ids, by pooling factor: samples/s in FreeScale and in
+TorchRec's TrainPipelineSparseDist, with the same batches and initial rows.
 
-Row-wise tables on both sides. TorchRec pools on the owner and sends sums: their size does not
-depend on the pooling factor. Here rows travel, each once a rank and step, and the staged schedule
-fetches them ahead: bytes grow with the number of different ids. Two hosts, one pinned core each,
-with a slow network (testbed A), or GPU ranks that may share one GPU through MPS (testbed C), where
-NCCL runs over loopback sockets.
+Tables are row-wise on both sides. TorchRec pools on the owner and sends sums, whose size does not
+depend on the pooling factor. FreeScale sends rows, each once per rank and step, and its staged
+schedule prefetches them: bytes grow with the number of distinct ids. Two hosts, one pinned core
+each, with a slow network (testbed A), or GPU ranks that may share one GPU through MPS (testbed C),
+where NCCL runs over loopback sockets.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,9 +20,16 @@ from freescale.launch.ranks import is_rank
 from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
 from freescale_bench.common.hosts import RATE, open_hosts
-from freescale_bench.common.ranks import join, start_ranks
-from freescale_bench.common.results import Claim, Destination, Row, at_least, show_claims, write
-from freescale_bench.common.spread import spread
+from freescale_bench.common.ranks import gather_json, join, start_ranks
+from freescale_bench.common.results import (
+    Claim,
+    Destination,
+    Row,
+    at_least,
+    show_claims,
+    spread,
+    write,
+)
 from freescale_bench.torchrec.arms import OURS, TORCHREC, measure
 from freescale_bench.torchrec.dlrm import Shape
 
@@ -34,16 +40,17 @@ GPUS = Shape(
 )  # the layers of MLPerf's DLRM
 TRIAL = Shape(rows=500, width=16, samples=32, bottom=(32,), top=(32, 1), batches=2)
 GOALS = {"hosts": 1.5, "gpus": 1.3}
-LIMIT, SECONDS = 900.0, 120.0  # of a whole run, of a collective
+LIMIT, SECONDS = 900.0, 120.0  # limits of a whole run and of a collective
 
 
 def shape_of(base: Shape, factor: int) -> Shape:
-    """As many ids a step at large factors as memory and patience allow: fewer samples."""
+    """Returns the shape at a factor, with fewer samples at large factors to limit memory and
+    time."""
     return replace(base, factor=factor, samples=max(1, base.samples // max(1, factor // 20)))
 
 
 def summarize(factor: int, shape: Shape, ranks: Sequence[dict[str, dict[str, Any]]]) -> list[Row]:
-    """A row for each arm, from what every rank measured."""
+    """Makes a row per arm from the results of all ranks."""
     rows: list[Row] = []
     samples = shape.samples * len(ranks)
     losses = {
@@ -66,7 +73,7 @@ def summarize(factor: int, shape: Shape, ranks: Sequence[dict[str, dict[str, Any
                 abs(a - b) for a, b in zip(losses[arm], losses[TORCHREC], strict=True)
             ),
         }
-        if steps:  # on a GPU the ledger sees nothing of TorchRec
+        if steps:  # on a GPU the ledger records nothing of TorchRec
             row["exposed_ms"] = _medians([step["exposed_ms"] for step in steps])
             row["bytes_per_step"] = _medians([step["bytes"] for step in steps])
             row["spans_ms"] = _medians([step["spans_ms"] for step in steps])
@@ -89,8 +96,8 @@ def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def find_crossover(ratios: dict[int, float]) -> float | None:
-    """The pooling factor from which on TorchRec is faster, between two that were measured by a
-    straight line in the logarithms; None if there is none."""
+    """Returns the pooling factor from which TorchRec is faster, interpolated linearly in log-log
+    space; None if there is none."""
     known = sorted(ratios.items())
     for (low, above), (high, below) in zip(known, known[1:], strict=False):
         if above >= 1 > below:
@@ -100,7 +107,7 @@ def find_crossover(ratios: dict[int, float]) -> float | None:
 
 
 def make_claims(rows: Sequence[Row], testbed: str) -> tuple[list[Claim], dict[str, Any]]:
-    """The claim, and for each factor how many times as fast as TorchRec, with the crossover."""
+    """Returns the claim, and the speed over TorchRec's by factor, with the crossover."""
     ratios = {}
     for factor in dict.fromkeys(row["factor"] for row in rows):
         rates = {
@@ -150,7 +157,7 @@ def bench_on_hosts(
 def bench_on_gpus(
     ranks: int, factors: Sequence[int], turns: int, each: int, trial: bool, to: Destination
 ) -> int:
-    """Starts the ranks, or is one of them. Returns the exit status."""
+    """Starts the ranks, or runs as one of them. Returns the exit status."""
     device, base = ("cpu", TRIAL) if trial else ("cuda", GPUS)
     if not is_rank():
         arguments = ["speed", "--device", "cuda", "--turns", str(turns), "--each", str(each)]
@@ -162,14 +169,14 @@ def bench_on_gpus(
         shape = shape_of(base, factor)
         where = str(transport.device)
         found = measure(transport.rank, transport.world, shape, turns, each, where)
-        gathered = transport.gather_bytes(json.dumps(found).encode())
+        everyone = gather_json(transport, found)
         if transport.rank == 0:
-            rows += summarize(factor, shape, [json.loads(part) for part in gathered])
-            if not trial:  # after each: a run that is cut short leaves what it has measured
+            rows += summarize(factor, shape, everyone)
+            if not trial:  # after each factor: an interrupted run keeps its results
                 _write_gpus(transport.world, turns, each, rows, to)
     if trial and transport.rank == 0:
         show_claims(make_claims(rows, "gpus")[0])
-        print("times on a CPU say nothing about a GPU; nothing is written")
+        print("CPU times say nothing about a GPU; nothing is written")
     transport.close()
     return 0
 

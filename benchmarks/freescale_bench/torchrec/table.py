@@ -1,4 +1,4 @@
-"""Models of TorchRec's beside TorchRec, as a table."""
+"""TorchRec's models in FreeScale against TorchRec, as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from freescale_bench.common.markdown import Results, format_table, single
 
 
 def format_torchrec(used: Results, folder: str) -> str:
-    """Samples/s, processor time and bytes by pooling factor, with the crossover."""
+    """Formats samples/s, processor time and bytes by pooling factor, with the crossover."""
     result = single(used)
     head = (
         "ids of a sample and table",
@@ -28,7 +28,7 @@ def format_torchrec(used: Results, folder: str) -> str:
                 ", ".join(f"{row['samples_per_second']['median']:.0f}" for row in pair),
                 f"{result['times_torchrec'][str(factor)]:.2f} x",
                 ", ".join(f"{row['cpu_ms']['median']:.0f}" for row in pair),
-                ", ".join(f"{value:.1f}" for value in sent) or "not seen",
+                ", ".join(f"{value:.1f}" for value in sent) or "not recorded",
             )
         )
     crossover = result["crossover_factor"]

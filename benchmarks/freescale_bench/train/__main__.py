@@ -1,5 +1,5 @@
-"""What `freescale train` makes of one GPU, shape by shape: step time, tokens and operations a
-second, how long the device is busy, launches, compilations and memory."""
+"""How well `freescale train` uses one GPU, shape by shape: step time, tokens and operations per
+second, device utilization, launches, compilations and memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("train", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", action="append", default=[], help="this one; may be repeated")
+    parser.add_argument("--shape", action="append", default=[], help="run this one; repeatable")
     parser.add_argument(
-        "--peer", type=Path, help="folder of the public HSTU, to train it on the same file"
+        "--peer", type=Path, help="folder of the public HSTU, to train on the same file"
     )
     parser.add_argument(
         "--try", dest="trial", action="store_true", help="print the figures, write no result"

@@ -1,4 +1,4 @@
-"""`freescale bench train`: what `freescale train` makes of a GPU."""
+"""`freescale bench train`: how well `freescale train` uses a GPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from freescale.ledger.machine import get_gpu_name
 from freescale.train.device_figures import watch_compilations
+from freescale_bench.common.ranks import require_gpu
 from freescale_bench.common.results import Destination, Target, make_claims, write
 from freescale_bench.train.measure import measure_shape
 from freescale_bench.train.shapes import SHAPES
 
-OWN = ("short", "medium", "long", "wide")  # shapes; the others are those of peers
+OWN = ("short", "medium", "long", "wide")  # our shapes; the others are peers'
 STEPS_OF_AN_EPOCH = 48  # of the MovieLens-like file, in batches of 128
 
 TARGETS = [
@@ -50,14 +49,14 @@ TARGETS = [
 def measure_train(
     names: Sequence[str], device: str, folder: Path
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the result and details, of these shapes one after another."""
+    """Measures shapes one after another. Returns rows and details."""
     compilations = watch_compilations()
     rows, details = [], []
     for name in names:
         begin = time.perf_counter()
         try:
             row, more = measure_shape(SHAPES[name], folder, device, compilations)
-        except Exception as error:  # noqa: BLE001 - the other shapes are still worth their time
+        except Exception as error:  # noqa: BLE001 - go on with the other shapes
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
         rows.append(row)
@@ -68,7 +67,7 @@ def measure_train(
 
 
 def measure_peer(folder: Path, file: Path, epochs: int, device: str) -> dict[str, Any]:
-    """Trains the public HSTU on the same file; `folder` holds its code and run_gr.py."""
+    """Trains the public HSTU on the same file. `folder`: its code, with run_gr.py."""
     command = [sys.executable, str(folder / "run_gr.py"), "--data", str(file), "--config", "hstu"]
     done = subprocess.run(
         [*command, "--epochs", str(epochs), "--device", device],
@@ -81,7 +80,7 @@ def measure_peer(folder: Path, file: Path, epochs: int, device: str) -> dict[str
 
 
 def collect_figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The figures that claims are made of."""
+    """Collects the figures of claims."""
     figures: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
@@ -101,20 +100,19 @@ def collect_figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def bench_train(
     names: Sequence[str], device: str, peer: Path | None, keep: bool, to: Destination
 ) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; try the benchmark with --device cpu")
+    require_gpu(device)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         rows, details = measure_train(names or list(SHAPES), device, folder)
         if peer is not None:
             result = measure_peer(peer, folder / "movielens.parquet", 4, device)
-            result.pop("data", None)  # where the file lay
+            result.pop("data", None)  # the file's path
             rows.append({"shape": "movielens, public HSTU", **result})
     for row in rows:
         print(json.dumps(_shorten(row)))
     claims = make_claims(TARGETS, collect_figures(rows))
     if not keep:
-        print(f"{len(rows)} rows and {len(claims)} claims, not written: --keep writes them")
+        print(f"{len(rows)} rows and {len(claims)} claims, not written because of --try")
         print(json.dumps(details))
         return
     testbed = get_gpu_name() or "cpu"
@@ -124,7 +122,7 @@ def bench_train(
 
 
 def _shorten(row: dict[str, Any]) -> dict[str, Any]:
-    """For the terminal: medians alone."""
+    """For the terminal: only medians."""
     return {
         name: value["median"] if isinstance(value, dict) and "median" in value else value
         for name, value in row.items()

@@ -1,4 +1,4 @@
-"""Counts the operations of a training step of HSTU. Rows and the head are not counted."""
+"""Counts the operations of a training step of HSTU, without rows and the head."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 
 def count_flops(lengths: NDArray[np.int64], width: int, layers: int, heads: int) -> float:
-    """Operations of forward and backward over histories of these lengths.
+    """Returns the operations of forward and backward over histories of these lengths.
 
-    Attention counts the lower triangle, its backward 2.5 times its forward; matrix products count
-    their backward twice.
+    Attention counts the lower triangle, and its backward as 2.5 times its forward. Matrix products
+    count their backward twice.
     """
     inner = width // heads * heads
     products = 2.0 * lengths * width * 4 * inner + 2.0 * lengths * inner * width
@@ -20,8 +20,8 @@ def count_flops(lengths: NDArray[np.int64], width: int, layers: int, heads: int)
 
 
 def count_flops_as_nvidia(lengths: NDArray[np.int64], width: int, layers: int, heads: int) -> float:
-    """The same by the formula of NVIDIA's recsys-examples: half of the square for attention, and
-    the gate and the residual sum."""
+    """Returns the same by the formula of NVIDIA's recsys-examples: half the square for attention,
+    plus the gate and the residual sum."""
     inner = width // heads * heads
     products = 2.0 * lengths * width * 4 * inner + 2.0 * lengths * inner * width
     attention = 2.0 * inner * lengths.astype(np.float64) ** 2

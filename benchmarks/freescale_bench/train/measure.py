@@ -1,4 +1,4 @@
-"""Trains a shape as `freescale train` would and measures its steps."""
+"""Trains a shape like `freescale train` and measures its steps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from freescale.ledger.device_profile import read_profile
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback, RunView
 from freescale.train.trainer import Trainer
-from freescale_bench.common.spread import spread
-from freescale_bench.train.files import write_interactions
+from freescale_bench.common.results import spread
+from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.flops import count_flops, count_flops_as_nvidia
-from freescale_bench.train.shapes import Shape
+from freescale_bench.train.shapes import Shape, write_interactions
 
-WINDOW = 10  # steps, as many as lie between two log lines
-PROFILED = 5  # steps, after those that are timed
+WINDOW = 10  # steps, as many as between two log lines
+PROFILED = 5  # steps, after the timed ones
 
 
 class _Watch(Callback):
-    """Times windows of steps, then profiles some more."""
+    """Times windows of steps, then profiles a few more."""
 
     def __init__(self, shape: Shape, compilations: Callable[[], list[str]]) -> None:
         self._shape, self._list_compiled = shape, compilations
         self.timed = shape.warmup + shape.windows * WINDOW  # steps
         self.total = self.timed + PROFILED + 2
-        self.marks: list[float] = []  # at the ends of windows
+        self.marks: list[float] = []  # times at the ends of windows
         self.first_step = 0.0
         self.compiled_first = self.compiled_timed = 0
         self._begin = time.perf_counter()
@@ -42,37 +42,32 @@ class _Watch(Callback):
 
     def on_step(self, trainer: RunView, step: StepResult) -> None:
         number, shape = step.step, self._shape
-        cuda = trainer.transport.device.type == "cuda"
+        device = trainer.transport.device
         if number == 1:
-            self._wait(cuda)
+            wait_idle(device)
             self.first_step = time.perf_counter() - self._begin
             self.compiled_first = len(self._list_compiled())
         if shape.warmup <= number <= self.timed and (number - shape.warmup) % WINDOW == 0:
-            self._wait(cuda)
+            wait_idle(device)
             self.marks.append(time.perf_counter())
         if number == self.timed:
             self.compiled_timed = len(self._list_compiled())
             for kernel in self._list_compiled()[self.compiled_first :]:
                 print(f"{shape.name}: compiled after step 1: {kernel}", file=sys.stderr)
-        if not cuda:
+        if device.type != "cuda":
             return
         if number == self.timed + 1:
             activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
-            self._wait(cuda)
+            wait_idle(device)
             self._began = time.perf_counter()
         if number == self.timed + 1 + PROFILED and self._profiler is not None:
-            self._wait(cuda)
+            wait_idle(device)
             wall = 1e3 * (time.perf_counter() - self._began)
             self._profiler.stop()
             self.profile = read_profile(self._profiler, PROFILED, wall)
             self._profiler = None
-
-    @staticmethod
-    def _wait(cuda: bool) -> None:
-        if cuda:
-            torch.cuda.synchronize()
 
 
 def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int) -> RunConfig:
@@ -106,7 +101,8 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
 def measure_shape(
     shape: Shape, folder: Path, device: str, compilations: Callable[[], list[str]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the row of the result, and details: the slowest kernels and the ledger's spans."""
+    """Measures a shape. Returns its row, and details: the slowest kernels and the ledger's
+    spans."""
     file = write_interactions(shape, folder / f"{shape.name.replace(' ', '-')}.parquet")
     watch = _Watch(shape, compilations)
     config = build_config(shape, file, folder / "cache", device, watch.total)
@@ -153,7 +149,7 @@ def measure_shape(
 
 
 def read_waits(run: Path, steps: range) -> float:
-    """Percent of these steps of a run in which the main thread waited for a batch."""
+    """Returns the percentage of these steps' time in which the main thread waited for a batch."""
     with open(run / "ledger.jsonl", encoding="utf-8") as file:
         timed = [figures for line in file if (figures := json.loads(line))["step"] in steps]
     waited = sum(figures["spans_ms"].get("await batch", 0.0) for figures in timed)

@@ -1,11 +1,14 @@
-"""The runs that `freescale bench train` makes: what `freescale train` gets on one GPU."""
+"""The shapes of `freescale bench train`, and the files that they train on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.data.synthetic.lengths import LengthDistribution
@@ -13,12 +16,12 @@ from freescale.data.synthetic.lengths import LengthDistribution
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the histories that it trains on. Everything else is a default of
-    `freescale train`, but for the biases, which NVIDIA's shapes and the public HSTU's kernels do
-    without: shapes whose name says so have them."""
+    """A model and its histories. Everything else is a default of `freescale train`, except biases,
+    which NVIDIA's shapes and the public HSTU's kernels lack: only shapes with "biases" in their
+    name have them."""
 
     name: str
-    samples: int  # of a batch
+    samples: int  # per batch
     width: int
     layers: int
     heads: int
@@ -27,25 +30,25 @@ class Shape:
     lengths: Literal["lognormal", "fixed", "shuffled zipf"] = "lognormal"
     sigma: float = 1.0
     items: int = 100_000
-    users: int = 0  # of the file; 0: `batches` batches
+    users: int = 0  # of the file; 0: enough for `batches` batches
     batches: int = 40
     negatives: int = 128
     dropout: float = 0.1
     temperature: float = 0.1
-    biases: bool = False  # by position and time, as by default
-    # Steps before the first that is timed: by then every size of batch has its CUDA graph.
+    biases: bool = False  # position and time biases, the default of `freescale train`
+    # Steps before the first timed one: by then every batch size has a CUDA graph.
     warmup: int = 300
-    windows: int = 20  # that are timed, of ten steps each
+    windows: int = 20  # timed, of ten steps each
 
     def draw_lengths(self, seed: int = 0) -> NDArray[np.int64]:
-        """Draws how many events each user of the file has: one more than a history, whose last
-        event is a target only."""
+        """Draws the number of events of each user. It is one more than the history, because the
+        last event is only a target."""
         random = np.random.default_rng(seed)
         users = self.users or self.samples * self.batches
         if self.lengths == "fixed":
             drawn = np.full(users, self.cap, np.int64)
         elif self.lengths == "shuffled zipf":
-            # As NVIDIA's generator draws: Zipf's weights on the lengths in a random order.
+            # Like NVIDIA's generator: Zipf's weights over the lengths in random order.
             weights = 1.0 / np.arange(1, self.cap + 1) ** 1.2
             drawn = random.choice(
                 random.permutation(np.arange(1, self.cap + 1)), users, p=weights / weights.sum()
@@ -54,13 +57,13 @@ class Shape:
             ends = LengthDistribution.from_options(
                 "lognormal", self.median, self.sigma, 0.0, self.cap
             ).ends
-            # Every quantile once: the mean of few long-tailed lengths would be a matter of luck.
+            # Every quantile once: the mean of a few long-tailed random lengths would vary too much.
             quantiles = (random.permutation(users) + 0.5) / users
             drawn = np.searchsorted(ends, quantiles, "right")
         return drawn.astype(np.int64) + 1
 
     def describe(self) -> dict[str, Any]:
-        """The columns of a result that name the shape."""
+        """Returns the columns of a result that describe the shape."""
         return {
             "shape": self.name,
             "samples": self.samples,
@@ -96,3 +99,25 @@ SHAPES = {
         ),
     )
 }  # fmt: skip
+
+
+def write_interactions(
+    shape: Shape, path: Path, seed: int = 0, popularity: float | None = 1.0
+) -> Path:
+    """Writes user_id, item_id (from 1; `popularity` is the exponent of Zipf's law; None: every item
+    occurs before any repeats) and timestamp."""
+    lengths = shape.draw_lengths(seed)
+    random = np.random.default_rng(seed + 1)
+    users = np.repeat(np.arange(len(lengths)), lengths)
+    if popularity is None:
+        items = 1 + np.resize(random.permutation(shape.items), len(users))
+    else:
+        weights = 1.0 / np.arange(1, shape.items + 1) ** popularity
+        ends = np.cumsum(weights / weights.sum())
+        items = 1 + np.minimum(np.searchsorted(ends, random.random(len(users))), shape.items - 1)
+    starts = np.cumsum(lengths) - lengths
+    times = np.arange(len(users)) - starts[users]
+    columns = {"user_id": users, "item_id": items, "timestamp": 60 * times}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path

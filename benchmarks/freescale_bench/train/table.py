@@ -1,4 +1,4 @@
-"""What `freescale train` makes of a GPU, as a table."""
+"""Utilization of a GPU by `freescale train`, as a table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A rank that trains a shape of `freescale bench train` as `freescale train` does, for benchmarks
-that time its steps themselves."""
+"""A rank that trains a shape of `freescale bench train` like `freescale train`, for benchmarks that
+time steps themselves."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from freescale.train.build import (
 )
 from freescale.transport.api import Transport
 from freescale_bench.common.turns import wait_idle
-from freescale_bench.train.files import write_interactions
 from freescale_bench.train.measure import build_config
-from freescale_bench.train.shapes import Shape
+from freescale_bench.train.shapes import Shape, write_interactions
 
-WARMUP, WINDOW = 20, 10  # steps; a window's are timed together
-AFTER = 3  # steps after those that are timed, for each of which another is prepared
+WARMUP, WINDOW = 20, 10  # steps; a window is timed as a whole
+AFTER = 3  # extra batches, for the stages that prepare ahead
 SMALL = Shape("trial", 8, 32, 1, 2, cap=60, median=40, negatives=2)  # on a CPU, to try the code
 
 
@@ -44,11 +43,11 @@ def prepare(
     name: str = "interactions",
     popularity: float | None = 1.0,
 ) -> tuple[RunConfig, Histories]:
-    """Writes the data on the first rank, in a folder that the ranks share. A collective.
+    """Prepares the data, written by rank 0 to a shared folder. A collective.
 
     Args:
-        data: settings besides those of the shape; `train`: too.
-        popularity: of items, as of `write_interactions`.
+        data: settings in addition to the shape's; `train`: likewise.
+        popularity: of items, as for `write_interactions`.
     """
     file = folder / f"{name}.parquet"
     if transport.rank == 0:
@@ -63,7 +62,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank trains."""
+    """The model of a rank, and what trains it."""
 
     model: ShardedModel
     optimizer: torch.optim.Optimizer
@@ -78,7 +77,7 @@ class Trained:
     def time_windows(
         self, batches: Sequence[SequenceBatch], steps: int
     ) -> tuple[list[float], list[dict[str, Any]]]:
-        """Milliseconds of a step in each window, and the ledger's records of these steps."""
+        """Returns milliseconds per step of each window, and the ledger's records of these steps."""
         windows: list[float] = []
         records: list[dict[str, Any]] = []
         begin = 0.0
@@ -96,7 +95,8 @@ class Trained:
 
 
 def list_batches(data: Histories, steps: int, device: str) -> list[SequenceBatch]:
-    """Those of the warm-up, of whole windows within `steps`, and of the steps after them."""
+    """Lists the batches of the warm-up, of whole windows within `steps`, and of the steps after
+    them."""
     count = WARMUP + steps // WINDOW * WINDOW + AFTER
     made = (data.batch(number) for number in range(count))
     return [batch.pin_memory() if device == "cuda" else batch for batch in made]
