@@ -102,7 +102,7 @@ def test_transports_write_the_same(tmp_path):
     of the paths."""
     data = interactions(tmp_path / "events.parquet")
     found = {}
-    for transport in ("collective", "hostwire-gloo", "hostwire-ucx"):
+    for transport in ("collective", "hostwire-tcp", "hostwire-ucx"):
         folder = tmp_path / transport
         folder.mkdir()
         options = ["--nproc", 2, "--epochs", 2, "--placement", "sharded", "--transport", transport]
@@ -128,13 +128,13 @@ def test_transports_write_the_same(tmp_path):
         }
         wire = {
             "collective": "gloo",
-            "hostwire-gloo": "hostwire: shared memory",
+            "hostwire-tcp": "hostwire: shared memory",
             "hostwire-ucx": "hostwire: ucx: tcp",
         }[transport]
         # samples are too few to move
         assert set(carried) == {"counts", "ids", "rows", "gradients", "dense"}
         assert all(paths == {wire} for paths in carried.values()), carried
-    assert found["collective"] == found["hostwire-gloo"] == found["hostwire-ucx"]
+    assert found["collective"] == found["hostwire-tcp"] == found["hostwire-ucx"]
 
 
 @pytest.mark.long

@@ -45,7 +45,7 @@ SECONDS = 120.0  # that a collective may take
 
 def build_arm(name: str, transport: ProcessGroupTransport) -> Arm:
     """Serial goes over NCCL, the others over hostwire. A collective."""
-    carrier = "collective" if name == "serial" else "hostwire-gloo"
+    carrier = "collective" if name == "serial" else "hostwire-tcp"
     schedule = partial(Staged, masks=no_collisions) if name == "stale" else name
     device, rank, world = transport.device, transport.rank, transport.world
     workload = SHAPES[device.type]

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 
 from freescale.transport.api import Gather
-from freescale.transport.hostwire.wires.api import Endpoint
 from freescale.transport.hostwire.wires.greeting import accept_callers
 
 _HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
@@ -34,17 +33,21 @@ class TcpWire:
     def __init__(self, streams: Mapping[int, socket.socket]) -> None:
         self.streams = streams
 
-    def endpoints(self) -> dict[int, Endpoint]:
+    def endpoints(self) -> dict[int, tuple[int, int, None]]:
+        """By peer: the sockets to send and to receive on, which are one stream; no ring."""
         return {
-            peer: Endpoint(stream.fileno(), stream.fileno())
-            for peer, stream in self.streams.items()
+            peer: (stream.fileno(), stream.fileno(), None) for peer, stream in self.streams.items()
         }
 
     def limit_buffers(self, size: int) -> None:
+        """Limits the bytes queued in a stream to about `size`: urgent traffic on another one waits
+        behind them on the network."""
         for stream in self.streams.values():
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
+        """Measures how long `size` bytes take to rank `after` while as many arrive from `before`.
+        Those ranks probe as well. Raises RuntimeError or OSError."""
         begin = time.perf_counter()
         out, left = (
             memoryview(bytes(size if after is not None else 0)),
@@ -73,6 +76,7 @@ class TcpWire:
         return time.perf_counter() - begin
 
     def hang_up(self) -> None:
+        """As `SharedWire.hang_up`."""
         for stream in self.streams.values():
             with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
@@ -81,9 +85,6 @@ class TcpWire:
         self.hang_up()
         for stream in self.streams.values():
             stream.close()
-
-    def release(self) -> None:
-        pass
 
 
 def find_own_address() -> str:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from freescale.transport.api import Gather, TransportError
 from freescale.transport.failures import find_first_message
-from freescale.transport.hostwire.wires.api import probe_pieces
 from freescale.transport.machine import identify_machine
 
 # Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
@@ -44,7 +43,9 @@ _CLOSED = "it closed its wire"
 _PATIENCE = 0.5  # seconds that a rank which closes waits for the others to answer
 
 
-class _Piece:
+class Piece:
+    """Bytes on their way to or from a peer."""
+
     def __init__(self, peer: int, memory: Tensor, tag: int, out: bool) -> None:
         self.peer, self.memory, self.tag, self.out = peer, memory, tag, out
         self._done, self._error = threading.Event(), ""
@@ -54,25 +55,18 @@ class _Piece:
             self._error = error
             self._done.set()
 
-    def ready(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> Tensor:
+    def wait(self, seconds: float) -> None:
+        """Waits until the memory is sent or filled. OSError if the peer is gone, or silent for
+        `seconds`."""
         if not self._done.wait(seconds):
             raise TimeoutError(f"silent for {seconds:g} s")
         if self._error:
             raise ConnectionError(self._error)
-        return self.memory
-
-    def free(self) -> None:
-        pass
 
 
 class UcxWire:
     """A wire to all ranks. A collective to make: `gather` exchanges addresses, as
     `Transport.gather_bytes` does. Raises TransportError on all ranks if UCX fails on one."""
-
-    direct = True
 
     def __init__(self, rank: int, world: int, gather: Gather) -> None:
         self._rank, self._world = rank, world
@@ -128,9 +122,9 @@ class UcxWire:
         for file in (self._bell, self._worker.epoll_file_descriptor, *self._processes):
             self._poll.register(file, select.POLLIN)
         self._lock = threading.Lock()  # of what other threads submit
-        self._submitted: deque[_Piece] = deque()
+        self._submitted: deque[Piece] = deque()
         self._is_asleep = self._closed = False
-        self._posted: list[tuple[_Piece, Any]] = []  # each with UCX's request
+        self._posted: list[tuple[Piece, Any]] = []  # each with UCX's request
         # connects now: a rank that only receives would not see a connection break
         for peer in self._endpoints:
             self._say(peer, _HELLO)
@@ -138,18 +132,21 @@ class UcxWire:
         self._thread = threading.Thread(target=self._run, name="freescale ucx", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, piece: Tensor) -> _Piece:
-        return self._submit(_Piece(peer, piece, self._rank, out=True))
+    def send(self, peer: int, piece: Tensor) -> Piece:
+        return self._submit(Piece(peer, piece, self._rank, out=True))
 
-    def expect(self, peer: int, size: int, into: Tensor | None) -> _Piece:
-        assert into is not None and into.numel() == size
-        return self._submit(_Piece(peer, into, peer, out=False))
+    def expect(self, peer: int, into: Tensor) -> Piece:
+        return self._submit(Piece(peer, into, peer, out=False))
 
     def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
-        return probe_pieces(self, after, before, size, seconds)
-
-    def release(self) -> None:
-        pass
+        """As `TcpWire.probe`."""
+        out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+        begin = time.perf_counter()
+        pieces = [self.expect(before, into)] if before is not None else []
+        pieces += [self.send(after, out)] if after is not None else []
+        for piece in pieces:
+            piece.wait(seconds)
+        return time.perf_counter() - begin
 
     def close(self) -> None:
         with self._lock:
@@ -157,7 +154,7 @@ class UcxWire:
             self._wake()
         self._thread.join(timeout=10 * _PATIENCE)
 
-    def _submit(self, piece: _Piece) -> _Piece:
+    def _submit(self, piece: Piece) -> Piece:
         with self._lock:
             if self._closed:
                 raise ConnectionError("the wire is closed")
@@ -200,7 +197,7 @@ class UcxWire:
                 self._poll.unregister(file)
                 self._mark_gone(self._processes[file], "its process ended")
 
-    def _post(self, piece: _Piece) -> None:
+    def _post(self, piece: Piece) -> None:
         endpoint, array, tag = (
             self._endpoints[piece.peer],
             self._array(piece.memory.numpy()),
@@ -243,13 +240,11 @@ class UcxWire:
 
     def _say(self, peer: int, what: int) -> None:
         self._post(
-            _Piece(
-                peer, torch.tensor([what], dtype=torch.uint8), self._world + self._rank, out=True
-            )
+            Piece(peer, torch.tensor([what], dtype=torch.uint8), self._world + self._rank, out=True)
         )
 
     def _listen(self, peer: int) -> None:
-        self._post(_Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
+        self._post(Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
 
     def _say_goodbye(self, peer: int) -> None:
         """Once. A goodbye is answered at once: a rank that hears the answer knows that all it sent
