@@ -34,13 +34,13 @@ static int64_t readable_bytes(const Channel *c, const Transfer *transfer, int pe
     const Block *block = &transfer->receive[peer];
     int64_t bytes = block->size - block->done;
     if (!transfer->on_host) {
-        int64_t received = c->inbox.slot[peer] < 0 ? 0 : c->inbox.received[peer];
+        int64_t received = c->peers[peer].inbox_slot < 0 ? 0 : c->peers[peer].inbox_received;
         bytes = smaller(bytes, c->inbox.slot_bytes) - received;
     }
-    return bytes + HEADER_BYTES - c->header_have[peer];
+    return bytes + HEADER_BYTES - c->peers[peer].header_have;
 }
 
-/* Whether a piece waits for its copy alone. No event is asked again here: one that has happened
+/* Whether a piece waits for its copy alone. No event is queried again here: one that has happened
    since `hand_over` looked would be taken for handed over, and its peer would wait for this rank
    until that is tired of sleeping. */
 static bool has_pieces_to_hand_over(Channel *c) {
@@ -48,7 +48,7 @@ static bool has_pieces_to_hand_over(Channel *c) {
         const StagedSlot *staged = staged_at(c, i);
         for (int j = 0; j < staged->count; j++) {
             const Piece *piece = &staged->pieces[j];
-            if (!is_handed_over(piece) && !c->blocked[piece->peer]) return true;
+            if (!is_handed_over(piece) && !c->peers[piece->peer].blocked) return true;
         }
     }
     return false;
@@ -65,11 +65,11 @@ static bool watch_receiving(Channel *c, nfds_t *count) {
     for (int peer = 0; peer < c->world; peer++) {
         if (is_finished(&transfer->receive[peer])) continue;
         if (is_streamed(c, peer)) {
-            bool needs_slot = !transfer->on_host && c->inbox.slot[peer] < 0;
+            bool needs_slot = !transfer->on_host && c->peers[peer].inbox_slot < 0;
             if (needs_slot && !has_room) continue; /* it may not be read now */
             set_low_water(c, peer, readable_bytes(c, transfer, peer));
         }
-        watch(c, count, c->receive_socket[peer], POLLIN);
+        watch(c, count, c->peers[peer].receive_socket, POLLIN);
     }
     return false;
 }
@@ -84,10 +84,10 @@ static bool watch_sending(Channel *c, nfds_t *count) {
     int slot = (int)(c->slots_filled % c->slots);
     for (int peer = 0; peer < c->world && open; peer++) {
         if (is_streamed(c, peer)) {
-            if (c->blocked[peer]) watch(c, count, c->send_socket[peer], POLLOUT);
-        } else if (wants_slot && c->pieces_acked[peer] < *slot_goal(c, slot, peer)) {
+            if (c->peers[peer].blocked) watch(c, count, c->peers[peer].send_socket, POLLOUT);
+        } else if (wants_slot && c->peers[peer].pieces_read < *slot_goal(c, slot, peer)) {
             awaits_answers = true;
-            watch(c, count, c->send_socket[peer], POLLIN);
+            watch(c, count, c->peers[peer].send_socket, POLLIN);
         }
     }
     /* a free slot: the gate has opened, or the event has happened, since it was looked at */
