@@ -107,7 +107,6 @@ def test_mixed_messages(wire, world, messages):
 
 def _gathered(transport, wire):
     wire = hostwire(transport, wire)
-    # over UCX, small ones go pair by pair and large ones around a ring
     for count in (0, 1, 100, 70_000, 600_001):
         mine = torch.arange(count, dtype=torch.int32) + 7 * wire.rank
         got = wire.all_gather(mine, "rows").wait()
@@ -390,20 +389,19 @@ def test_bulk_gives_way_but_not_for_good(monkeypatch):
     thread = threading.Thread(target=bulk)
     with monkeypatch.context() as patched:
         patched.setattr(ucx_channel, "time", SimpleNamespace(monotonic=lambda: now[0]))
-        gate.begin()
-        thread.start()
-        for _ in range(12):  # it moves: bulk waits
-            time.sleep(0.03)  # for bulk to look at the clock
-            now[0] += 0.09
-            gate.note_movement()
-        assert not order
-        gate.end()
+        with gate.hold(False), gate.hold(True):
+            thread.start()
+            for _ in range(12):  # it moves: bulk waits
+                time.sleep(0.03)  # for bulk to look at the clock
+                now[0] += 0.09
+                gate.note_movement()
+            assert not order
         thread.join()
     assert order == ["bulk"]
-    gate.begin()  # it does not move: bulk waits a little
-    begin = time.monotonic()
-    gate.give_way()
-    assert time.monotonic() - begin > 0.09
+    with gate.hold(True):  # it does not move: bulk waits a little
+        begin = time.monotonic()
+        gate.give_way()
+        assert time.monotonic() - begin > 0.09
 
 
 def _slow_rank(transport, wire):

@@ -137,6 +137,20 @@ def test_transports_write_the_same(tmp_path):
     assert found["collective"] == found["hostwire-tcp"] == found["hostwire-ucx"]
 
 
+def test_a_run_with_a_removed_transport_starts_and_resumes(tmp_path):
+    """Its configuration keeps the old name; every start prints what replaces it."""
+    data = interactions(tmp_path / "events.parquet")
+    options = ["--nproc", 2, "--transport", "hostwire-gloo"]
+    first = train(tmp_path, data, *options, "--steps", 2, "--checkpoint-every", 2)
+    command = ["--folder", tmp_path / "run", "--resume", "--nproc", 2, "--steps", 4]
+    for done in (first, freescale("train", *command)):
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("transport hostwire-gloo is now hostwire-tcp") == 1
+        assert "transport hostwire-tcp (as requested)" in done.stdout
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored["train"]["transport"] == "hostwire-gloo"
+
+
 @pytest.mark.long
 def test_joins_ranks_that_torchrun_started(tmp_path):
     data = interactions(tmp_path / "events.parquet")

@@ -155,7 +155,7 @@ def _check_shared_memory(torch: Any) -> Row:
         finally:
             os.close(file)
     except (AttributeError, OSError, RuntimeError) as error:
-        return ("shared memory", "no", f"ranks of one machine talk over sockets: {error}")
+        return ("shared memory", "no", f"hostwire-tcp fails: pass --transport collective ({error})")
     use = "ranks of one machine exchange through it (hostwire-tcp)"
     return ("shared memory", "yes", use)
 

@@ -28,22 +28,22 @@ from freescale.transport.hostwire.pinned import Pinned
 from freescale.transport.hostwire.wires.shared import SharedWire
 from freescale.transport.hostwire.wires.tcp import TcpWire
 
-# seconds that a thread polls before it naps; a CPU has other things to do
+# seconds that a thread polls before it naps; CPU ranks need the core for compute
 _SPIN = {"cpu": 0.0, "cuda": 0.0003}
 _REASONS = {
     ErrorCode.CLOSED: "the connection was closed",
     ErrorCode.TIMED_OUT: "the time ran out",
     ErrorCode.SIZE_MISMATCH: (
-        "a piece of {:,} bytes came that was not expected: ranks disagree on sizes"
+        "a piece of {:,} bytes arrived that was not expected: ranks disagree on sizes"
     ),
     ErrorCode.DEVICE: "the driver of the GPU refused, error {}",
     ErrorCode.OUTSIDE_RING: "it names bytes from {:,} on, which are outside its ring",
 }
 _PATIENCE = 2.0  # seconds that closing waits for a thread
-# bytes of pieces that share a slot: what is large leaves as soon as it is copied
+# bytes of pieces that share a slot; a large piece leaves as soon as it is copied
 _TOGETHER = 1 << 20
-_INBOX = 1 << 20  # bytes of a slot that a stream fills before they are copied to a GPU, at most
-_INBOXES = 64 << 20  # of all of them
+_INBOX = 1 << 20  # largest slot that a stream fills before it is copied to a GPU, in bytes
+_INBOXES = 64 << 20  # all of them together
 _WAITING = 4  # pieces that may wait in a stream of a slow network
 _DRIVER_CALLS = (
     "cuMemcpyAsync",
@@ -82,12 +82,12 @@ class EngineTransfer:
         self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]
     ) -> None:
         self._channel, self.number, self.kind, self.urgent = channel, number, kind, urgent
-        self.kept = kept  # tensors and an event that C has the addresses of
-        self.arrived: torch.cuda.Event | None = None  # of what does not travel
+        self.kept = kept  # tensors and an event whose addresses C has
+        self.arrived: torch.cuda.Event | None = None  # of the part that stays on this rank
 
     def wait(self) -> None:
-        """Waits until what travels is in its place; what the current stream does next has the rest
-        as well. Raises TransportError."""
+        """Waits until all that travels is in place; work queued on the current stream afterwards
+        sees the rest as well. Raises TransportError."""
         self._channel.drive_until(self)
         if self.arrived is not None:
             current_stream(self._channel.device).wait_event(self.arrived)
@@ -114,8 +114,8 @@ class EngineChannel:
         self._inside = threading.Lock()  # while C has the channel: another thread may close it
         cuda = device.type == "cuda"
         self._streams = [new_stream(device, priority=-1) for _ in range(2)] if cuda else []
-        # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not
-        # wait for each other.
+        # At least one for each stream: ranks whose slots hold unfinished pieces must not wait for
+        # each other.
         streams = sum(theirs is None for *_, theirs in endpoints.values())
         inbox_slots = 2 * streams if cuda else 0
         inbox_bytes = max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * streams)))
@@ -149,7 +149,7 @@ class EngineChannel:
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         out, into = _lay_out(tensor, send, row), _lay_out(output, receive, row)
         transfer = self.submit(kind, urgent, (tensor, output), *out, *into)
-        if output.is_cuda:  # beside what travels, which need not wait for it
+        if output.is_cuda:  # while the rest travels, which need not wait for it
             _select(output, receive, self.rank).copy_(_select(tensor, send, self.rank))
             transfer.arrived = record_event_on(output.device)
         return transfer
@@ -177,12 +177,12 @@ class EngineChannel:
         """Starts a transfer.
 
         Args:
-            kind: of traffic, for messages.
+            kind: of traffic, for error messages.
             urgent: bulk gives way to it.
-            tensors: what is sent, what is received into. On the host, what stays with this rank is
-                copied from one to the other as well.
-            out, out_sizes: [world], addresses inside the first and bytes, by rank.
-            into, into_sizes: the same inside the second.
+            tensors: the sent and the received tensor. On the host, the part that stays on this rank
+                is copied from one to the other as well.
+            out, out_sizes: [world], addresses in the first and bytes, by rank.
+            into, into_sizes: the same in the second.
 
         Raises:
             TransportError: the channel failed or was closed.
@@ -239,11 +239,11 @@ class EngineChannel:
             reason += f", {os.strerror(cause.value)}"
         left = self._library.channel_bytes_left(self._handle)
         self._error = make_error(self.rank, last.kind, last.urgent, peer.value, left, reason)
-        self._hang_up()  # whoever waits for this rank hears of it
+        self._hang_up()  # ranks that wait for this one notice
 
     def close(self) -> bool:
-        """Returns whether no thread uses its wires and memory any more; the wires stay open. Tells a
-        thread that waits for a transfer to leave."""
+        """Tells a thread that waits for a transfer to leave. Returns whether no thread uses its
+        wires and memory any more; the wires stay open."""
         if self._handle is None:
             return True
         self._library.channel_stop(self._handle)

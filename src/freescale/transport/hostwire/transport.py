@@ -86,9 +86,9 @@ class HostwireTransport(ProcessGroupTransport):
             finds its own way.
         shared: False: ranks of one machine use TCP too.
         owner: torch's default group was made for this transport and ends with it.
-        timeout: that a peer may be silent.
+        timeout: how long a peer may be silent.
         parent: the transport that this one is a channel of.
-        urgent: its traffic overtakes that of channels which are not.
+        urgent: its traffic overtakes that of other channels.
 
     Raises:
         TransportError: on all ranks, if one cannot open what it needs.
@@ -107,6 +107,7 @@ class HostwireTransport(ProcessGroupTransport):
         parent: HostwireTransport | None = None,
         urgent: bool = False,
     ) -> None:
+        assert wire in ("tcp", "ucx"), wire
         super().__init__(device, ledger, group=group, control=control, owner=owner, timeout=timeout)
         self.wire, self.shared, self._urgent = wire, shared, urgent
         self.sums_apart = True
@@ -175,15 +176,15 @@ class HostwireTransport(ProcessGroupTransport):
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         size = tensor.numel() * tensor.element_size()
-        # A sum of two numbers has the same bits in either order. What leaves at once needs no
-        # thread beside this one; more would not travel before it is waited for. Urgent: a rank
-        # that waits for a sum computes nothing.
+        # A sum of two numbers has the same bits in either order. A small tensor leaves at once;
+        # a larger one would not travel before it is waited for. Urgent: a rank that waits for a
+        # sum computes nothing.
         if self.world == 2 and tensor.is_cpu and size <= _LEAVES_AT_ONCE:
             return _SumOfTwo(self._start_gathering(tensor, kind, urgent=True), tensor)
         return super().all_reduce(tensor, kind)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """Of a channel over the channel: the thread that has the process group is another."""
+        """A channel gathers over itself: the process group belongs to another thread."""
         if self._is_channel:
             return list(self.all_gather(tensor, "counts").wait())
         return super()._gather(tensor)

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -32,15 +32,14 @@ from freescale.transport.hostwire.wires.ucx import Piece, UcxWire
 from freescale.transport.threads import start_thread
 
 AHEAD = 3  # pieces that are expected before the first has arrived
-_RING = 256 << 10  # bytes from each rank: larger AllGathers go around a ring
 _ALIGNMENT = 16  # of a piece in a slot: enough for every dtype
 _PAGE = 4096
 _SEND, _RECEIVE = 0, 1
 
 _T = TypeVar("_T")
-_Outgoing = tuple[int, Tensor]  # peer, bytes of a piece
+_Part = tuple[int, Tensor]  # peer, bytes for it or from it
 # number of a slot, its pieces, and when they are copied to it
-_Filled = tuple[int, list[_Outgoing], torch.cuda.Event | None]
+_Filled = tuple[int, list[_Part], torch.cuda.Event | None]
 
 
 class Gate:
@@ -85,34 +84,18 @@ class Gate:
 
 
 @dataclass
-class _Block:
-    """All bytes of a transfer to or from one peer: [n], part of the tensor that is sent or
-    received. `after`: the received block with the same bytes, which has to be there first."""
-
-    peer: int
-    bytes: Tensor
-    after: _Block | None = None
-    landed: threading.Event = field(default_factory=threading.Event)
-    copied: torch.cuda.Event | None = None  # the last copy to it, once it has landed
-
-    def __post_init__(self) -> None:
-        self.awaited = self.bytes.numel()
-
-
-@dataclass
 class UcxTransfer:
-    """`out`: rounds of blocks; the blocks of a round are sent together."""
+    """`out`, `into`: parts of the tensors that are sent and received."""
 
     kind: str
     urgent: bool
-    out: Sequence[Sequence[_Block]]
-    into: Sequence[_Block]
     device: torch.device
+    out: Sequence[_Part]
+    into: Sequence[_Part]
 
     def __post_init__(self) -> None:
         self.cuda = self.device.type == "cuda"
-        self.unsent = sum(block.awaited for blocks in self.out for block in blocks)  # bytes
-        self.awaited = sum(block.awaited for block in self.into)
+        self.left = [sum(part.numel() for _, part in parts) for parts in (self.out, self.into)]
         # What is sent is complete, and the output is free. Blocking: a core that waits for compute
         # is free for other threads.
         self.inputs_ready = record_event_on(self.device, blocking=True)
@@ -166,52 +149,34 @@ class UcxChannel:
         sent, received = _split_bytes(tensor, send), _split_bytes(output, receive)
         if send[self.rank]:
             received[self.rank].copy_(sent[self.rank])
-        return self._submit(kind, urgent, output.device, *self._pair_up(sent, received))
+        return self._submit(kind, urgent, output.device, sent, received)
 
     def all_gather(self, kind: str, urgent: bool, tensor: Tensor, output: Tensor) -> UcxTransfer:
-        """Goes around a ring: a rank's bytes leave its machine once. Small ones go pair by pair."""
         output[self.rank].copy_(tensor)
         blocks = _split_bytes(output, [1] * self.world)
-        if tensor.numel() * tensor.element_size() < _RING:
-            out, into = self._pair_up([blocks[self.rank]] * self.world, blocks)
-        else:
-            out, into = self._plan_ring(blocks)
-        return self._submit(kind, urgent, output.device, out, into)
-
-    def _pair_up(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor]
-    ) -> tuple[list[list[_Block]], list[_Block]]:
-        """In order of distance: not all ranks send to the same one at a time."""
-        distances = range(1, self.world)
-        after = [(self.rank + distance) % self.world for distance in distances]
-        before = [(self.rank - distance) % self.world for distance in distances]
-        return (
-            [[_Block(peer, sent[peer]) for peer in after]],
-            [_Block(peer, received[peer]) for peer in before],
-        )
-
-    def _plan_ring(self, blocks: Sequence[Tensor]) -> tuple[list[list[_Block]], list[_Block]]:
-        """Each hop passes on to the next rank what the hop before it brought."""
-        after, before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        hops = range(self.world - 1)
-        into = [_Block(before, blocks[(self.rank - hop - 1) % self.world]) for hop in hops]
-        out = [
-            [_Block(after, blocks[(self.rank - hop) % self.world], into[hop - 1] if hop else None)]
-            for hop in hops
-        ]
-        return out, into
+        return self._submit(kind, urgent, output.device, [blocks[self.rank]] * self.world, blocks)
 
     def _submit(
         self,
         kind: str,
         urgent: bool,
         device: torch.device,
-        out: Sequence[Sequence[_Block]],
-        into: Sequence[_Block],
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
     ) -> UcxTransfer:
+        """Starts a transfer of the bytes for and from each rank."""
         if self._error is not None:
             raise self._error
-        transfer = UcxTransfer(kind, urgent, out, into, device)
+        # in order of distance: not all ranks send to the same one at a time
+        out = [(self.rank + distance) % self.world for distance in range(1, self.world)]
+        into = [(self.rank - distance) % self.world for distance in range(1, self.world)]
+        transfer = UcxTransfer(
+            kind,
+            urgent,
+            device,
+            [(peer, sent[peer]) for peer in out],
+            [(peer, received[peer]) for peer in into],
+        )
         if not self._threads:
             for way, name, work in ((_SEND, "out", self._send), (_RECEIVE, "in", self._receive)):
                 run, end = partial(self._run, way, work), partial(self._queues[way].put, None)
@@ -251,48 +216,33 @@ class UcxChannel:
 
     def _send(self, transfer: UcxTransfer) -> None:
         """When it returns nothing is sent from the tensor any more: slots hold copies."""
-        for blocks in transfer.out:
-            self._wait_for_blocks(blocks)
-            filled: deque[_Filled] = deque()
-            for batch in self._group_pieces(blocks, transfer):
-                if not transfer.urgent:
-                    self._gate.give_way()
-                filled.append(self._fill_slot(batch, transfer))
-                if not transfer.cuda or len(filled) > 2:
-                    self._send_slot(filled.popleft(), transfer)
-            while filled:
+        filled: deque[_Filled] = deque()
+        for batch in self._group_pieces(transfer):
+            if not transfer.urgent:
+                self._gate.give_way()
+            filled.append(self._fill_slot(batch, transfer))
+            if not transfer.cuda or len(filled) > 2:
                 self._send_slot(filled.popleft(), transfer)
+        while filled:
+            self._send_slot(filled.popleft(), transfer)
         for slot in () if transfer.cuda else range(SLOTS):
             self._wait_until_sent(slot, transfer)
 
-    def _wait_for_blocks(self, blocks: Sequence[_Block]) -> None:
-        """Waits until the other thread has received what these blocks pass on. It watches the time,
-        and its failure ends this thread's transfer."""
-        for block in (block.after for block in blocks if block.after is not None):
-            while not block.landed.wait(0.1):
-                if self._error is not None:
-                    raise self._error
-            if block.copied is not None and (stream := self._streams[_SEND]) is not None:
-                stream.wait_event(block.copied)
-
-    def _group_pieces(
-        self, blocks: Sequence[_Block], transfer: UcxTransfer
-    ) -> Iterator[list[_Outgoing]]:
+    def _group_pieces(self, transfer: UcxTransfer) -> Iterator[list[_Part]]:
         """Pieces that share a slot; each alone if there are no slots."""
-        batch: list[_Outgoing] = []
+        batch: list[_Part] = []
         size = 0
-        for block in blocks:
-            for piece in self._cut(block, transfer):
-                full = not transfer.cuda or size + piece.numel() > self._largest[True]
-                if batch and full:
-                    yield batch
-                    batch, size = [], 0
-                batch.append((block.peer, piece))
-                size += _align(piece.numel())
+        for peer, piece in self._cut(transfer.out, transfer):
+            full = not transfer.cuda or size + piece.numel() > self._largest[True]
+            if batch and full:
+                yield batch
+                batch, size = [], 0
+            batch.append((peer, piece))
+            size += _align(piece.numel())
         if batch:
             yield batch
 
-    def _fill_slot(self, batch: list[_Outgoing], transfer: UcxTransfer) -> _Filled:
+    def _fill_slot(self, batch: list[_Part], transfer: UcxTransfer) -> _Filled:
         """Copies a batch to the next slot. On a CPU a slot is only counted."""
         slot = self._filled % SLOTS
         self._filled += 1
@@ -314,7 +264,7 @@ class UcxChannel:
         for peer, piece in batch:
             send = partial(self._wire.send, peer, piece)
             self._sent[slot].append(self._guard(send, transfer, peer))
-            transfer.unsent -= piece.numel()
+            transfer.left[_SEND] -= piece.numel()
         if transfer.urgent:
             self._gate.note_movement()
 
@@ -326,14 +276,13 @@ class UcxChannel:
         self._sent[slot] = []
 
     def _receive(self, transfer: UcxTransfer) -> None:
-        expected: deque[tuple[_Block, Tensor, Piece]] = deque()
-        for block in transfer.into:
-            for piece in self._cut(block, transfer):
-                if not transfer.urgent:
-                    self._gate.give_way()
-                if len(expected) >= AHEAD:
-                    self._land(*expected.popleft(), transfer)
-                expected.append((block, piece, self._expect(block.peer, piece, transfer)))
+        expected: deque[tuple[Tensor, Piece]] = deque()
+        for peer, piece in self._cut(transfer.into, transfer):
+            if not transfer.urgent:
+                self._gate.give_way()
+            if len(expected) >= AHEAD:
+                self._land(*expected.popleft(), transfer)
+            expected.append((piece, self._expect(peer, piece, transfer)))
         while expected:
             self._land(*expected.popleft(), transfer)
         transfer.arrived = record_event_on(transfer.device, self._streams[_RECEIVE])
@@ -349,21 +298,16 @@ class UcxChannel:
             into = self._inbox.bytes[begin : begin + piece.numel()]
         return self._guard(partial(self._wire.expect, peer, into), transfer, peer)
 
-    def _land(self, block: _Block, piece: Tensor, arriving: Piece, transfer: UcxTransfer) -> None:
+    def _land(self, piece: Tensor, arriving: Piece, transfer: UcxTransfer) -> None:
         """Waits for a piece and copies it to its place."""
-        self._guard(partial(arriving.wait, self._seconds), transfer, block.peer)
-        copied = None
+        self._guard(partial(arriving.wait, self._seconds), transfer, arriving.peer)
         if transfer.cuda:
             with torch.cuda.stream(self._streams[_RECEIVE]):
                 piece.copy_(arriving.memory, non_blocking=True)
             copied = record_event_on(transfer.device, self._streams[_RECEIVE])
             assert copied is not None
             self._copying.append(copied)
-        transfer.awaited -= piece.numel()
-        block.awaited -= piece.numel()
-        if not block.awaited:
-            block.copied = copied
-            block.landed.set()
+        transfer.left[_RECEIVE] -= piece.numel()
         if transfer.urgent:
             self._gate.note_movement()
 
@@ -372,10 +316,12 @@ class UcxChannel:
         while len(self._copying) > leave:
             self._copying.popleft().synchronize()
 
-    def _cut(self, block: _Block, transfer: UcxTransfer) -> Sequence[Tensor]:
-        if not (size := block.bytes.numel()):
-            return ()
-        return torch.split(block.bytes, cut(size, self._largest[transfer.urgent]))
+    def _cut(self, parts: Sequence[_Part], transfer: UcxTransfer) -> Iterator[_Part]:
+        """Cuts the parts into pieces."""
+        for peer, part in parts:
+            if part.numel():
+                sizes = cut(part.numel(), self._largest[transfer.urgent])
+                yield from ((peer, piece) for piece in torch.split(part, sizes))
 
     def _guard(self, call: Callable[[], _T], transfer: UcxTransfer, peer: int) -> _T:
         """Calls; a failure of the wire becomes an error that names the peer and the bytes left."""
@@ -387,10 +333,8 @@ class UcxChannel:
             if self._error is not None:
                 raise self._error from error
             reason = (str(error).splitlines() or [""])[0][:120] or type(error).__name__
-            left = transfer.unsent + transfer.awaited
-            raise make_error(
-                self.rank, transfer.kind, transfer.urgent, peer, left, reason
-            ) from error
+            kind, urgent, left = transfer.kind, transfer.urgent, sum(transfer.left)
+            raise make_error(self.rank, kind, urgent, peer, left, reason) from error
 
 
 def _align(size: int) -> int:

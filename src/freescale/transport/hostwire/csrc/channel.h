@@ -1,7 +1,6 @@
-/* What a channel consists of, and the small functions that both directions use.
+/* The state of a channel, and the small functions that both directions use.
 
-   Everything here belongs to the thread that is inside the channel, `stopped` and the gate aside.
- */
+   All of it belongs to the thread that is inside the channel, except `stopped` and the gate. */
 
 #ifndef FREESCALE_CHANNEL_H
 #define FREESCALE_CHANNEL_H
@@ -18,13 +17,13 @@
 
 enum {
     MAX_TRANSFERS = 64,  /* under way */
-    MAX_STAGED = 4,      /* slots that are copied to, or not yet handed over */
+    MAX_STAGED = 4,      /* slots being filled, or not yet handed over */
     MAX_LANDINGS = 32,   /* copies to their destination that may be under way */
     HEADER_BYTES = 16,   /* of a message about a piece in a ring, and of a block on a stream */
     SLOT_ALIGNMENT = 16, /* of a piece in a slot: enough for every dtype */
     PAGE_BYTES = 4096,
     MIN_END_PIECE = 1 << 20,   /* bytes of the first and last piece of a block that has as many */
-    CUDA_ERROR_NOT_READY = 600 /* of the driver: an event has not happened yet */
+    CUDA_ERROR_NOT_READY = 600 /* result of the driver: an event has not happened yet */
 };
 
 typedef enum { SENDING = 0, RECEIVING = 1 } Direction;
@@ -33,7 +32,7 @@ typedef enum { SENDING = 0, RECEIVING = 1 } Direction;
 typedef struct {
     char *data;
     int64_t size;
-    int64_t done; /* bytes that were cut into pieces */
+    int64_t done; /* bytes that have been cut into pieces */
 } Block;
 
 /* One exchange with all peers. Lives in the channel's array and is reused; Python keeps the tensors
@@ -41,14 +40,14 @@ typedef struct {
 typedef struct {
     Block *send;           /* by peer */
     Block *receive;        /* by peer */
-    Block own;             /* where what stays with this rank goes; nothing of a GPU's tensors */
+    Block own;             /* where this rank's own part goes; empty for tensors on a GPU */
     const char *own_from;
     int64_t largest_piece; /* bytes */
-    void *inputs_ready; /* event: what is sent is there, what is received into is free; or NULL */
+    void *inputs_ready; /* event: what is sent is complete, the output is free; or NULL */
     bool urgent;
     bool on_host;    /* CPU tensors: copies are memcpy's, and over when they return */
     bool ready;      /* inputs_ready has happened */
-    bool holds_gate; /* bulk gives way to it */
+    bool holds_gate; /* bulk is giving way to it */
 } Transfer;
 
 /* Bytes in a slot, or of a tensor of the host, on their way to one peer. */
@@ -56,8 +55,8 @@ typedef struct {
     int peer;
     char *data;
     int64_t size;
-    /* by a ring: -1 until the peer is notified, then `size`; by a stream: bytes, of the first piece of
-       a block from -HEADER_BYTES on */
+    /* by a ring: -1 until the peer is notified, then `size`; by a stream: bytes, of the first piece
+       of a block from -HEADER_BYTES on */
     int64_t sent;
     uint64_t header[2]; /* number of the transfer, bytes of the block */
 } Piece;
@@ -225,8 +224,8 @@ static bool has_happened(Channel *c, void *event) {
     return !result;
 }
 
-/* Whether the inputs are there. From then on bulk gives way to an urgent transfer: not while the
-   device still computes them. */
+/* Whether the inputs are there. From then on bulk gives way to an urgent transfer, not while the
+   device still computes its inputs. */
 static bool is_ready(Channel *c, Transfer *transfer) {
     if (transfer->ready) return true;
     if (!has_happened(c, transfer->inputs_ready)) return false;
@@ -257,7 +256,7 @@ static void record(Channel *c, const Transfer *transfer, Direction direction, vo
 
 /* ---- sockets */
 
-/* Reads what is there, up to `size` bytes. 0 if there is nothing, or if it failed. */
+/* Reads what has arrived, up to `size` bytes. 0 if there is nothing, or if it failed. */
 static int64_t receive_some(Channel *c, int peer, int socket, char *to, int64_t size) {
     for (;;) {
         ssize_t count = recv(socket, to, (size_t)size, MSG_DONTWAIT);
@@ -268,7 +267,7 @@ static int64_t receive_some(Channel *c, int peer, int socket, char *to, int64_t 
     }
 }
 
-/* Reads the next message of a peer, or the header of its next block. Whether it is there whole; it
+/* Reads the next message of a peer, or the header of its next block. Whether it is complete; it
    stays until header_have is reset. */
 static bool receive_header(Channel *c, int peer, uint64_t header[2]) {
     Peer *from = &c->peers[peer];

@@ -11,9 +11,9 @@
        receive.h    the receiving direction
        wait.h       how to sleep when nothing moves
 
-   Nothing blocks but channel_wait, which polls for `spin_ns` after something has moved and then
-   sleeps. Copies of CPU tensors are memcpy's; those of a GPU are the copy engine's, and events of
-   the driver say when they are over. */
+   Only channel_wait blocks: it polls for `spin_ns` after something has moved, and then sleeps. CPU
+   tensors are copied by memcpy; a GPU's by its copy engines, and events of the driver show when a
+   copy is over. */
 
 #define _GNU_SOURCE
 #include "engine.h"
@@ -146,15 +146,15 @@ int64_t channel_submit(Channel *c, int urgent, int on_host, void *inputs_ready,
     int64_t number = c->submitted++;
     if (urgent) c->urgent_before = c->submitted;
     use_device(c);
-    /* not all of a large one: Python waits */
+    /* only the beginning of a large one: Python waits */
     for (int i = 0; i < MAX_STAGED; i++) {
         if (!advance_sending(c)) break;
     }
     return number;
 }
 
-/* Acknowledged, because a peer that still sends to others may wait for that slot while this rank
-   turns to something else. */
+/* All slots are acknowledged as well: a peer that still sends to others may wait for one while this
+   rank turns to something else. */
 int channel_is_done(const Channel *c, int64_t number) {
     bool landed = !c->landing_count || c->landings[c->first_landing].transfer > number;
     return c->sending > number && c->receiving > number && landed;
@@ -185,7 +185,7 @@ int channel_wait(Channel *c, int64_t number, double seconds) {
         if (idle_ns > limit_ns) {
             fail(c, ERROR_TIMED_OUT, find_lagging_peer(c), 0);
         } else if (idle_ns > c->spin_ns) {
-            int64_t left_ns = limit_ns - idle_ns + 1000000; /* past the limit by a moment */
+            int64_t left_ns = limit_ns - idle_ns + 1000000; /* slightly past the limit */
             sleep_until_readable(c, idle_ns, smaller(left_ns, LONGEST_SLEEP_NS));
         }
     }

@@ -7,7 +7,7 @@
 #include "rings.h"
 #include "streams.h"
 
-/* Copies a piece to its place. `inbox_slot`: that it is in, or -1. */
+/* Copies a piece to its place. `inbox_slot`: where it is now, or -1. */
 static void land(Channel *c, const Transfer *transfer, int peer, int inbox_slot, const char *from,
                  int64_t size) {
     Block *block = &transfer->receive[peer];
@@ -76,7 +76,7 @@ static bool finish_landings(Channel *c) {
     return any;
 }
 
-/* Here and not where the transfer begins: Python waits there. */
+/* Not when the transfer is submitted: Python waits there. */
 static void copy_own(Transfer *transfer) {
     Block *own = &transfer->own;
     if (is_finished(own)) return;

@@ -48,8 +48,8 @@ static bool notify_of_piece(Channel *c, const StagedSlot *staged, Piece *piece) 
     return true;
 }
 
-/* Finds the next piece of a peer in its ring. Its address; NULL if it has not come, or if the peer
-   named something else. */
+/* Returns the address of a peer's next piece in its ring; NULL if it has not arrived, or if the
+   peer named something else. */
 static const char *find_piece(Channel *c, int peer, int64_t size) {
     uint64_t message[2];
     if (!receive_header(c, peer, message)) return NULL;
@@ -67,8 +67,8 @@ static const char *find_piece(Channel *c, int peer, int64_t size) {
     return c->peers[peer].ring + offset;
 }
 
-/* Notifies a peer that a piece was read. False if its socket takes no more now; one that has closed
-   does not wait for it. */
+/* Notifies a peer that a piece was read. False if its socket takes no more now; a peer that has
+   closed does not wait for it. */
 static bool acknowledge(Channel *c, int peer) {
     ssize_t count;
     do {

@@ -7,7 +7,7 @@
 #include "rings.h"
 #include "streams.h"
 
-/* Hands over what was copied, in order for each peer: one that takes no more does not hold up the
+/* Hands over what was copied, in order for each peer; a peer that takes no more does not delay the
    others. Whether anything moved. */
 static bool hand_over(Channel *c, const Transfer *transfer) {
     bool any = false;
@@ -54,8 +54,8 @@ static bool all_cut(const Channel *c, const Transfer *transfer) {
     return true;
 }
 
-/* Copies the pieces that fit to a free slot. Peers in the order of the ranks after this one, so
-   that not all ranks write to one. */
+/* Fills a free slot with pieces, beginning with the next rank: not all ranks send to the same peer
+   at a time. */
 static void fill_slot(Channel *c, const Transfer *transfer, StagedSlot *staged) {
     char *slot = c->ring + staged->slot * c->slot_bytes;
     int64_t used = 0;

@@ -12,7 +12,7 @@
 
 #include "channel.h"
 
-/* bytes of a stream that wake a sleeping receiver: not every packet may interrupt the compute */
+/* bytes that wake a sleeping receiver: not every packet should interrupt the compute */
 enum { LOW_WATER = 128 << 10 };
 
 /* Writes what the stream takes of the piece, its header first. Whether anything was written. */
@@ -47,7 +47,7 @@ static bool write_piece(Channel *c, Piece *piece) {
     return true;
 }
 
-/* Reads the header of a block. Whether it is there, and announces what this rank expects. */
+/* Reads the header of a block. Whether it is complete and names what this rank expects. */
 static bool receive_block_header(Channel *c, int peer, const Block *block) {
     uint64_t header[2];
     if (!receive_header(c, peer, header)) return false;
@@ -67,7 +67,7 @@ static bool read_to_host(Channel *c, const Transfer *transfer, int peer) {
     return count > 0;
 }
 
-/* The inbox slot of a peer, which gets one if any is free; -1 if none is. */
+/* The inbox slot of a peer; it gets a free one if it has none. -1 if all are taken. */
 static int take_inbox_slot(Channel *c, int peer) {
     Peer *from = &c->peers[peer];
     for (int slot = 0; slot < c->inbox.slots && from->inbox_slot < 0; slot++) {

@@ -2,9 +2,9 @@
 can read. Nothing is copied on the way; with GPUs the sender's copy engine writes the slot and the
 receiver's reads it.
 
-Every ordered pair of ranks has a socket (Unix domain). Over it the sender says which bytes of its
-ring are the next piece, and the receiver, once it has read them, that it has. Who waits sleeps, and
-a peer that dies closes its sockets.
+Every ordered pair of ranks has a Unix domain socket. The sender sends which bytes of its ring are
+the next piece; the receiver answers once it has read them. A rank that waits sleeps, and a peer
+that dies closes its sockets.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def connect(
             listener.listen(socket.SOMAXCONN)
         except OSError as error:
             name, refused = b"", error
-        names = gather(name)  # also if it failed: the others wait for it
+        names = gather(name)  # even if it failed: the others wait for it
         if refused is not None:
             raise refused
         out: dict[int, socket.socket] = {}
@@ -127,8 +127,8 @@ def connect(
 
 
 def _is_ring(files: list[int], size: int) -> bool:
-    """Whether a caller sent memory of that size which it cannot take away again: to read what is
-    gone would end this process."""
+    """Whether a caller sent memory of that size that it cannot shrink: reading missing memory would
+    kill this process."""
     import fcntl
 
     try:
@@ -141,8 +141,8 @@ def _is_ring(files: list[int], size: int) -> bool:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether who called is a process of this user, or of root: the name of the socket is seen by
-    everybody on the machine."""
+    """Whether the caller is a process of this user, or of root: everybody on the machine can see
+    the socket's name."""
     known = getattr(socket, "SO_PEERCRED", None)  # Linux
     if known is None:
         return True

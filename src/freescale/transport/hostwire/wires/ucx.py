@@ -1,10 +1,10 @@
-"""The wire over UCX (by ucxx): sockets, shared memory or RDMA, whatever UCX finds and its own
-UCX_TLS allows.
+"""The wire over UCX (through ucxx): sockets, shared memory or RDMA, whatever UCX finds and UCX_TLS
+allows.
 
 One thread owns UCX's objects: it posts what other threads submit, makes progress, wakes threads
 that wait, and sleeps when nothing moves. A peer is gone when its connection breaks (shared memory
-has none), when its process ends (seen on the same machine) or when it says goodbye, which `close`
-does. Otherwise it is silent, and `wait` has its limit.
+has none), when its process ends (noticed on the same machine) or when `close` sends its goodbye.
+Otherwise it is silent, and `wait` times out.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from freescale.transport.api import Gather, TransportError
 from freescale.transport.failures import find_first_message
 from freescale.transport.machine import identify_machine
 
-# Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
-# a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX would ask the
-# driver about all of it. Over sockets that it watches, UCX copies a piece segment by segment: in 8
-# KB, its own choice, at a third of the speed.
+# Defaults; the user's UCX_... variables win. Pieces from 16 KB leave when the receiver expects
+# them. One rail: a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX
+# would query the driver about all of it. Over sockets UCX copies a piece by segments: its own 8 KB
+# reach a third of the speed.
 _SETTINGS = {
     "RNDV_THRESH": "16K",
     "MAX_RNDV_RAILS": "1",
@@ -36,11 +36,11 @@ _SETTINGS = {
     "TCP_TX_SEG_SIZE": "128K",
     "TCP_RX_SEG_SIZE": "128K",
 }
-# transports that have no connection which could break
+# transports without a connection that could break
 _MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}
 _HELLO, _GOODBYE = 1, 2
 _CLOSED = "it closed its wire"
-_PATIENCE = 0.5  # seconds that a rank which closes waits for the others to answer
+_PATIENCE = 0.5  # seconds that a closing rank waits for the others to answer
 
 
 class Piece:
@@ -65,8 +65,8 @@ class Piece:
 
 
 class UcxWire:
-    """A wire to all ranks. A collective to make: `gather` exchanges addresses, as
-    `Transport.gather_bytes` does. Raises TransportError on all ranks if UCX fails on one."""
+    """A wire to all ranks. A collective to make: `gather` is `Transport.gather_bytes`. Raises
+    TransportError on all ranks if UCX fails on one."""
 
     def __init__(self, rank: int, world: int, gather: Gather) -> None:
         self._rank, self._world = rank, world
@@ -91,17 +91,13 @@ class UcxWire:
             if " resource " in line
         }
         self._connected = not found <= _MEMORY
-        self.path = (
-            "ucx: tcp"
-            if found <= {"tcp", "self"}
-            else "ucx"
-            if self._connected
-            else "ucx: shared memory"
-        )
-        self._gone = [""] * world  # why a peer is
-        self._left: set[int] = set()  # peers that this rank said goodbye to
+        self.path = "ucx" if self._connected else "ucx: shared memory"
+        if found <= {"tcp", "self"}:
+            self.path = "ucx: tcp"
+        self._gone = [""] * world  # why a peer is gone
+        self._left: set[int] = set()  # peers to which this rank has sent a goodbye
         self._endpoints: dict[int, Any] = {}
-        # a file that can be read once a process has ended -> the peer it is
+        # descriptor that becomes readable when a process ends -> its rank
         self._processes: dict[int, int] = {}
         addresses = gather(address)
         places = gather(b"%d " % os.getpid() + _identify_process_namespace())
@@ -125,7 +121,7 @@ class UcxWire:
         self._submitted: deque[Piece] = deque()
         self._is_asleep = self._closed = False
         self._posted: list[tuple[Piece, Any]] = []  # each with UCX's request
-        # connects now: a rank that only receives would not see a connection break
+        # connects now: a rank that only receives would not notice a broken connection
         for peer in self._endpoints:
             self._say(peer, _HELLO)
             self._listen(peer)
@@ -189,7 +185,7 @@ class UcxWire:
         self._shut_down()
 
     def _sleep(self, milliseconds: float | None) -> None:
-        """Until something happens. What happened before UCX was armed keeps it from being armed."""
+        """Until something happens. UCX refuses to be armed if something already has."""
         for file, _ in self._poll.poll(milliseconds) if self._worker.arm() else ():
             if file == self._bell:
                 os.eventfd_read(file)
@@ -231,7 +227,7 @@ class UcxWire:
                     self._mark_gone(piece.peer, _CLOSED)
                     self._say_goodbye(piece.peer)
         if any(self._gone):
-            for piece, _ in self._posted:  # these stay: UCX may yet write to what is expected
+            for piece, _ in self._posted:  # kept: UCX may still write to their memory
                 if self._gone[piece.peer]:
                     piece.finish(self._gone[piece.peer])
 
@@ -247,14 +243,14 @@ class UcxWire:
         self._post(Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
 
     def _say_goodbye(self, peer: int) -> None:
-        """Once. A goodbye is answered at once: a rank that hears the answer knows that all it sent
-        has come."""
+        """Once per peer, which answers at once: a rank that gets the answer knows that all it sent
+        has arrived."""
         if peer not in self._left:
             self._left.add(peer)
             self._say(peer, _GOODBYE)
 
     def _shut_down(self) -> None:
-        with suppress(Exception):  # what UCX cannot send any more
+        with suppress(Exception):  # UCX cannot send any more
             for peer in self._endpoints:
                 if not self._gone[peer]:
                     self._say_goodbye(peer)
@@ -264,13 +260,13 @@ class UcxWire:
                 self._sleep(10)
         for file in self._processes:
             os.close(file)
-        os.close(self._bell)  # nobody rings: nobody is asleep
+        os.close(self._bell)  # nobody rings: the wire is closed
         everything = (self._worker, self._endpoints, self._posted)
         if self._connected or all(self._gone[peer] == _CLOSED for peer in self._endpoints):
             for endpoint in self._endpoints.values():
                 endpoint.close_blocking()
-        # UCX would wait for who is silent, without end: it keeps what it has, and the memory that
-        # it may write to
+        # UCX would wait forever for silent peers: it keeps its objects, and the memory that it may
+        # write to
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(everything))
         memory = [piece.memory for piece, _ in self._posted]
@@ -298,7 +294,7 @@ def _load() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise TransportError(f"{error}: pip install 'freescale[ucx]' brings ucxx") from error
     finally:
-        # ucxx sets some of UCX's, for GPUs; what is not the user's stays UCX's
+        # ucxx sets variables of UCX for GPUs; those that the user has not set stay unset
         for name in set(os.environ) - before:
             del os.environ[name]
     return libucxx, Array, Tag
