@@ -27,7 +27,7 @@ from helpers.wires import WIRES, wired  # isort: skip
 def _over(transport, wire, seconds=30.0):
     if wire == "collective":
         return connect("cpu", timeout=seconds, transport="collective")
-    kind, shared = wired(wire, transport.rank)
+    kind, shared = wired(wire)
     return HostwireTransport(
         "cpu",
         Ledger(),
@@ -119,7 +119,7 @@ def _failed(transport, wire):
     return again is good, new is lost, _exchanged(again, 2), _exchanged(new, 3)
 
 
-@pytest.mark.parametrize("wire", ["collective", "shared memory", "tcp", "gloo"])
+@pytest.mark.parametrize("wire", ["collective", "shared memory", "tcp", "ucx: tcp"])
 def test_a_channel_that_failed_on_one_rank_is_used_again_by_none(wire):
     assert run_ranks(2, _failed, wire) == [(True, False, True, True)] * 2
 

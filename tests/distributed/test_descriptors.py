@@ -45,8 +45,7 @@ def _opened(transport, name, together):
     ("name", "together"),
     [
         ("collective", True),
-        ("hostwire-gloo", True),
-        ("hostwire-gloo", False),
+        ("hostwire-tcp", True),
         ("hostwire-tcp", False),
         ("hostwire-ucx", True),
     ],
@@ -65,7 +64,7 @@ def test_descriptors_for_each_other_rank(name, together):
 
 def _limited(transport, soft, hard):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    made = connect("cpu", transport="hostwire-gloo")
+    made = connect("cpu", transport="hostwire-tcp")
     made.close()
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -78,7 +77,7 @@ def _too_few(transport):
     if transport.rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
     with pytest.raises(ValueError) as caught:
-        connect("cpu", transport="hostwire-gloo")
+        connect("cpu", transport="hostwire-tcp")
     return str(caught.value)
 
 
@@ -86,7 +85,7 @@ def test_too_few_on_one_rank_are_an_error_on_all():
     for error, text in gather_ranks(2, _too_few):
         assert error is None, error
         assert (
-            "2 ranks over hostwire-gloo need about" in text
+            "2 ranks over hostwire-tcp need about" in text
             and "rank 1 may have 100" in text
             and "ulimit -Hn" in text
         )
@@ -114,9 +113,7 @@ def test_too_few_are_an_error_before_the_ranks_meet(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    "name", ["auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"]
-)
+@pytest.mark.parametrize("name", ["auto", "collective", "hostwire-tcp", "hostwire-ucx"])
 @pytest.mark.parametrize("local", [1, 8, 500])
 def test_as_many_fit_as_are_needed_for(name, device, local):
     for limit in (1024, 4096, 65_536):

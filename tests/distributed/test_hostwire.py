@@ -18,17 +18,16 @@ from helpers.ranks import gather_ranks, run_ranks
 from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import TransportError
 from freescale.transport.choice import choose_transport
-from freescale.transport.hostwire import gate as gates
-from freescale.transport.hostwire import opening
-from freescale.transport.hostwire.gate import Gate
+from freescale.transport.hostwire import opening, ucx_channel
 from freescale.transport.hostwire.transport import HostwireTransport
+from freescale.transport.hostwire.ucx_channel import Gate
 from freescale.transport.hostwire.wires import tcp
 
 from helpers.wires import WIRES, wired  # isort: skip
 
 
 def hostwire(transport, wire, seconds=60.0):
-    kind, shared = wired(wire, transport.rank)
+    kind, shared = wired(wire)
     limit = timedelta(seconds=seconds)
     return HostwireTransport(
         "cpu", Ledger(), transport.group, transport.control, kind, shared=shared, timeout=limit
@@ -103,12 +102,11 @@ def _exchange(channel, messages, draw, delay):
 def test_mixed_messages(wire, world, messages):
     """Over each wire more than 10,000 messages between pairs of ranks."""
     for path in run_ranks(world, _mixed, wire, messages, True, timeout=200):
-        assert world == 1 or path.endswith(wire.removesuffix(": mixed"))
+        assert world == 1 or path.endswith(wire)
 
 
 def _gathered(transport, wire):
     wire = hostwire(transport, wire)
-    # small ones go pair by pair, large ones around a ring
     for count in (0, 1, 100, 70_000, 600_001):
         mine = torch.arange(count, dtype=torch.int32) + 7 * wire.rank
         got = wire.all_gather(mine, "rows").wait()
@@ -150,10 +148,10 @@ def _counted(transport, wire):
     return [entry[:3] for entry in record["collectives"]], record["paths"]
 
 
-def _two_machines(transport, wire, seed):
+def _two_machines(transport, seed):
     opening.identify_machine = lambda: b"machine %d" % (transport.rank // 2)
     made = HostwireTransport(
-        "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
+        "cpu", Ledger(), transport.group, transport.control, timeout=timedelta(seconds=30)
     )
     _exchange(made, 60, random.Random(seed), random.Random(transport.rank))
     path = made.describe_path()
@@ -161,14 +159,12 @@ def _two_machines(transport, wire, seed):
     return path
 
 
-@pytest.mark.parametrize("wire", ["gloo", "tcp"])
 @pytest.mark.parametrize("world", [3, 4])
-def test_ranks_on_two_machines(wire, world):
-    """Memory inside a machine, the wire between them; of three ranks one is alone on its
-    machine."""
-    paths = run_ranks(world, _two_machines, wire, world)
-    both = f"hostwire: {' and '.join(sorted((wire, 'shared memory')))}"
-    assert paths == [both, both, both if world == 4 else f"hostwire: {wire}", both][:world]
+def test_ranks_on_two_machines(world):
+    """Memory inside a machine, TCP between them; of three ranks one is alone on its machine."""
+    paths = run_ranks(world, _two_machines, world)
+    both = "hostwire: shared memory and tcp"
+    assert paths == [both, both, both if world == 4 else "hostwire: tcp", both][:world]
 
 
 def _strangers(transport):
@@ -195,16 +191,18 @@ def test_whoever_calls_without_the_token_is_no_rank():
     assert all(run_ranks(2, _strangers))
 
 
-def _no_compiler(transport):
+def _no_compiler(transport, shared):
     os.environ["FREESCALE_ENGINE"] = str(transport.rank)
     with pytest.raises(TransportError) as caught:
-        HostwireTransport("cpu", Ledger(), transport.group, transport.control, "tcp", shared=False)
+        HostwireTransport("cpu", Ledger(), transport.group, transport.control, shared=shared)
     return str(caught.value)
 
 
-def test_streams_without_an_engine_on_one_rank_are_refused_on_all():
-    for text in run_ranks(2, _no_compiler):
-        assert "rank 0 has none" in text and "hostwire-gloo" in text
+@pytest.mark.parametrize("shared", [True, False])
+def test_without_an_engine_on_one_rank_it_is_refused_on_all(shared):
+    """`connect` does not come so far: it falls back to process groups."""
+    for text in run_ranks(2, _no_compiler, shared):
+        assert "needs its engine in C, and rank 0 has none: FREESCALE_ENGINE=0" in text
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -237,12 +235,11 @@ def _fails(transport, name, how):
         lane.all_to_all(torch.zeros(world), [1] * world, [1] * world, "rows").wait()
     wire.close()
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("freescale")]
-    if name != "gloo":  # whose waits end with its timeout, not before
-        for thread in ours:
-            thread.join(60)
+    for thread in ours:
+        thread.join(60)
     if how == "is silent":
         transport.gather_bytes(b"")
-    return str(caught.value), name != "gloo" and [each.name for each in ours if each.is_alive()]
+    return str(caught.value), [each.name for each in ours if each.is_alive()]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -319,12 +316,12 @@ def test_no_core_is_busy_while_nothing_moves(wire):
     assert run_ranks(2, _idle, wire)[0] < 0.3  # of 1.5 seconds
 
 
-def _one_is_late(transport, wire):
+def _one_is_late(transport):
     """Processor time of ranks that have answers of one peer to read while they wait for another,
     with more to send than slots."""
     opening.identify_machine = lambda: b"machine %d" % (transport.rank // 2)
     made = HostwireTransport(
-        "cpu", Ledger(), transport.group, transport.control, wire, timeout=timedelta(seconds=30)
+        "cpu", Ledger(), transport.group, transport.control, timeout=timedelta(seconds=30)
     )
     lane, size = made.channel(ThreadLedger(made.ledger, "ahead")), 20_000_000
     lane.all_to_all(torch.zeros(3, dtype=torch.uint8), [1] * 3, [1] * 3, "rows").wait()
@@ -342,9 +339,8 @@ def _one_is_late(transport, wire):
     return used, got.view(3, size)[:, -1].tolist()
 
 
-@pytest.mark.parametrize("wire", ["tcp"])
-def test_no_core_is_busy_while_one_rank_is_late(wire):
-    (first, _), (second, _), (late, _) = found = run_ranks(3, _one_is_late, wire)
+def test_no_core_is_busy_while_one_rank_is_late():
+    (first, _), (second, _), (late, _) = found = run_ranks(3, _one_is_late)
     assert all(got == [0, 1, 2] for _, got in found)
     assert max(first, second) < late + 0.7, found  # of 2 seconds
 
@@ -379,7 +375,7 @@ def _carrier(transport, wire):
 
 def test_what_carries():
     assert run_ranks(2, _carrier, "shared memory") == ["EngineChannel"] * 2
-    assert run_ranks(2, _carrier, "shared memory: mixed") == ["EngineChannel", "PythonChannel"]
+    assert run_ranks(2, _carrier, "ucx: tcp") == ["UcxChannel"] * 2
 
 
 def test_bulk_gives_way_but_not_for_good(monkeypatch):
@@ -392,21 +388,20 @@ def test_bulk_gives_way_but_not_for_good(monkeypatch):
 
     thread = threading.Thread(target=bulk)
     with monkeypatch.context() as patched:
-        patched.setattr(gates, "time", SimpleNamespace(monotonic=lambda: now[0]))
-        gate.begin()
-        thread.start()
-        for _ in range(12):  # it moves: bulk waits
-            time.sleep(0.03)  # for bulk to look at the clock
-            now[0] += 0.09
-            gate.note_movement()
-        assert not order
-        gate.end()
+        patched.setattr(ucx_channel, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        with gate.hold(False), gate.hold(True):
+            thread.start()
+            for _ in range(12):  # it moves: bulk waits
+                time.sleep(0.03)  # for bulk to look at the clock
+                now[0] += 0.09
+                gate.note_movement()
+            assert not order
         thread.join()
     assert order == ["bulk"]
-    gate.begin()  # it does not move: bulk waits a little
-    begin = time.monotonic()
-    gate.give_way()
-    assert time.monotonic() - begin > 0.09
+    with gate.hold(True):  # it does not move: bulk waits a little
+        begin = time.monotonic()
+        gate.give_way()
+        assert time.monotonic() - begin > 0.09
 
 
 def _slow_rank(transport, wire):
@@ -435,21 +430,30 @@ def test_urgent_that_waits_for_bulk_elsewhere(wire):
 
 
 def test_the_choice_of_a_transport():
-    assert choose_transport("auto", "cpu", 1, True, True, True)[0] == "hostwire-gloo"
-    assert choose_transport("auto", "cpu", 1, True, True, False)[0] == "collective"
+    assert choose_transport("auto", "cpu", 1, True, True, True)[0] == "hostwire-tcp"
     assert choose_transport("auto", "cpu", 2, True, True, True)[0] == "hostwire-tcp"
-    assert choose_transport("auto", "cpu", 2, True, True, False)[0] == "collective"
-    assert choose_transport("auto", "cuda", 1, True, False, True)[0] == "hostwire-gloo"
+    assert choose_transport("auto", "cuda", 1, True, False, True)[0] == "hostwire-tcp"
     assert choose_transport("auto", "cuda", 2, True, True, True)[0] == "hostwire-ucx"
     name, why = choose_transport("auto", "cuda", 2, False, True, True)
     assert name == "hostwire-tcp" and "ucxx is missing" in why
-    name, why = choose_transport("auto", "cuda", 2, False, True, False)
-    assert name == "hostwire-gloo" and "engine" in why
-    assert choose_transport("hostwire-gloo", "cpu", 1, False, False, False) == (
-        "hostwire-gloo",
+    assert choose_transport("hostwire-tcp", "cpu", 1, False, False, True) == (
+        "hostwire-tcp",
         "as requested",
     )
     with pytest.raises(ValueError, match="pip install"):
         choose_transport("hostwire-ucx", "cuda", 1, False, True, True)
     with pytest.raises(ValueError, match="transport must be one of"):
         choose_transport("pigeon", "cpu", 1, False, False, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_choice_without_the_engine(device, machines):
+    for requested in ("auto", "hostwire-tcp"):
+        name, why = choose_transport(requested, device, machines, True, False, False)
+        assert name == "collective" and "engine" in why
+    assert choose_transport("hostwire-ucx", device, machines, True, False, False)[0] == (
+        "hostwire-ucx"
+    )
+    chosen, _ = choose_transport("auto", "cuda", 2, True, True, False)
+    assert chosen == "hostwire-ucx"

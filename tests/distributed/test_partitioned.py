@@ -19,7 +19,7 @@ from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 
-WIRES = ["process group", "shared memory", "gloo"]
+WIRES = ["process group", "shared memory", "ucx: tcp"]
 SIZES = (0, 1, 3, 17, 10_007, 300_000)
 
 

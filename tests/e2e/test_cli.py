@@ -102,7 +102,7 @@ def test_transports_write_the_same(tmp_path):
     of the paths."""
     data = interactions(tmp_path / "events.parquet")
     found = {}
-    for transport in ("collective", "hostwire-gloo", "hostwire-ucx"):
+    for transport in ("collective", "hostwire-tcp", "hostwire-ucx"):
         folder = tmp_path / transport
         folder.mkdir()
         options = ["--nproc", 2, "--epochs", 2, "--placement", "sharded", "--transport", transport]
@@ -128,13 +128,27 @@ def test_transports_write_the_same(tmp_path):
         }
         wire = {
             "collective": "gloo",
-            "hostwire-gloo": "hostwire: shared memory",
+            "hostwire-tcp": "hostwire: shared memory",
             "hostwire-ucx": "hostwire: ucx: tcp",
         }[transport]
         # samples are too few to move
         assert set(carried) == {"counts", "ids", "rows", "gradients", "dense"}
         assert all(paths == {wire} for paths in carried.values()), carried
-    assert found["collective"] == found["hostwire-gloo"] == found["hostwire-ucx"]
+    assert found["collective"] == found["hostwire-tcp"] == found["hostwire-ucx"]
+
+
+def test_a_run_with_a_removed_transport_starts_and_resumes(tmp_path):
+    """Its configuration keeps the old name; every start prints what replaces it."""
+    data = interactions(tmp_path / "events.parquet")
+    options = ["--nproc", 2, "--transport", "hostwire-gloo"]
+    first = train(tmp_path, data, *options, "--steps", 2, "--checkpoint-every", 2)
+    command = ["--folder", tmp_path / "run", "--resume", "--nproc", 2, "--steps", 4]
+    for done in (first, freescale("train", *command)):
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("transport hostwire-gloo is now hostwire-tcp") == 1
+        assert "transport hostwire-tcp (as requested)" in done.stdout
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored["train"]["transport"] == "hostwire-gloo"
 
 
 @pytest.mark.long

@@ -1,5 +1,5 @@
 """HostwireTransport between ranks that share a GPU: what arrives is what was sent, also beyond the
-ring, in C and in Python, and on streams as between machines."""
+ring, through shared memory, on streams as between machines, and over UCX."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import os, sys, torch
 os.environ["NCCL_HOSTID"] = "host" + os.environ["RANK"]
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 carrier, rank = sys.argv[1], int(os.environ["RANK"])
-in_python = carrier == "python" or (carrier == "mixed" and rank % 2)
-os.environ["FREESCALE_ENGINE"] = "0" if in_python else "1"
+os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"] = "tcp,self", "lo"
 import freescale
 from freescale.ledger.ledger import ThreadLedger
 from freescale.transport.hostwire import opening
 machines = {"streams": 1, "two machines": 2}.get(carrier, 0)  # ranks of each; 0: all
 if machines:
     opening.identify_machine = lambda: b"machine %d" % (rank // machines)
-name = "hostwire-tcp" if machines else "hostwire-gloo"
+over_ucx = carrier == "ucx"
+name = "hostwire-ucx" if over_ucx else "hostwire-tcp"
 transport = freescale.connect(torch.device("cuda:0"), timeout=20.0, transport=name)
-paths = ("shared memory", "tcp", "shared memory and tcp")
-assert transport.describe_path() == "hostwire: " + paths[machines]
-assert type(transport._channel).__name__ == ("PythonChannel" if in_python else "EngineChannel")
+path = "ucx: tcp" if over_ucx else ("shared memory", "tcp", "shared memory and tcp")[machines]
+assert transport.describe_path() == "hostwire: " + path
+assert type(transport._channel).__name__ == ("UcxChannel" if over_ucx else "EngineChannel")
 lane = transport.channel(ThreadLedger(transport.ledger, "lane"))
 world = transport.world
 assert transport.rank == rank
@@ -52,9 +52,10 @@ for over in (lane, transport):
         transport.gather_bytes(b"")
         expected = [numbers(source, rank, receive[source]) for source in range(world)]
         assert torch.equal(came, torch.cat(expected)), (rank, size)
-    mine = torch.full((70_001,), rank, device="cuda")
-    everyone = torch.arange(world, device="cuda")[:, None].expand(-1, 70_001)
-    assert torch.equal(over.all_gather(mine, "rows").wait(), everyone)
+    for size in (1000, 70_001, 3_000_001):
+        mine = torch.full((size,), rank, device="cuda")
+        everyone = torch.arange(world, device="cuda")[:, None].expand(-1, size)
+        assert torch.equal(over.all_gather(mine, "rows").wait(), everyone)
 under_way = [
     lane.all_to_all(torch.full((4000,), n, device="cuda"), [1000] * 4, [1000] * 4, "rows")
     for n in range(100)
@@ -65,7 +66,7 @@ transport.close()
 """
 
 
-@pytest.mark.parametrize("carrier", ["engine", "mixed", "python", "streams", "two machines"])
+@pytest.mark.parametrize("carrier", ["memory", "streams", "two machines", "ucx"])
 def test_messages_of_all_sizes_on_ranks_beside_nccl(carrier, tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)

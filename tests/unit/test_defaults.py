@@ -7,6 +7,7 @@ import inspect
 from dataclasses import fields
 from datetime import timedelta
 
+import click
 import pytest
 import torch
 
@@ -44,6 +45,7 @@ from freescale.simulate.compute import Model
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.train.build import build_row_optimizer
 from freescale.train.checkpoint import Checkpoints
+from freescale.transport.choice import FORMER, TRANSPORTS
 from freescale.transport.hostwire.transport import HostwireTransport
 
 DATA = DataConfig(data="x")
@@ -178,3 +180,20 @@ def test_the_command_line_has_no_defaults_of_its_own(command, kinds):
     options = {option.name: option.default for option in main.commands[command].params}
     assert set(options) >= set(settings(*kinds))
     assert {name for name in settings(*kinds) if options[name] is not None} == set()
+
+
+def test_removed_values_are_accepted_and_not_shown():
+    """Old configurations and command lines name them."""
+    config = RunConfig(DATA, ModelConfig(), TrainConfig(transport="hostwire-gloo"))
+    assert RunConfig.from_json(config.to_json()) == config
+    command = main.commands["train"]
+    (option,) = (entry for entry in command.params if entry.name == "transport")
+    (setting,) = (entry for entry in fields(TrainConfig) if entry.name == "transport")
+    assert setting.metadata["choices"] == TRANSPORTS
+    assert set(setting.metadata["former_choices"]) == set(FORMER)
+    assert option.type.convert("hostwire-gloo", option, None) == "hostwire-gloo"
+    assert "hostwire-gloo" not in option.make_metavar(click.Context(command))
+    with pytest.raises(click.BadParameter, match="'hostwire-tcp'"):
+        option.type.convert("pigeon", option, None)
+    with pytest.raises(ValueError, match="--transport must be one of auto, collective, hostwire-"):
+        TrainConfig(transport="pigeon")

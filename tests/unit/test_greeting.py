@@ -59,13 +59,6 @@ def _by_memory(rank, gather):
         os.close(file)
 
 
-def _closed(wire):
-    wire.close()
-    if isinstance(wire, shared.SharedWire):
-        wire.release()
-        wire._ring.close()
-
-
 def _called(text: bytes) -> socket.socket:
     if text.startswith(b"\0"):
         calling = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,7 +84,7 @@ def test_callers_that_say_nothing_hold_nobody_up(connect, monkeypatch):
         for rank, wire in enumerate(wires):
             assert not isinstance(wire, Exception), wire
             assert list(wire.streams if connect is _by_stream else wire.into) == [1 - rank]
-            _closed(wire)
+            wire.close()
     assert set(Path("/proc/self/fd").iterdir()) - before == set()
 
 
@@ -125,7 +118,7 @@ def test_a_ring_that_is_none_is_not_mapped():
 
         for rank, wire in enumerate(_met(_by_memory, call)):
             assert isinstance(wire, shared.SharedWire) and list(wire.rings) == [1 - rank], wire
-            _closed(wire)
+            wire.close()
 
 
 def test_who_says_nothing_is_sent_away(monkeypatch):

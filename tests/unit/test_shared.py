@@ -86,7 +86,6 @@ def test_another_user_is_not_let_in():
     for rank, wire in enumerate(wires):
         assert isinstance(wire, shared.SharedWire) and list(wire.rings) == [1 - rank], wire
         wire.close()
-        wire.release()
 
 
 def test_nothing_stays_open_after_a_failure(monkeypatch):

@@ -43,8 +43,8 @@ SECONDS = 120.0  # limit of a collective
 
 
 def build_arm(name: str, transport: ProcessGroupTransport) -> Arm:
-    """Builds an arm: serial over NCCL, the others over hostwire. A collective."""
-    carrier = "collective" if name == "serial" else "hostwire-gloo"
+    """Builds an arm: serial goes over NCCL, the others over hostwire. A collective."""
+    carrier = "collective" if name == "serial" else "hostwire-tcp"
     schedule = partial(Staged, masks=no_collisions) if name == "stale" else name
     device, rank, world = transport.device, transport.rank, transport.world
     workload = SHAPES[device.type]

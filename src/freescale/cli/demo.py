@@ -58,7 +58,7 @@ SHORT_ARMS: dict[str, dict[str, str]] = {
     "staged + balancing + hostwire": {
         "schedule": "staged",
         "balance": "greedy",
-        "transport": "hostwire-gloo",
+        "transport": "hostwire-tcp",
     },
 }
 COMPARISON = "compare.html"  # in the folder of the run

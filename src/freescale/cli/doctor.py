@@ -155,8 +155,8 @@ def _check_shared_memory(torch: Any) -> Row:
         finally:
             os.close(file)
     except (AttributeError, OSError, RuntimeError) as error:
-        return ("shared memory", "no", f"ranks of one machine talk over sockets: {error}")
-    use = "ranks of one machine exchange through it (hostwire-gloo and -tcp)"
+        return ("shared memory", "no", f"hostwire-tcp fails: pass --transport collective ({error})")
+    use = "ranks of one machine exchange through it (hostwire-tcp)"
     return ("shared memory", "yes", use)
 
 
@@ -165,8 +165,7 @@ def _check_engine() -> Row:
     from freescale.transport.hostwire.bindings import explain_missing_engine
 
     if why := explain_missing_engine():
-        slow = "transfers run in Python, which slows GPU ranks down, and there is no hostwire-tcp"
-        return ("engine", "no", f"{slow}: {why}")
+        return ("engine", "no", f"--transport auto and hostwire-tcp fall back to collective: {why}")
     use = "transfers inside a machine and over TCP run in C, without Python's lock"
     return ("engine", "yes", use)
 

@@ -23,6 +23,17 @@ class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]
         return read_number(str(value))
 
 
+class _Choice(click.Choice):  # type: ignore[type-arg]
+    """Accepts former choices as well, which the help does not show."""
+
+    def __init__(self, choices: Collection[str], former: Collection[str]) -> None:
+        super().__init__(tuple(choices))
+        self._former = former
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        return value if value in self._former else super().convert(value, param, ctx)
+
+
 _TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "int | str": _NumberOrWord()}
 
 
@@ -44,8 +55,8 @@ def _make_option(entry: Field[Any], heading: str) -> Callable[[F], F]:
     base = str(entry.type).removesuffix(" | None")
     flag = entry.name.replace("_", "-")
     name = f"--{flag}/--no-{flag}" if base == "bool" else f"--{flag}"
-    choices = entry.metadata.get("choices")
-    kind = None if base == "bool" else click.Choice(choices) if choices else _TYPES[base]
+    choices, former = (entry.metadata.get(name, ()) for name in ("choices", "former_choices"))
+    kind = None if base == "bool" else _Choice(choices, former) if choices else _TYPES[base]
     return click.option(
         name,
         entry.name,

@@ -22,8 +22,8 @@ def option(
     """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`;
     `words`: words that stand for a number).
     `heading`: its section of the help, if not that of its class; `common`: whether --help shows it
-    (--help-all shows all). `formerly`, among the checks: the value for a config.json without the
-    setting, if not the default."""
+    (--help-all shows all). Among the checks, `formerly`: the value for a config.json without the
+    setting, if not the default; `former_choices`: values that are accepted and not shown."""
     shown = {"help": help, "common": common} | ({"heading": heading} if heading else {})
     return field(default=default, metadata={**shown, **checks})
 
@@ -52,7 +52,8 @@ class Checked:
                 continue
             if words and not isinstance(value, int):
                 raise ValueError(f"{flag} must be a number or {', '.join(words)}, not {value!r}")
-            if "choices" in rules and value not in rules["choices"]:
+            accepted = (*rules.get("choices", ()), *rules.get("former_choices", ()))
+            if accepted and value not in accepted:
                 raise ValueError(
                     f"{flag} must be one of {', '.join(rules['choices'])}, not {value!r}"
                 )

@@ -78,7 +78,8 @@ class TrainConfig(Checked):
         "auto",
         "what carries ids, rows, gradients and samples: process groups, or copy engines and "
         "the CPU",
-        choices=("auto", "collective", "hostwire-gloo", "hostwire-tcp", "hostwire-ucx"),
+        choices=("auto", "collective", "hostwire-tcp", "hostwire-ucx"),
+        former_choices=("hostwire-gloo",),  # connect() replaces it and prints by what
     )
     dense_sums: str = _distribution_option(
         "auto",

@@ -23,7 +23,7 @@ from freescale.simulate.shipped import list_names, read_toml
 
 PRESETS = Path(__file__).parent / "networks"
 TRANSPORTS = ("collective", "hostwire")
-_CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire/transfer.py)
+_CHUNK = 1 << 20  # bytes that hostwire copies at a time (transport/hostwire/csrc/channel.h)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -15,8 +16,10 @@ from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
 from freescale.transport.api import Transport, TransportError, gather_json
 from freescale.transport.choice import (
+    FORMER,
     choose_transport,
     depends_on_engine,
+    explain_fallback,
     find_rdma_devices,
     is_ucx_installed,
 )
@@ -98,7 +101,7 @@ def connect(
         device: auto (a GPU for each local rank where there is any), cpu, cuda, or a torch.device.
         timeout: seconds after which a rank that does not take part in a collective has been named,
             on all others.
-        transport: auto, collective, hostwire-gloo, hostwire-tcp or hostwire-ucx.
+        transport: auto, collective, hostwire-tcp or hostwire-ucx.
 
     Returns:
         The transport; its `about` says which it is and why.
@@ -109,6 +112,10 @@ def connect(
         TransportError: the ranks do not reach each other, or one cannot open what the transport
             needs.
     """
+    if transport in FORMER:
+        former, transport = transport, FORMER[transport]
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        _print_on_first(f"transport {former} is now {transport}: replace the name", rank)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     chosen = device
@@ -208,19 +215,25 @@ def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str
     different packages and devices. A collective. Returns the transport's name, the reason, and
     whether all ranks are on one machine. ValueError, on all ranks, if one may not open as many
     files as the transport takes."""
-    device = made.device.type
-    engine = depends_on_engine(transport) and not explain_missing_engine()
+    needs_engine = depends_on_engine(transport)
     here = [
         identify_machine().hex(),
         raise_limit(),
         is_ucx_installed(),
         bool(find_rdma_devices()),
-        engine,
+        explain_missing_engine() if needs_engine else "",
     ]
-    machines, limits, *everywhere = zip(*gather_json(made, here), strict=True)
-    chosen, why = choose_transport(
-        transport, device, len(set(machines)), *(all(has) for has in everywhere)
-    )
+    machines, limits, ucx, rdma, missing = zip(*gather_json(made, here), strict=True)
+    device, count = made.device.type, len(set(machines))
+    engine = needs_engine and not any(missing)
+    chosen, why = choose_transport(transport, device, count, all(ucx), all(rdma), engine)
+    if chosen == "collective" and needs_engine:
+        _print_on_first(explain_fallback(missing), made.rank)
     for rank, most in enumerate(limits):
         check_limit(chosen, device, made.world, machines.count(machines[rank]), most, rank)
-    return chosen, why, len(set(machines)) == 1
+    return chosen, why, count == 1
+
+
+def _print_on_first(line: str, rank: int) -> None:
+    if rank == 0:
+        print(f"freescale: {line}", file=sys.stderr)

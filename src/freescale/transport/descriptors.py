@@ -27,9 +27,7 @@ def count_per_rank(transport: str, device: str, neighbour: bool = False) -> int:
         return common + _LANES * LINES[device]
     if transport == "hostwire-ucx":
         return common + (1 + _LANES) * _UCX
-    if neighbour:
-        return common + (1 + _LANES) * _SHARED
-    return common + (1 + _LANES) * (LINES[device] if transport == "hostwire-gloo" else 1)
+    return common + (1 + _LANES) * (_SHARED if neighbour else 1)
 
 
 def count_needed(transport: str, device: str, world: int, local_world: int) -> int:
@@ -61,8 +59,7 @@ def _list_candidates(transport: str, device: str) -> tuple[str, ...]:
     """What the transport may turn out to be."""
     if transport != "auto":
         return (transport,)
-    chosen = "collective" if device == "cpu" else "hostwire-ucx"
-    return ("hostwire-gloo", "hostwire-tcp", chosen)
+    return ("hostwire-tcp", "collective" if device == "cpu" else "hostwire-ucx")
 
 
 def read_hard_limit() -> int | None:

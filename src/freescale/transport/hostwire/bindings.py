@@ -1,4 +1,4 @@
-"""The functions of csrc/engine.h, as Python calls them; and whether this process has them."""
+"""Python bindings of csrc/engine.h, and whether the engine is available."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Driver(ctypes.Structure):
 
 
 class EngineLibrary:
-    """The compiled engine. Functions that wait release Python's lock; the others are over before
-    that would pay."""
+    """The compiled engine. Functions that wait release Python's lock; the others are too short for
+    that to pay off."""
 
     def __init__(self, path: str) -> None:
         holding, releasing = ctypes.PyDLL(path), ctypes.CDLL(path)
@@ -72,15 +72,13 @@ def _load_once() -> tuple[EngineLibrary | None, str]:
 
 
 def load_engine() -> EngineLibrary | None:
-    """The engine, compiled at the first call; None where `explain_missing_engine` says why. Ranks
-    with and without it share memory with each other; streams need it on all (opening.py)."""
+    """The engine, compiled at the first call; None if it is missing."""
     return None if _is_refused() else _load_once()[0]
 
 
 def explain_missing_engine() -> str:
-    """Why there is no engine, or nothing: it cannot be compiled, kept or loaded, or
-    FREESCALE_ENGINE=0 asks for Python. In the environment and not in a run's settings, because it
-    concerns one machine."""
+    """Why the engine is missing: it cannot be compiled, cached or loaded, or FREESCALE_ENGINE=0
+    disables it on this machine. Empty if it is there."""
     return "FREESCALE_ENGINE=0" if _is_refused() else _load_once()[1]
 
 

@@ -1,9 +1,9 @@
-"""A channel whose transfers are driven in C (csrc/engine.c), without Python's lock: in memory that
-ranks of one machine share, and on streams between machines.
+"""A channel driven in C (csrc/engine.c): through memory that ranks of one machine share, and over
+TCP streams between machines.
 
-The thread that waits for a transfer drives it, as with `CallerDriven`. In Python a transfer keeps
-the interpreter, which the main thread then lacks for launching kernels; here only building the call
-does. Where there is no engine (bindings.py), python_channel.py runs.
+The thread that waits for a transfer drives it, both directions in turn: waking another thread takes
+longer than many a transfer. C does so without Python's lock, which the main thread needs for
+launching kernels.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch import Tensor
 from freescale.streams import current_stream, new_stream, record_event, record_event_on
 from freescale.transport.api import Sizes, TransportError
 from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
+from freescale.transport.hostwire.channel import LARGEST, SLOTS, ChannelParts, make_error
 from freescale.transport.hostwire.pinned import Pinned
-from freescale.transport.hostwire.steps import LARGEST, SLOTS, ChannelParts
-from freescale.transport.hostwire.transfer import make_error
-from freescale.transport.hostwire.wires.api import EngineWire
+from freescale.transport.hostwire.wires.shared import SharedWire
+from freescale.transport.hostwire.wires.tcp import TcpWire
 
-# seconds that a thread polls before it naps; a CPU has other things to do
+# seconds that a thread polls before it naps; CPU ranks need the core for compute
 _SPIN = {"cpu": 0.0, "cuda": 0.0003}
 _REASONS = {
     ErrorCode.CLOSED: "the connection was closed",
     ErrorCode.TIMED_OUT: "the time ran out",
     ErrorCode.SIZE_MISMATCH: (
-        "a piece of {:,} bytes came that was not expected: ranks disagree on sizes"
+        "a piece of {:,} bytes arrived that was not expected: ranks disagree on sizes"
     ),
     ErrorCode.DEVICE: "the driver of the GPU refused, error {}",
     ErrorCode.OUTSIDE_RING: "it names bytes from {:,} on, which are outside its ring",
 }
 _PATIENCE = 2.0  # seconds that closing waits for a thread
-# bytes of pieces that share a slot: what is large leaves as soon as it is copied
+# bytes of pieces that share a slot; a large piece leaves as soon as it is copied
 _TOGETHER = 1 << 20
-_INBOX = 1 << 20  # bytes of a slot that a stream fills before they are copied to a GPU, at most
-_INBOXES = 64 << 20  # of all of them
+_INBOX = 1 << 20  # largest slot that a stream fills before it is copied to a GPU, in bytes
+_INBOXES = 64 << 20  # all of them together
 _WAITING = 4  # pieces that may wait in a stream of a slow network
 _DRIVER_CALLS = (
     "cuMemcpyAsync",
@@ -66,13 +66,13 @@ def _load_driver() -> Driver:
 
 
 class EngineGate:
-    """As `gate.Gate`, for the engine's channels of a rank."""
+    """Bulk traffic of a rank gives way to its urgent traffic, on all its channels (csrc/gate.h)."""
 
     def __init__(self, library: EngineLibrary, patience: float) -> None:
-        self._library, self.handle = library, library.gate_new(patience)
+        self.library, self.handle = library, library.gate_new(patience)
 
     def __del__(self) -> None:
-        self._library.gate_free(self.handle)
+        self.library.gate_free(self.handle)
 
 
 class EngineTransfer:
@@ -82,44 +82,41 @@ class EngineTransfer:
         self, channel: EngineChannel, number: int, kind: str, urgent: bool, kept: tuple[object, ...]
     ) -> None:
         self._channel, self.number, self.kind, self.urgent = channel, number, kind, urgent
-        self.kept = kept  # tensors and an event that C has the addresses of
-        self.arrived: torch.cuda.Event | None = None  # of what does not travel
+        self.kept = kept  # tensors and an event whose addresses C has
+        self.arrived: torch.cuda.Event | None = None  # of the part that stays on this rank
 
     def wait(self) -> None:
-        """Waits until what travels is in its place; what the current stream does next has the rest
-        as well. Raises TransportError."""
+        """Waits until all that travels is in place; work queued on the current stream afterwards
+        sees the rest as well. Raises TransportError."""
         self._channel.drive_until(self)
         if self.arrived is not None:
             current_stream(self._channel.device).wait_event(self.arrived)
 
 
 class EngineChannel:
-    """A `Channel` that the engine drives, over wires to all other ranks. The channels of a rank
-    share a gate."""
+    """A channel that the engine drives, over wires to all other ranks. The channels of a rank share
+    a gate."""
 
     def __init__(
-        self,
-        library: EngineLibrary,
-        parts: ChannelParts,
-        wires: Sequence[EngineWire],
-        gate: EngineGate,
+        self, parts: ChannelParts, wires: Sequence[SharedWire | TcpWire], gate: EngineGate
     ) -> None:
-        rank, device, ring, slot = parts.rank, parts.device, parts.ring, parts.slot
+        library, rank, device = gate.library, parts.rank, parts.device
+        ring, slot = parts.ring, parts.slot
         self.rank, self.device, self._seconds = rank, device, parts.seconds
         self._library, self._wires, self._gate, self._ring = library, wires, gate, ring
         self._largest = {False: parts.piece, True: parts.largest}  # by urgency
-        endpoints = {
-            peer: endpoint for wire in wires for peer, endpoint in wire.endpoints().items()
-        }
+        endpoints: dict[int, tuple[int, int, Pinned | None]] = {}
+        for wire in wires:
+            endpoints |= wire.endpoints()
         self._world = len(endpoints) + 1
         self._under_way: deque[EngineTransfer] = deque()
         self._error: BaseException | None = None
         self._inside = threading.Lock()  # while C has the channel: another thread may close it
         cuda = device.type == "cuda"
         self._streams = [new_stream(device, priority=-1) for _ in range(2)] if cuda else []
-        # One for each stream at least: ranks whose slots hold beginnings of others' pieces must not
-        # wait for each other.
-        streams = sum(endpoint.ring is None for endpoint in endpoints.values())
+        # At least one for each stream: ranks whose slots hold unfinished pieces must not wait for
+        # each other.
+        streams = sum(theirs is None for *_, theirs in endpoints.values())
         inbox_slots = 2 * streams if cuda else 0
         inbox_bytes = max(64 << 10, min(_INBOX, _INBOXES // max(1, 2 * streams)))
         self._inbox = Pinned(inbox_slots * inbox_bytes, device)
@@ -133,32 +130,33 @@ class EngineChannel:
         if not made:
             raise RuntimeError("no memory, or no events of the GPU, for a channel")
         self._handle: int | None = made
-        for peer, endpoint in endpoints.items():
-            theirs = None
-            if endpoint.ring is not None:
-                assert endpoint.ring.bytes.numel() == ring.bytes.numel(), (
-                    "rings are of one size: what a peer names is checked against it"
-                )
-                theirs = endpoint.ring.bytes.data_ptr()
-            sockets = endpoint.send_socket, endpoint.receive_socket
-            library.channel_set_peer(made, peer, *sockets, theirs)
-        if parts.piece < LARGEST:  # what is urgent waits for less than a few milliseconds
-            for wire in wires:
+        for peer, (*sockets, theirs) in endpoints.items():
+            # the engine checks what a peer names against this rank's ring
+            assert theirs is None or theirs.bytes.numel() == ring.bytes.numel()
+            address = None if theirs is None else theirs.bytes.data_ptr()
+            library.channel_set_peer(made, peer, *sockets, address)
+        for wire in wires:
+            if isinstance(wire, TcpWire) and parts.piece < LARGEST:  # a slow network
                 wire.limit_buffers(_WAITING // 2 * parts.piece)  # the kernel doubles it
         self._addresses, self._sizes = c_uint64 * self._world, c_int64 * self._world
 
     def all_to_all(
         self, kind: str, urgent: bool, tensor: Tensor, send: Sizes, output: Tensor, receive: Sizes
     ) -> EngineTransfer:
+        """Sends the rows of tensor [sum(send), ...] to the ranks and receives
+        output [sum(receive), ...], this rank's rows included; both in rank order. Raises
+        TransportError if the channel has failed before."""
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         out, into = _lay_out(tensor, send, row), _lay_out(output, receive, row)
         transfer = self.submit(kind, urgent, (tensor, output), *out, *into)
-        if output.is_cuda:  # beside what travels, which need not wait for it
+        if output.is_cuda:  # while the rest travels, which need not wait for it
             _select(output, receive, self.rank).copy_(_select(tensor, send, self.rank))
             transfer.arrived = record_event_on(output.device)
         return transfer
 
     def all_gather(self, kind: str, urgent: bool, tensor: Tensor, output: Tensor) -> EngineTransfer:
+        """Sends tensor [...] to all ranks and receives output [world, ...], this rank's included.
+        Raises TransportError if the channel has failed before."""
         if output.is_cuda:
             output[self.rank].copy_(tensor)
         size = tensor.numel() * tensor.element_size()
@@ -179,12 +177,12 @@ class EngineChannel:
         """Starts a transfer.
 
         Args:
-            kind: of traffic, for messages.
+            kind: of traffic, for error messages.
             urgent: bulk gives way to it.
-            tensors: what is sent, what is received into. On the host, what stays with this rank is
-                copied from one to the other as well.
-            out, out_sizes: [world], addresses inside the first and bytes, by rank.
-            into, into_sizes: the same inside the second.
+            tensors: the sent and the received tensor. On the host, the part that stays on this rank
+                is copied from one to the other as well.
+            out, out_sizes: [world], addresses in the first and bytes, by rank.
+            into, into_sizes: the same in the second.
 
         Raises:
             TransportError: the channel failed or was closed.
@@ -241,11 +239,11 @@ class EngineChannel:
             reason += f", {os.strerror(cause.value)}"
         left = self._library.channel_bytes_left(self._handle)
         self._error = make_error(self.rank, last.kind, last.urgent, peer.value, left, reason)
-        self._hang_up()  # whoever waits for this rank hears of it
+        self._hang_up()  # ranks that wait for this one notice
 
     def close(self) -> bool:
-        """Whether no thread uses its wires and memory any more. A thread that waits for a transfer
-        gets the signal to leave."""
+        """Tells a thread that waits for a transfer to leave. Returns whether no thread uses its
+        wires and memory any more; the wires stay open."""
         if self._handle is None:
             return True
         self._library.channel_stop(self._handle)

@@ -1,4 +1,4 @@
-"""Opens the wires of a hostwire, and measures the network between them once. Everything here is a
+"""Opens the wires of a channel, and measures the network between them once. Everything here is a
 collective; if it fails on one rank, it fails on all."""
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from freescale.transport.api import TransportError
-from freescale.transport.descriptors import LINES
 from freescale.transport.failures import find_first_message
 from freescale.transport.hostwire.bindings import explain_missing_engine
+from freescale.transport.hostwire.channel import LARGEST, SLOTS
 from freescale.transport.hostwire.pinned import Pinned, create_shared_file
-from freescale.transport.hostwire.steps import LARGEST, SLOTS
-from freescale.transport.hostwire.wires.api import EngineWire, NetworkWire, PieceWire, Wire
-from freescale.transport.hostwire.wires.gloo import GlooWire
+from freescale.transport.hostwire.wires.shared import SharedWire
 from freescale.transport.hostwire.wires.shared import connect as connect_shared
+from freescale.transport.hostwire.wires.tcp import TcpWire
 from freescale.transport.hostwire.wires.tcp import connect as connect_tcp
+from freescale.transport.hostwire.wires.ucx import UcxWire
 from freescale.transport.machine import identify_machine
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -30,34 +28,32 @@ _PROBE, _PROBES = 256 << 10, 4  # bytes, times
 
 @dataclass
 class Wires:
-    """The wires of a channel.
+    """The wires of a channel: two for the engine, or one over UCX.
 
     Attributes:
         ring: what the wires send from.
-        all: every wire once.
-        routes: [world], the wire to each rank; empty for a single rank.
-        network: the one between machines, on all ranks or on none.
+        shared: between ranks of a machine; None if no two are on the same one.
+        network: TCP between machines, None if there is one machine; or UCX.
+        elsewhere: ranks that this one reaches over the network.
     """
 
     ring: Pinned
-    all: list[Wire]
-    routes: list[Wire]
-    network: NetworkWire | None
+    shared: SharedWire | None
+    network: TcpWire | UcxWire | None
+    elsewhere: list[int]
 
-    def for_engine(self) -> list[EngineWire]:
-        """All wires if the engine can drive every one of them, otherwise none."""
-        wires = [wire for wire in self.all if isinstance(wire, EngineWire)]
-        return wires if len(wires) == len(self.all) else []
-
-    def for_python(self) -> list[PieceWire]:
-        """The routes, where Python can drive them."""
-        return [route for route in self.routes if isinstance(route, PieceWire)]
+    def describe(self) -> str:
+        """What carries bytes from this rank to others."""
+        shared = self.shared if self.shared is not None and self.shared.out else None
+        network = self.network if self.elsewhere else None
+        names = sorted(wire.path for wire in (shared, network) if wire is not None)
+        return " and ".join(names) or "nothing to carry"
 
     def close(self) -> None:
         """When no thread uses them any more."""
-        for wire in self.all:
-            wire.close()
-            wire.release()
+        for wire in (self.shared, self.network):
+            if wire is not None:
+                wire.close()
         self.ring.close()
 
 
@@ -75,12 +71,16 @@ def open_wires(
     meeting: ProcessGroupTransport, wire: str, neighbours: list[int], timeout: timedelta
 ) -> Wires:
     """Connects a channel's ranks: those of this machine, `neighbours`, by shared memory, others by
-    `wire` (gloo, tcp or ucx). If it fails it closes what it opened, and raises TransportError on
-    all ranks."""
-    rank, world, device = meeting.rank, meeting.world, meeting.device
-    elsewhere = [peer for peer in range(world) if peer != rank and peer not in neighbours]
+    `wire` (tcp or ucx). If that fails it closes what it opened, and raises TransportError on all
+    ranks."""
+    rank, device, gather = meeting.rank, meeting.device, meeting.gather_bytes
+    elsewhere = [peer for peer in range(meeting.world) if peer not in (rank, *neighbours)]
+    seconds = timeout.total_seconds()
+    if wire == "tcp":
+        _raise_if_missing("its engine in C", meeting, explain_missing_engine())
     with ExitStack() as always, ExitStack() as failed:
-        file = None
+        file, shared = None, None
+        network: TcpWire | UcxWire | None = None
         with _needing("memory that copy engines reach", meeting, RuntimeError, OSError):
             if neighbours:
                 file = create_shared_file(SLOTS * LARGEST)
@@ -88,34 +88,17 @@ def open_wires(
             needs_ring = bool(neighbours) or (device.type == "cuda" and bool(elsewhere))
             ring = Pinned(SLOTS * LARGEST if needs_ring else 0, device, file)
             failed.callback(ring.close)
-        wires: list[Wire] = []
-        routes: dict[int, Wire] = {}
-        if any(meeting.gather_bytes(b"y" * len(neighbours))):
+        if any(gather(b"y" * len(neighbours))):
             with _needing("shared memory of one machine", meeting, RuntimeError, OSError):
-                shared = connect_shared(
-                    rank,
-                    neighbours,
-                    ring,
-                    file or 0,
-                    device,
-                    meeting.gather_bytes,
-                    timeout.total_seconds(),
-                )
-                failed.callback(shared.release)
+                shared = connect_shared(rank, neighbours, ring, file or 0, device, gather, seconds)
                 failed.callback(shared.close)
-                wires.append(shared)
-                routes |= dict.fromkeys(neighbours, shared)
-        network: NetworkWire | None = None
-        if any(meeting.gather_bytes(b"y" if elsewhere else b"")):
-            network = _open_network_wire(meeting, wire, elsewhere, timeout)
-            wires.append(network)
+        if wire == "ucx":
+            network = UcxWire(rank, meeting.world, gather)
+        elif any(gather(b"y" if elsewhere else b"")):
+            with _needing("TCP connections", meeting, OSError, ValueError):
+                network = connect_tcp(rank, elsewhere, gather, seconds / 2)
         failed.pop_all()
-        return Wires(
-            ring,
-            wires,
-            [routes.get(peer, wires[-1]) for peer in range(world)] if wires else [],
-            network,
-        )
+        return Wires(ring, shared, network, elsewhere)
 
 
 @contextmanager
@@ -134,41 +117,17 @@ def _raise_if_missing(what: str, meeting: ProcessGroupTransport, error: str) -> 
         raise TransportError("hostwire needs {}, and rank {} has none: {}".format(what, *failed))
 
 
-def _open_network_wire(
-    meeting: ProcessGroupTransport, wire: str, peers: list[int], timeout: timedelta
-) -> NetworkWire:
-    if wire == "ucx":
-        from freescale.transport.hostwire.wires.ucx import UcxWire
-
-        return UcxWire(meeting.rank, meeting.world, meeting.gather_bytes)
-    if wire == "tcp":
-        why = explain_missing_engine()
-        advice = why and f"{why}; hostwire-gloo needs none"
-        _raise_if_missing("its engine for streams", meeting, advice)
-        with _needing("TCP connections", meeting, OSError, ValueError):
-            seconds = timeout.total_seconds() / 2
-            return connect_tcp(meeting.rank, peers, meeting.gather_bytes, seconds)
-    ranks = dist.get_process_group_ranks(meeting.group)
-    return GlooWire(
-        [
-            dist.new_group(ranks, timeout=timeout, backend="gloo")
-            for _ in range(LINES[meeting.device.type])
-        ]
-    )
-
-
 def measure_piece(
     meeting: ProcessGroupTransport, wires: Wires, piece_seconds: float, timeout: float
 ) -> tuple[int, float]:
     """Measures the network once. Returns the bytes that the slowest pair of ranks moves in
-    `piece_seconds`, and the seconds that it takes for a byte; between ranks of one machine the
-    largest piece, and 0."""
+    `piece_seconds`, and the seconds per byte; on one machine the largest piece, and 0."""
     took = 0.0
     if wires.network is not None:
-        # To the next rank and from the one before, where they are elsewhere: of each pair of ranks
-        # both or neither take part.
+        # To the next rank and from the one before, unless they are on this machine: both ranks of
+        # a pair take part, or neither.
         after, before = (
-            peer if wires.routes[peer] is wires.network else None
+            peer if peer in wires.elsewhere else None
             for peer in ((meeting.rank + 1) % meeting.world, (meeting.rank - 1) % meeting.world)
         )
         probe, limit = wires.network.probe, timeout / 2

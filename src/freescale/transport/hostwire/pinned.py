@@ -1,4 +1,4 @@
-"""Memory of the host that copy engines can reach: slots, allocated once, used in turn."""
+"""Host memory that copy engines can reach: slots, allocated once and used in turn."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from freescale.pinning import pin
 
 
 class Pinned:
-    """`size` bytes of the host, as a tensor `bytes` [size]; pinned where `device` is a GPU, which
-    copies from or to them. With `file`, a descriptor, memory that other processes of this machine
-    can map.
+    """`size` bytes of host memory, as a tensor `bytes` [size]; pinned if `device` is a GPU. With
+    `file`, a descriptor, other processes of this machine can map the memory.
 
     Raises:
-        RuntimeError, OSError: the memory cannot be had, or not be pinned.
+        RuntimeError, OSError: the memory cannot be allocated or pinned.
     """
 
     def __init__(self, size: int, device: torch.device, file: int | None = None) -> None:
@@ -45,16 +44,16 @@ class Pinned:
         self._unpin()
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self._map is not None:
-            with suppress(BufferError):  # a view is still about; the last one unmaps it
+            with suppress(BufferError):  # a view is still in use; the last one unmaps it
                 self._map.close()
             self._map = None
 
 
 def create_shared_file(size: int) -> int:
-    """Creates a file without a name, in memory, and returns its descriptor: whoever gets it can map
-    the file, which goes with the last of them. Its size is final: a process that has mapped it is
-    never left with memory that is gone."""
-    import fcntl  # not on Windows, where ranks talk otherwise
+    """Creates an unnamed file in memory and returns its descriptor. Every process that receives it
+    can map the file, which disappears with the last of them. The size is sealed: mapped memory
+    cannot be taken away."""
+    import fcntl  # not on Windows
 
     file = os.memfd_create("freescale", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, size)

@@ -1,20 +1,18 @@
-"""Transport without multiprocessors: what adds no numbers leaves a GPU by its copy engines and
-crosses the network from the CPU.
+"""Transport without multiprocessors: copy engines move data off a GPU and the CPU moves it across
+the network, except what is summed.
 
-AllToAll goes pair by pair; AllGather as a ring, or pair by pair where it is small or driven in C.
-Each goes on a channel over wires (opening.py), driven in C between ranks of one machine and on TCP
-streams (engine.py), in Python otherwise (python_channel.py). The part that stays is copied without
-the wire. What is summed goes over the process group, NCCL's on GPUs; two CPU ranks sum a little by
-themselves. On CPU tensors the same code runs without the copies.
+AllToAll and AllGather go on a channel over wires (opening.py): driven by the engine in C between
+ranks of one machine and on TCP streams (engine.py), by Python over UCX (ucx_channel.py). The part
+that stays on a rank is copied without the wire. Sums go over the process group, NCCL's on GPUs;
+two CPU ranks exchange small tensors and add them up themselves. On CPU tensors the same code runs
+without the copies.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,54 +22,26 @@ from freescale.config import TrainConfig
 from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
 from freescale.transport.api import Handle, Sizes
 from freescale.transport.channel_pool import ExchangeCount
-from freescale.transport.hostwire.bindings import explain_missing_engine, load_engine
-from freescale.transport.hostwire.engine import EngineChannel, EngineGate
-from freescale.transport.hostwire.gate import Gate
+from freescale.transport.hostwire.bindings import load_engine
+from freescale.transport.hostwire.channel import (
+    URGENT_TIMES,
+    ChannelParts,
+)
+from freescale.transport.hostwire.engine import EngineChannel, EngineGate, EngineTransfer
 from freescale.transport.hostwire.opening import find_neighbours, measure_piece, open_wires
-from freescale.transport.hostwire.python_channel import PythonChannel
-from freescale.transport.hostwire.steps import URGENT_TIMES, ChannelParts
+from freescale.transport.hostwire.ucx_channel import Gate, UcxChannel, UcxTransfer
+from freescale.transport.hostwire.wires.ucx import UcxWire
 from freescale.transport.process_group import ProcessGroupTransport
 
 _LEAVES_AT_ONCE = 1 << 20  # bytes
-_PIECE_SECONDS = 0.004  # that a piece takes at most on the network: what urgent traffic waits for
-
-
-class ChannelTransfer(Protocol):
-    """A transfer under way. `arrived` is an event after which all of the result is in place; None
-    if it is when `wait` returns."""
-
-    arrived: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Waits; what the current stream does next has the result. Raises TransportError."""
-
-
-class Channel(Protocol):
-    """Transfers in one order, the same on every rank, driven in C (engine.py) or in Python
-    (python_channel.py). `urgent` transfers overtake bulk of the same rank. Both methods raise
-    TransportError if the channel has failed before."""
-
-    def all_to_all(
-        self, kind: str, urgent: bool, tensor: Tensor, send: Sizes, output: Tensor, receive: Sizes
-    ) -> ChannelTransfer:
-        """Sends the rows of tensor [sum(send), ...] to the ranks and receives
-        output [sum(receive), ...], this rank's rows included; both in rank order."""
-
-    def all_gather(
-        self, kind: str, urgent: bool, tensor: Tensor, output: Tensor
-    ) -> ChannelTransfer:
-        """Sends tensor [...] to all ranks and receives output [world, ...], this rank's
-        included."""
-
-    def close(self) -> bool:
-        """Whether no thread uses its wires and memory any more. The wires stay open."""
+_PIECE_SECONDS = 0.004  # network time of a piece, at most: how long urgent traffic waits for it
 
 
 @dataclass(eq=False)
 class Pending:
     """A transfer under way: the transport's `Handle`."""
 
-    _transfer: ChannelTransfer
+    _transfer: EngineTransfer | UcxTransfer
     _sent: Tensor
     _output: Tensor
     _collective: Collective
@@ -112,13 +82,13 @@ class HostwireTransport(ProcessGroupTransport):
         ledger: records every collective.
         group: carries what is summed.
         control: a gloo group of the same ranks.
-        wire: between machines, gloo, tcp or ucx. With the first two, ranks of one machine share
-            memory; UCX finds its own way.
-        shared: False: no memory is shared, ranks of one machine use `wire` too.
+        wire: tcp or ucx. With tcp, which needs the engine, ranks of one machine share memory; UCX
+            finds its own way.
+        shared: False: ranks of one machine use TCP too.
         owner: torch's default group was made for this transport and ends with it.
-        timeout: that a peer may be silent.
+        timeout: how long a peer may be silent.
         parent: the transport that this one is a channel of.
-        urgent: its traffic overtakes that of channels which are not.
+        urgent: its traffic overtakes that of other channels.
 
     Raises:
         TransportError: on all ranks, if one cannot open what it needs.
@@ -130,73 +100,59 @@ class HostwireTransport(ProcessGroupTransport):
         ledger: Ledger | ThreadLedger,
         group: dist.ProcessGroup,
         control: dist.ProcessGroup,
-        wire: str = "gloo",
+        wire: str = "tcp",
         shared: bool = True,
         owner: bool = False,
         timeout: timedelta = timedelta(seconds=TrainConfig.timeout),
         parent: HostwireTransport | None = None,
         urgent: bool = False,
     ) -> None:
+        assert wire in ("tcp", "ucx"), wire
         super().__init__(device, ledger, group=group, control=control, owner=owner, timeout=timeout)
         self.wire, self.shared, self._urgent = wire, shared, urgent
         self.sums_apart = True
         self.lines = 2  # messages under way: one is copied while the other is on the wire
         self._is_channel = False  # until it can carry its own control messages
-        self._gate: Gate = Gate(_PIECE_SECONDS / 4) if parent is None else parent._gate
-        self._engine_gate: EngineGate | None = None if parent is None else parent._engine_gate
         self._neighbours: list[int] = (
             find_neighbours(self) if parent is None else parent._neighbours
         )
-        shares = shared and wire in ("gloo", "tcp")
+        shares = shared and wire == "tcp"
         self._wires = open_wires(self, wire, self._neighbours if shares else [], timeout)
-        self.piece: int = self._measure_piece(timeout) if parent is None else parent.piece
         self._path_name = self.describe_path()
-        if parent is None:
-            self._report_missing_engines()
-        self._channel = self._make_channel(timeout.total_seconds(), parent is not None)
+        self.piece: int
+        self._gate: Gate | EngineGate
+        self.piece, self._gate = (
+            self._measure(timeout) if parent is None else (parent.piece, parent._gate)
+        )
+        self._channel = self._make_channel(timeout.total_seconds())
         self._is_channel = parent is not None
 
     # ---- opening
 
-    def _make_channel(self, seconds: float, caller_drives: bool) -> Channel:
-        """In C where the engine can drive all wires and this rank has it; ranks need not agree."""
-        parts = ChannelParts(self.rank, self.device, self._wires.ring, self.piece, seconds)
-        wires = self._wires.for_engine()
-        library = load_engine() if wires else None
-        if library is not None:
-            if self._engine_gate is None:
-                self._engine_gate = EngineGate(library, self._gate.patience)
-            return EngineChannel(library, parts, wires, self._engine_gate)
-        name = self.ledger.name if isinstance(self.ledger, ThreadLedger) else "main"
-        return PythonChannel(name, parts, self._wires.for_python(), self._gate, caller_drives)
-
-    def _report_missing_engines(self) -> None:
-        """Rank 0 prints the ranks on which Python drives what C could. A collective."""
-        why = explain_missing_engine() if self._wires.for_engine() else ""
-        reasons = {
-            rank: text.decode() for rank, text in enumerate(self.gather_bytes(why.encode())) if text
-        }
-        if reasons and self.rank == 0:
-            ranks = f"rank{'s' if len(reasons) > 1 else ''} {', '.join(map(str, reasons))}"
-            print(
-                f"freescale: Python carries for {ranks}, not the engine in C: "
-                f"{next(iter(reasons.values()))}",
-                file=sys.stderr,
-            )
-
-    def _measure_piece(self, timeout: timedelta) -> int:
-        """Bytes of the largest piece of bulk traffic. The gate's patience covers urgent pieces."""
+    def _measure(self, timeout: timedelta) -> tuple[int, Gate | EngineGate]:
+        """Bytes of the largest piece of bulk traffic, and the gate of this rank's channels. Its
+        patience covers urgent pieces. A collective."""
         piece, per_byte = measure_piece(self, self._wires, _PIECE_SECONDS, timeout.total_seconds())
-        self._gate.patience = max(self._gate.patience, 3 * URGENT_TIMES * piece * per_byte)
-        return piece
+        patience = max(_PIECE_SECONDS / 4, 3 * URGENT_TIMES * piece * per_byte)
+        library = load_engine() if self.wire == "tcp" else None
+        return piece, Gate(patience) if library is None else EngineGate(library, patience)
+
+    def _make_channel(self, seconds: float) -> EngineChannel | UcxChannel:
+        parts = ChannelParts(self.rank, self.device, self._wires.ring, self.piece, seconds)
+        network, gate = self._wires.network, self._gate
+        if isinstance(network, UcxWire):
+            assert isinstance(gate, Gate)
+            name = self.ledger.name if isinstance(self.ledger, ThreadLedger) else "main"
+            return UcxChannel(name, parts, self.world, network, gate)
+        assert isinstance(gate, EngineGate)
+        wires = [wire for wire in (self._wires.shared, network) if wire is not None]
+        return EngineChannel(parts, wires, gate)
 
     # ---- the protocol
 
     def describe_path(self) -> str:
         """What carries bytes from this rank to others."""
-        routes = enumerate(self._wires.routes)
-        names = sorted({route.path for peer, route in routes if peer != self.rank})
-        return f"hostwire: {' and '.join(names) or 'nothing to carry'}"
+        return f"hostwire: {self._wires.describe()}"
 
     def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Pending:
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
@@ -220,15 +176,15 @@ class HostwireTransport(ProcessGroupTransport):
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         size = tensor.numel() * tensor.element_size()
-        # A sum of two numbers has the same bits in either order. What leaves at once needs no
-        # thread beside this one; more would not travel before it is waited for. Urgent: a rank
-        # that waits for a sum computes nothing.
+        # A sum of two numbers has the same bits in either order. A small tensor leaves at once;
+        # a larger one would not travel before it is waited for. Urgent: a rank that waits for a
+        # sum computes nothing.
         if self.world == 2 and tensor.is_cpu and size <= _LEAVES_AT_ONCE:
             return _SumOfTwo(self._start_gathering(tensor, kind, urgent=True), tensor)
         return super().all_reduce(tensor, kind)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """Of a channel over the channel: the thread that has the process group is another."""
+        """A channel gathers over itself: the process group belongs to another thread."""
         if self._is_channel:
             return list(self.all_gather(tensor, "counts").wait())
         return super()._gather(tensor)

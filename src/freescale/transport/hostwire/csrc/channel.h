@@ -1,7 +1,6 @@
-/* What a channel consists of, and the small functions that both directions use.
+/* The state of a channel, and the small functions that both directions use.
 
-   Everything here belongs to the thread that is inside the channel, `stopped` and the gate aside.
- */
+   All of it belongs to the thread that is inside the channel, except `stopped` and the gate. */
 
 #ifndef FREESCALE_CHANNEL_H
 #define FREESCALE_CHANNEL_H
@@ -18,13 +17,13 @@
 
 enum {
     MAX_TRANSFERS = 64,  /* under way */
-    MAX_STAGED = 4,      /* slots that are copied to, or not yet handed over */
+    MAX_STAGED = 4,      /* slots being filled, or not yet handed over */
     MAX_LANDINGS = 32,   /* copies to their destination that may be under way */
     HEADER_BYTES = 16,   /* of a message about a piece in a ring, and of a block on a stream */
     SLOT_ALIGNMENT = 16, /* of a piece in a slot: enough for every dtype */
     PAGE_BYTES = 4096,
     MIN_END_PIECE = 1 << 20,   /* bytes of the first and last piece of a block that has as many */
-    CUDA_ERROR_NOT_READY = 600 /* of the driver: an event has not happened yet */
+    CUDA_ERROR_NOT_READY = 600 /* result of the driver: an event has not happened yet */
 };
 
 typedef enum { SENDING = 0, RECEIVING = 1 } Direction;
@@ -33,7 +32,7 @@ typedef enum { SENDING = 0, RECEIVING = 1 } Direction;
 typedef struct {
     char *data;
     int64_t size;
-    int64_t done; /* bytes that were cut into pieces */
+    int64_t done; /* bytes that have been cut into pieces */
 } Block;
 
 /* One exchange with all peers. Lives in the channel's array and is reused; Python keeps the tensors
@@ -41,14 +40,14 @@ typedef struct {
 typedef struct {
     Block *send;           /* by peer */
     Block *receive;        /* by peer */
-    Block own;             /* where what stays with this rank goes; nothing of a GPU's tensors */
+    Block own;             /* where this rank's own part goes; empty for tensors on a GPU */
     const char *own_from;
     int64_t largest_piece; /* bytes */
-    void *inputs_ready; /* event: what is sent is there, what is received into is free; or NULL */
+    void *inputs_ready; /* event: what is sent is complete, the output is free; or NULL */
     bool urgent;
     bool on_host;    /* CPU tensors: copies are memcpy's, and over when they return */
     bool ready;      /* inputs_ready has happened */
-    bool holds_gate; /* bulk gives way to it */
+    bool holds_gate; /* bulk is giving way to it */
 } Transfer;
 
 /* Bytes in a slot, or of a tensor of the host, on their way to one peer. */
@@ -56,8 +55,8 @@ typedef struct {
     int peer;
     char *data;
     int64_t size;
-    /* by a ring: -1 until the peer is told, then `size`; by a stream: bytes, of the first piece of
-       a block from -HEADER_BYTES on */
+    /* by a ring: -1 until the peer is notified, then `size`; by a stream: bytes, of the first piece
+       of a block from -HEADER_BYTES on */
     int64_t sent;
     uint64_t header[2]; /* number of the transfer, bytes of the block */
 } Piece;
@@ -81,39 +80,43 @@ typedef struct {
 } Landing;
 
 /* Pinned memory of Python's that streams fill before it is copied to a GPU: at most one piece of
-   each peer at a time. Owns the arrays. */
+   each peer at a time. Owns the array. */
 typedef struct {
     char *memory;
     int slots;
     int64_t slot_bytes;
-    bool *taken;       /* by slot */
-    int *slot;         /* by peer; -1: none */
-    int64_t *received; /* by peer: bytes that are in its slot */
+    bool *taken; /* by slot */
 } Inbox;
 
-/* Owned by Python (EngineChannel). Owns its arrays and events; sockets, rings and streams are
-   Python's. */
+/* Another rank. The sockets and the ring are Python's. */
+typedef struct {
+    int send_socket;
+    int receive_socket;        /* of a stream the same as send_socket */
+    char *ring;                /* NULL: it is reached by a stream */
+    uint64_t pieces_sent;      /* it has been notified of, ever */
+    uint64_t pieces_read;      /* of them, those that it has acknowledged */
+    bool blocked;              /* its socket takes no more now */
+    char header[HEADER_BYTES]; /* of what comes next */
+    int header_have;           /* bytes of it that are there */
+    int low_water;             /* SO_RCVLOWAT of its stream; 0: as it was */
+    int inbox_slot;            /* -1: none */
+    int64_t inbox_received;    /* bytes that are in its slot */
+} Peer;
+
+/* Owned by Python (EngineChannel). Owns its arrays and events; rings and streams are Python's. */
 struct Channel {
     int world;
     int rank;
-    int *send_socket;    /* by peer */
-    int *receive_socket; /* by peer; of a stream the same as send_socket */
-    char **peer_ring;    /* by peer; NULL: it is reached by a stream */
+    Peer *peers; /* by rank; this one's is unused */
 
     char *ring; /* what this rank sends from */
     int slots;
     int64_t slot_bytes;
-    int64_t together;       /* pieces share a slot up to so many bytes */
-    int max_pieces;         /* of a slot */
-    int64_t slots_filled;   /* ever */
-    uint64_t *pieces_told;  /* by peer: pieces that it was told of, ever */
-    uint64_t *pieces_acked; /* by peer: of them, those that it has read */
-    uint64_t *slot_goal;    /* [slots, world]: the slot is free once so many are acknowledged */
-    bool *blocked;          /* by peer: its socket takes no more now */
+    int64_t together;     /* pieces share a slot up to so many bytes */
+    int max_pieces;       /* of a slot */
+    int64_t slots_filled; /* ever */
+    uint64_t *slot_goal;  /* [slots, world]: the slot is free once so many pieces are read */
     Inbox inbox;
-    char (*header)[HEADER_BYTES]; /* by peer: of what comes next */
-    int *header_have;             /* by peer: bytes of it that are there */
-    int *low_water;               /* by peer: SO_RCVLOWAT of its stream; 0: as it was */
 
     StagedSlot staged[MAX_STAGED]; /* a queue */
     int first_staged;
@@ -171,7 +174,7 @@ static uint64_t *slot_goal(Channel *c, int slot, int peer) {
 }
 
 static bool is_streamed(const Channel *c, int peer) {
-    return !c->peer_ring[peer];
+    return !c->peers[peer].ring;
 }
 
 static bool is_finished(const Block *block) {
@@ -182,7 +185,9 @@ static bool is_handed_over(const Piece *piece) {
     return piece->sent == piece->size;
 }
 
-/* Bytes of the block's next piece. The same as `cut` in transfer.py: both sides cut alike. */
+/* Bytes of the block's next piece; both sides cut alike. The first and last quarter are pieces, so
+   the stages start and end soon after each other. The middle is cut less often: every copy costs
+   some microseconds on top of its bytes. */
 static int64_t next_piece(const Block *block, int64_t largest) {
     int64_t quarter = (block->size + 3) / 4;
     int64_t end = (quarter + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
@@ -219,8 +224,8 @@ static bool has_happened(Channel *c, void *event) {
     return !result;
 }
 
-/* Whether the inputs are there. From then on bulk gives way to an urgent transfer: not while the
-   device still computes them. */
+/* Whether the inputs are there. From then on bulk gives way to an urgent transfer, not while the
+   device still computes its inputs. */
 static bool is_ready(Channel *c, Transfer *transfer) {
     if (transfer->ready) return true;
     if (!has_happened(c, transfer->inputs_ready)) return false;
@@ -251,7 +256,7 @@ static void record(Channel *c, const Transfer *transfer, Direction direction, vo
 
 /* ---- sockets */
 
-/* Reads what is there, up to `size` bytes. 0 if there is nothing, or if it failed. */
+/* Reads what has arrived, up to `size` bytes. 0 if there is nothing, or if it failed. */
 static int64_t receive_some(Channel *c, int peer, int socket, char *to, int64_t size) {
     for (;;) {
         ssize_t count = recv(socket, to, (size_t)size, MSG_DONTWAIT);
@@ -262,17 +267,18 @@ static int64_t receive_some(Channel *c, int peer, int socket, char *to, int64_t 
     }
 }
 
-/* Reads the next message of a peer, or the header of its next block. Whether it is there whole; it
+/* Reads the next message of a peer, or the header of its next block. Whether it is complete; it
    stays until header_have is reset. */
 static bool receive_header(Channel *c, int peer, uint64_t header[2]) {
-    int *have = &c->header_have[peer];
-    while (*have < HEADER_BYTES) {
-        int64_t count = receive_some(c, peer, c->receive_socket[peer], c->header[peer] + *have,
-                                     HEADER_BYTES - *have);
+    Peer *from = &c->peers[peer];
+    while (from->header_have < HEADER_BYTES) {
+        int64_t count =
+            receive_some(c, peer, from->receive_socket, from->header + from->header_have,
+                         HEADER_BYTES - from->header_have);
         if (!count) return false;
-        *have += (int)count;
+        from->header_have += (int)count;
     }
-    memcpy(header, c->header[peer], HEADER_BYTES);
+    memcpy(header, from->header, HEADER_BYTES);
     return true;
 }
 

@@ -11,9 +11,9 @@
        receive.h    the receiving direction
        wait.h       how to sleep when nothing moves
 
-   Nothing blocks but channel_wait, which polls for `spin_ns` after something has moved and then
-   sleeps. Copies of CPU tensors are memcpy's; those of a GPU are the copy engine's, and events of
-   the driver say when they are over. */
+   Only channel_wait blocks: it polls for `spin_ns` after something has moved, and then sleeps. CPU
+   tensors are copied by memcpy; a GPU's by its copy engines, and events of the driver show when a
+   copy is over. */
 
 #define _GNU_SOURCE
 #include "engine.h"
@@ -33,24 +33,11 @@ static void *allocate(int64_t count, size_t size) {
 
 static bool allocate_arrays(Channel *c) {
     int world = c->world;
-    c->send_socket = allocate(world, sizeof *c->send_socket);
-    c->receive_socket = allocate(world, sizeof *c->receive_socket);
-    c->peer_ring = allocate(world, sizeof *c->peer_ring);
-    c->pieces_told = allocate(world, sizeof *c->pieces_told);
-    c->pieces_acked = allocate(world, sizeof *c->pieces_acked);
+    c->peers = allocate(world, sizeof *c->peers);
     c->slot_goal = allocate((int64_t)c->slots * world, sizeof *c->slot_goal);
-    c->blocked = allocate(world, sizeof *c->blocked);
-    c->header = allocate(world, sizeof *c->header);
-    c->header_have = allocate(world, sizeof *c->header_have);
-    c->low_water = allocate(world, sizeof *c->low_water);
     c->polled = allocate(2 * (int64_t)world, sizeof *c->polled); /* each way */
     c->inbox.taken = allocate(c->inbox.slots + 1, sizeof *c->inbox.taken);
-    c->inbox.slot = allocate(world, sizeof *c->inbox.slot);
-    c->inbox.received = allocate(world, sizeof *c->inbox.received);
-    bool complete = c->send_socket && c->receive_socket && c->peer_ring && c->pieces_told &&
-                    c->pieces_acked && c->slot_goal && c->blocked && c->header && c->header_have &&
-                    c->low_water && c->polled && c->inbox.taken && c->inbox.slot &&
-                    c->inbox.received;
+    bool complete = c->peers && c->slot_goal && c->polled && c->inbox.taken;
     for (int i = 0; i < MAX_STAGED; i++) {
         c->staged[i].pieces = allocate(c->max_pieces, sizeof(Piece));
         complete = complete && c->staged[i].pieces;
@@ -61,7 +48,7 @@ static bool allocate_arrays(Channel *c) {
         complete = complete && c->transfers[i].send && c->transfers[i].receive;
     }
     for (int peer = 0; peer < world && complete; peer++) {
-        c->inbox.slot[peer] = -1;
+        c->peers[peer].inbox_slot = -1;
     }
     return complete;
 }
@@ -122,27 +109,17 @@ void channel_free(Channel *c) {
         free(c->transfers[i].send);
         free(c->transfers[i].receive);
     }
-    free(c->send_socket);
-    free(c->receive_socket);
-    free(c->peer_ring);
-    free(c->pieces_told);
-    free(c->pieces_acked);
+    free(c->peers);
     free(c->slot_goal);
-    free(c->blocked);
-    free(c->header);
-    free(c->header_have);
-    free(c->low_water);
     free(c->polled);
     free(c->inbox.taken);
-    free(c->inbox.slot);
-    free(c->inbox.received);
     free(c);
 }
 
 void channel_set_peer(Channel *c, int peer, int send_socket, int receive_socket, char *ring) {
-    c->send_socket[peer] = send_socket;
-    c->receive_socket[peer] = receive_socket;
-    c->peer_ring[peer] = ring;
+    c->peers[peer].send_socket = send_socket;
+    c->peers[peer].receive_socket = receive_socket;
+    c->peers[peer].ring = ring;
 }
 
 /* ---- transfers */
@@ -169,18 +146,18 @@ int64_t channel_submit(Channel *c, int urgent, int on_host, void *inputs_ready,
     int64_t number = c->submitted++;
     if (urgent) c->urgent_before = c->submitted;
     use_device(c);
-    /* not all of a large one: Python waits */
+    /* only the beginning of a large one: Python waits */
     for (int i = 0; i < MAX_STAGED; i++) {
         if (!advance_sending(c)) break;
     }
     return number;
 }
 
-/* Acknowledged, because a peer that still sends to others may wait for that slot while this rank
-   turns to something else. */
+/* All slots are acknowledged as well: a peer that still sends to others may wait for one while this
+   rank turns to something else. */
 int channel_is_done(const Channel *c, int64_t number) {
-    bool settled = !c->landing_count || c->landings[c->first_landing].transfer > number;
-    return c->sending > number && c->receiving > number && settled;
+    bool landed = !c->landing_count || c->landings[c->first_landing].transfer > number;
+    return c->sending > number && c->receiving > number && landed;
 }
 
 void channel_stop(Channel *c) {
@@ -208,7 +185,7 @@ int channel_wait(Channel *c, int64_t number, double seconds) {
         if (idle_ns > limit_ns) {
             fail(c, ERROR_TIMED_OUT, find_lagging_peer(c), 0);
         } else if (idle_ns > c->spin_ns) {
-            int64_t left_ns = limit_ns - idle_ns + 1000000; /* past the limit by a moment */
+            int64_t left_ns = limit_ns - idle_ns + 1000000; /* slightly past the limit */
             sleep_until_readable(c, idle_ns, smaller(left_ns, LONGEST_SLEEP_NS));
         }
     }

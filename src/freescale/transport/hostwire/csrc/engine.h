@@ -21,7 +21,7 @@ typedef enum {
     ERROR_OUTSIDE_RING = 5,  /* cause: the offset that the peer named */
 } ErrorCode;
 
-/* Entry points of libcuda and torch's context; all NULL where there is no GPU. Owned by the caller
+/* Entry points of libcuda and torch's context; all NULL without a GPU. Owned by the caller
    of channel_new, which copies it; `Driver` in bindings.py has the same fields. */
 typedef struct {
     int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
@@ -46,7 +46,7 @@ void gate_free(Gate *gate);
 /* `ring`: `slots` slots of `slot_bytes` each, which peers of this machine can read. Pieces share a
    slot up to `together` bytes. `inbox`: what streams fill before it is copied to a GPU.
    `spin_seconds`: how long channel_wait polls before it sleeps. `driver`: NULL without a GPU. The
-   memory stays the caller's. NULL if there is no memory, or no event of the GPU. */
+   memory stays the caller's. Returns NULL if memory or an event of the GPU cannot be allocated. */
 Channel *channel_new(int world, int rank, char *ring, int slots, int64_t slot_bytes,
                      int64_t together, char *inbox, int inbox_slots, int64_t inbox_bytes,
                      Gate *gate, double spin_seconds, const Driver *driver, void *send_stream,
@@ -59,10 +59,9 @@ void channel_free(Channel *c);
 void channel_set_peer(Channel *c, int peer, int send_socket, int receive_socket, char *ring);
 
 /* Submits a transfer and sends what can be sent at once. `send`, `receive`: addresses by peer, with
-   their sizes in bytes; the memory stays valid until the transfer is done. Of CPU tensors
-   (`on_host`), this rank's part is copied as well. `inputs_ready`: an event
-   that precedes the transfer, or NULL. Returns the transfer's number; -1 if too many are under way.
- */
+   their sizes in bytes; the memory stays valid until the transfer is done. For CPU tensors
+   (`on_host`), this rank's own part is copied as well. `inputs_ready`: an event that precedes the
+   transfer, or NULL. Returns the transfer's number; -1 if too many are under way. */
 int64_t channel_submit(Channel *c, int urgent, int on_host, void *inputs_ready,
                        int64_t largest_piece, const uint64_t *send, const int64_t *send_sizes,
                        const uint64_t *receive, const int64_t *receive_sizes);
@@ -71,10 +70,10 @@ int64_t channel_submit(Channel *c, int urgent, int on_host, void *inputs_ready,
    `seconds`. Returns an ErrorCode. */
 int channel_wait(Channel *c, int64_t number, double seconds);
 
-/* Whether all of it was sent, and what came is in place and acknowledged. */
+/* Whether all of it was sent, and what arrived is in place and acknowledged. */
 int channel_is_done(const Channel *c, int64_t number);
 
-/* Makes a thread that is inside channel_wait leave it. From any thread. */
+/* Makes a thread leave channel_wait. From any thread. */
 void channel_stop(Channel *c);
 
 /* Bytes that the first unfinished transfer still has to send and to receive. */

@@ -7,7 +7,7 @@
 #include "rings.h"
 #include "streams.h"
 
-/* Copies a piece to its place. `inbox_slot`: that it is in, or -1. */
+/* Copies a piece to its place. `inbox_slot`: where it is now, or -1. */
 static void land(Channel *c, const Transfer *transfer, int peer, int inbox_slot, const char *from,
                  int64_t size) {
     Block *block = &transfer->receive[peer];
@@ -36,20 +36,19 @@ static bool take_from_ring(Channel *c, const Transfer *transfer, int peer) {
    anything came. */
 static bool read_to_inbox(Channel *c, const Transfer *transfer, int peer) {
     Block *block = &transfer->receive[peer];
-    Inbox *inbox = &c->inbox;
     if (!receive_block_header(c, peer, block)) return false;
-    int slot = take_inbox_slot(inbox, peer);
+    int slot = take_inbox_slot(c, peer);
     if (slot < 0) return false;
-    char *memory = inbox->memory + slot * inbox->slot_bytes;
-    int64_t *received = &inbox->received[peer];
-    int64_t whole = smaller(block->size - block->done, inbox->slot_bytes);
-    int64_t count =
-        receive_some(c, peer, c->receive_socket[peer], memory + *received, whole - *received);
-    *received += count;
-    if (*received < whole) return count > 0;
+    Peer *from = &c->peers[peer];
+    char *memory = c->inbox.memory + slot * c->inbox.slot_bytes;
+    int64_t whole = smaller(block->size - block->done, c->inbox.slot_bytes);
+    int64_t count = receive_some(c, peer, from->receive_socket, memory + from->inbox_received,
+                                 whole - from->inbox_received);
+    from->inbox_received += count;
+    if (from->inbox_received < whole) return count > 0;
     land(c, transfer, peer, slot, memory, whole);
-    inbox->slot[peer] = -1;
-    if (is_finished(block)) c->header_have[peer] = 0;
+    from->inbox_slot = -1;
+    if (is_finished(block)) from->header_have = 0;
     return true;
 }
 
@@ -60,7 +59,7 @@ static bool take_next(Channel *c, const Transfer *transfer, int peer) {
 }
 
 /* Gives back the slots that finished copies came from. Whether there were any. */
-static bool settle_landings(Channel *c) {
+static bool finish_landings(Channel *c) {
     bool any = false;
     while (c->landing_count) {
         Landing *landing = &c->landings[c->first_landing];
@@ -77,7 +76,7 @@ static bool settle_landings(Channel *c) {
     return any;
 }
 
-/* Here and not where the transfer begins: Python waits there. */
+/* Not when the transfer is submitted: Python waits there. */
 static void copy_own(Transfer *transfer) {
     Block *own = &transfer->own;
     if (is_finished(own)) return;
@@ -87,7 +86,7 @@ static void copy_own(Transfer *transfer) {
 
 /* Goes on with the first transfer that is not received. Whether anything moved. */
 static bool advance_receiving(Channel *c) {
-    bool any = settle_landings(c);
+    bool any = finish_landings(c);
     if (c->receiving == c->submitted || c->error) return any;
     Transfer *transfer = transfer_at(c, c->receiving);
     if (!is_ready(c, transfer)) return any;
@@ -104,7 +103,7 @@ static bool advance_receiving(Channel *c) {
         left |= !is_finished(block);
     }
     if (c->error) return false;
-    if (transfer->on_host) any |= settle_landings(c);
+    if (transfer->on_host) any |= finish_landings(c);
     if (left) return any;
     c->receiving++;
     return true;

@@ -1,10 +1,7 @@
 /* Between ranks of one machine: a slot of the sender's ring is memory that the receiver maps.
 
        out   tensor -> slot of the ring -> message "these bytes" (16 bytes, Unix socket)
-       in    message -> peer's slot -> tensor -> message "read" (1 byte)
-
-   The same messages as SharedWire in wires/shared.py: a rank without the engine talks to one that
-   has it. */
+       in    message -> peer's slot -> tensor -> message "read" (1 byte) */
 
 #ifndef FREESCALE_RINGS_H
 #define FREESCALE_RINGS_H
@@ -15,43 +12,44 @@
 static bool slot_is_free(Channel *c, int slot) {
     bool is_free = true;
     for (int peer = 0; peer < c->world; peer++) {
-        while (c->pieces_acked[peer] < *slot_goal(c, slot, peer)) {
+        Peer *to = &c->peers[peer];
+        while (to->pieces_read < *slot_goal(c, slot, peer)) {
             char answers[256];
-            /* no more than pieces were sent, whatever the peer says */
-            int64_t unread = (int64_t)(c->pieces_told[peer] - c->pieces_acked[peer]);
-            int64_t count = receive_some(c, peer, c->send_socket[peer], answers,
+            /* no more than pieces were sent, whatever the peer claims */
+            int64_t unread = (int64_t)(to->pieces_sent - to->pieces_read);
+            int64_t count = receive_some(c, peer, to->send_socket, answers,
                                          smaller((int64_t)sizeof answers, unread));
             if (c->error) return false;
             if (!count) {
                 is_free = false;
                 break;
             }
-            c->pieces_acked[peer] += (uint64_t)count;
+            to->pieces_read += (uint64_t)count;
         }
     }
     return is_free;
 }
 
-/* Tells the peer where the piece is. Whether it could. */
-static bool tell_piece(Channel *c, const StagedSlot *staged, Piece *piece) {
+/* Notifies the peer of the piece. Whether it could. */
+static bool notify_of_piece(Channel *c, const StagedSlot *staged, Piece *piece) {
     uint64_t message[2] = {(uint64_t)(piece->data - c->ring), (uint64_t)piece->size};
+    Peer *to = &c->peers[piece->peer];
     ssize_t count;
     do {
-        count =
-            send(c->send_socket[piece->peer], message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        count = send(to->send_socket, message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
     } while (count < 0 && errno == EINTR);
-    if (count < 0 && would_block()) { /* a peer that lies: the slots bound what is unread */
-        c->blocked[piece->peer] = true;
+    if (count < 0 && would_block()) { /* a hostile peer: the slots bound what is unread */
+        to->blocked = true;
         return false;
     }
     if (count != sizeof message) return fail(c, ERROR_CLOSED, piece->peer, count < 0 ? errno : 0);
-    *slot_goal(c, staged->slot, piece->peer) = ++c->pieces_told[piece->peer];
+    *slot_goal(c, staged->slot, piece->peer) = ++to->pieces_sent;
     piece->sent = piece->size;
     return true;
 }
 
-/* Finds the next piece of a peer in its ring. Its address; NULL if it has not come, or if the peer
-   named something else. */
+/* Returns the address of a peer's next piece in its ring; NULL if it has not arrived, or if the
+   peer named something else. */
 static const char *find_piece(Channel *c, int peer, int64_t size) {
     uint64_t message[2];
     if (!receive_header(c, peer, message)) return NULL;
@@ -65,16 +63,16 @@ static const char *find_piece(Channel *c, int peer, int64_t size) {
         fail(c, ERROR_OUTSIDE_RING, peer, (int64_t)offset);
         return NULL;
     }
-    c->header_have[peer] = 0;
-    return c->peer_ring[peer] + offset;
+    c->peers[peer].header_have = 0;
+    return c->peers[peer].ring + offset;
 }
 
-/* Tells a peer that a piece was read. False if its socket takes no more now; one that has closed
-   does not wait for it. */
+/* Notifies a peer that a piece was read. False if its socket takes no more now; a peer that has
+   closed does not wait for it. */
 static bool acknowledge(Channel *c, int peer) {
     ssize_t count;
     do {
-        count = send(c->receive_socket[peer], ".", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+        count = send(c->peers[peer].receive_socket, ".", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     } while (count < 0 && errno == EINTR);
     return count >= 0 || !would_block();
 }

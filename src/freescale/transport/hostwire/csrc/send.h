@@ -7,23 +7,25 @@
 #include "rings.h"
 #include "streams.h"
 
-/* Hands over what was copied, in order for each peer: one that takes no more does not hold up the
+/* Hands over what was copied, in order for each peer; a peer that takes no more does not delay the
    others. Whether anything moved. */
 static bool hand_over(Channel *c, const Transfer *transfer) {
     bool any = false;
-    memset(c->blocked, 0, (size_t)c->world * sizeof *c->blocked);
+    for (int peer = 0; peer < c->world; peer++) {
+        c->peers[peer].blocked = false;
+    }
     for (int i = 0; i < c->staged_count && !c->error; i++) {
         StagedSlot *staged = staged_at(c, i);
         if (!transfer->on_host && !has_happened(c, staged->event)) break;
         for (int j = 0; j < staged->count && !c->error; j++) {
             Piece *piece = &staged->pieces[j];
-            if (is_handed_over(piece) || c->blocked[piece->peer]) continue;
+            if (is_handed_over(piece) || c->peers[piece->peer].blocked) continue;
             if (!is_streamed(c, piece->peer)) {
-                any |= tell_piece(c, staged, piece);
+                any |= notify_of_piece(c, staged, piece);
             } else if (may_proceed(c, transfer, c->sending)) {
                 any |= write_piece(c, piece);
             } else {
-                c->blocked[piece->peer] = true;
+                c->peers[piece->peer].blocked = true;
             }
         }
     }
@@ -52,8 +54,8 @@ static bool all_cut(const Channel *c, const Transfer *transfer) {
     return true;
 }
 
-/* Copies the pieces that fit to a free slot. Peers in the order of the ranks after this one, so
-   that not all ranks write to one. */
+/* Fills a free slot with pieces, beginning with the next rank: not all ranks send to the same peer
+   at a time. */
 static void fill_slot(Channel *c, const Transfer *transfer, StagedSlot *staged) {
     char *slot = c->ring + staged->slot * c->slot_bytes;
     int64_t used = 0;

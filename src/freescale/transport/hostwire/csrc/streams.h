@@ -12,11 +12,12 @@
 
 #include "channel.h"
 
-/* bytes of a stream that wake a sleeping receiver: not every packet may interrupt the compute */
+/* bytes that wake a sleeping receiver: not every packet should interrupt the compute */
 enum { LOW_WATER = 128 << 10 };
 
 /* Writes what the stream takes of the piece, its header first. Whether anything was written. */
 static bool write_piece(Channel *c, Piece *piece) {
+    Peer *to = &c->peers[piece->peer];
     bool any = false;
     while (piece->sent < piece->size) {
         bool in_header = piece->sent < 0;
@@ -30,14 +31,14 @@ static bool write_piece(Channel *c, Piece *piece) {
             .msg_iov = in_header ? parts : parts + 1,
             .msg_iovlen = in_header ? 2 : 1,
         };
-        ssize_t count = sendmsg(c->send_socket[piece->peer], &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t count = sendmsg(to->send_socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (count > 0) {
             piece->sent += count;
             any = true;
         } else if (count < 0 && errno == EINTR) {
             continue;
         } else if (count < 0 && would_block()) {
-            c->blocked[piece->peer] = true;
+            to->blocked = true;
             return any;
         } else {
             return fail(c, ERROR_CLOSED, piece->peer, count ? errno : 0);
@@ -46,7 +47,7 @@ static bool write_piece(Channel *c, Piece *piece) {
     return true;
 }
 
-/* Reads the header of a block. Whether it is there, and announces what this rank expects. */
+/* Reads the header of a block. Whether it is complete and names what this rank expects. */
 static bool receive_block_header(Channel *c, int peer, const Block *block) {
     uint64_t header[2];
     if (!receive_header(c, peer, header)) return false;
@@ -58,31 +59,33 @@ static bool receive_block_header(Channel *c, int peer, const Block *block) {
 static bool read_to_host(Channel *c, const Transfer *transfer, int peer) {
     Block *block = &transfer->receive[peer];
     if (!receive_block_header(c, peer, block)) return false;
-    int64_t count = receive_some(c, peer, c->receive_socket[peer], block->data + block->done,
+    int64_t count = receive_some(c, peer, c->peers[peer].receive_socket, block->data + block->done,
                                  block->size - block->done);
     block->done += count;
-    if (is_finished(block)) c->header_have[peer] = 0;
+    if (is_finished(block)) c->peers[peer].header_have = 0;
     if (count) note_movement(c, transfer);
     return count > 0;
 }
 
-/* The inbox slot of a peer, which gets one if any is free; -1 if none is. */
-static int take_inbox_slot(Inbox *inbox, int peer) {
-    for (int slot = 0; slot < inbox->slots && inbox->slot[peer] < 0; slot++) {
-        if (inbox->taken[slot]) continue;
-        inbox->taken[slot] = true;
-        inbox->slot[peer] = slot;
-        inbox->received[peer] = 0;
+/* The inbox slot of a peer; it gets a free one if it has none. -1 if all are taken. */
+static int take_inbox_slot(Channel *c, int peer) {
+    Peer *from = &c->peers[peer];
+    for (int slot = 0; slot < c->inbox.slots && from->inbox_slot < 0; slot++) {
+        if (c->inbox.taken[slot]) continue;
+        c->inbox.taken[slot] = true;
+        from->inbox_slot = slot;
+        from->inbox_received = 0;
     }
-    return inbox->slot[peer];
+    return from->inbox_slot;
 }
 
 /* Makes poll report a stream only once so many bytes are there. */
 static void set_low_water(Channel *c, int peer, int64_t bytes) {
+    Peer *from = &c->peers[peer];
     int low = (int)smaller(bytes, LOW_WATER);
-    if (c->low_water[peer] == low) return;
-    if (!setsockopt(c->receive_socket[peer], SOL_SOCKET, SO_RCVLOWAT, &low, sizeof low))
-        c->low_water[peer] = low;
+    if (from->low_water == low) return;
+    if (!setsockopt(from->receive_socket, SOL_SOCKET, SO_RCVLOWAT, &low, sizeof low))
+        from->low_water = low;
 }
 
 #endif

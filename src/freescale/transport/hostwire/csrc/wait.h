@@ -34,28 +34,28 @@ static int64_t readable_bytes(const Channel *c, const Transfer *transfer, int pe
     const Block *block = &transfer->receive[peer];
     int64_t bytes = block->size - block->done;
     if (!transfer->on_host) {
-        int64_t received = c->inbox.slot[peer] < 0 ? 0 : c->inbox.received[peer];
+        int64_t received = c->peers[peer].inbox_slot < 0 ? 0 : c->peers[peer].inbox_received;
         bytes = smaller(bytes, c->inbox.slot_bytes) - received;
     }
-    return bytes + HEADER_BYTES - c->header_have[peer];
+    return bytes + HEADER_BYTES - c->peers[peer].header_have;
 }
 
-/* Whether a piece waits for its copy alone. No event is asked again here: one that has happened
-   since `hand_over` looked would be taken for handed over, and its peer would wait for this rank
-   until that is tired of sleeping. */
+/* Whether a piece waits only for its copy. No event is queried again here: a copy that finished
+   since `hand_over` looked would count as handed over, and this rank would sleep while the peer
+   waits for the piece. */
 static bool has_pieces_to_hand_over(Channel *c) {
     for (int i = 0; i < c->staged_count; i++) {
         const StagedSlot *staged = staged_at(c, i);
         for (int j = 0; j < staged->count; j++) {
             const Piece *piece = &staged->pieces[j];
-            if (!is_handed_over(piece) && !c->blocked[piece->peer]) return true;
+            if (!is_handed_over(piece) && !c->peers[piece->peer].blocked) return true;
         }
     }
     return false;
 }
 
-/* Adds the sockets that the receiving direction waits for. Whether it waits for something that has
-   no socket: an event of the GPU, or the gate. */
+/* Adds the sockets that the receiving direction waits for. Whether it also waits for something
+   without a socket: an event of the GPU, or the gate. */
 static bool watch_receiving(Channel *c, nfds_t *count) {
     if (c->receiving == c->submitted) return false;
     const Transfer *transfer = transfer_at(c, c->receiving);
@@ -65,11 +65,11 @@ static bool watch_receiving(Channel *c, nfds_t *count) {
     for (int peer = 0; peer < c->world; peer++) {
         if (is_finished(&transfer->receive[peer])) continue;
         if (is_streamed(c, peer)) {
-            bool needs_slot = !transfer->on_host && c->inbox.slot[peer] < 0;
+            bool needs_slot = !transfer->on_host && c->peers[peer].inbox_slot < 0;
             if (needs_slot && !has_room) continue; /* it may not be read now */
             set_low_water(c, peer, readable_bytes(c, transfer, peer));
         }
-        watch(c, count, c->receive_socket[peer], POLLIN);
+        watch(c, count, c->peers[peer].receive_socket, POLLIN);
     }
     return false;
 }
@@ -84,18 +84,18 @@ static bool watch_sending(Channel *c, nfds_t *count) {
     int slot = (int)(c->slots_filled % c->slots);
     for (int peer = 0; peer < c->world && open; peer++) {
         if (is_streamed(c, peer)) {
-            if (c->blocked[peer]) watch(c, count, c->send_socket[peer], POLLOUT);
-        } else if (wants_slot && c->pieces_acked[peer] < *slot_goal(c, slot, peer)) {
+            if (c->peers[peer].blocked) watch(c, count, c->peers[peer].send_socket, POLLOUT);
+        } else if (wants_slot && c->peers[peer].pieces_read < *slot_goal(c, slot, peer)) {
             awaits_answers = true;
-            watch(c, count, c->send_socket[peer], POLLIN);
+            watch(c, count, c->peers[peer].send_socket, POLLIN);
         }
     }
-    /* a free slot: the gate has opened, or the event has happened, since it was looked at */
+    /* a free slot: the gate has opened, or the event has happened, since the last look */
     return !open || (wants_slot && !awaits_answers) || has_pieces_to_hand_over(c);
 }
 
 /* Sleeps until a socket has something for the first transfer of either direction, at most
-   `longest_ns`; only for a nap where what comes next has no socket. */
+   `longest_ns`; only briefly if it also waits for something without a socket. */
 static void sleep_until_readable(Channel *c, int64_t idle_ns, int64_t longest_ns) {
     nfds_t count = 0;
     bool naps = c->landing_count > 0;
@@ -106,8 +106,8 @@ static void sleep_until_readable(Channel *c, int64_t idle_ns, int64_t longest_ns
     ppoll(c->polled, count, &limit, NULL);
 }
 
-/* For this thread: a nap of 30 us does not become one of 80, and on a core that computes the thread
-   runs soon after it is woken. Its share of the core stays the same. */
+/* Keeps naps of this thread at 30 us instead of 80, and runs it soon after a wakeup even on a busy
+   core. Its share of the core stays the same. */
 static void be_prompt(void) {
     static _Thread_local bool is_prompt;
     struct {
@@ -128,7 +128,7 @@ static void be_prompt(void) {
     syscall(SYS_sched_setattr, 0, &own, 0);
 }
 
-/* A rank that a transfer which does not move waits for. */
+/* A rank that the stalled transfer waits for. */
 static int find_lagging_peer(Channel *c) {
     if (c->receiving < c->submitted) {
         const Transfer *transfer = transfer_at(c, c->receiving);

@@ -1,8 +1,8 @@
-"""Accepts connections at a rank's socket, all beside each other: a caller that connects and says
-nothing holds nobody up.
+"""Accepts connections at a rank's socket, all at the same time: a caller that connects and sends
+nothing delays nobody.
 
-Anybody who reaches the socket can call. Each caller has a moment to say who it is, and only so many
-may take it at a time; if more come, the one that has been silent longest goes.
+Anybody who reaches the socket can call. Callers have a short time to identify themselves, and their
+number is limited: if more connect, the one that has been silent longest is dropped.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 _GREETING_SECONDS = 2.0  # seconds that a caller has for its greeting
-_MAX_SILENT = 128  # that may be silent at a time, beside the ranks that are waited for
+_MAX_SILENT = 128  # callers that may be silent at a time, in addition to the expected ranks
 
 
 @dataclass
 class Caller:
-    """Its message, with the files that came along. Whoever gets it from `accept_callers` closes
+    """A connection, its message and the files sent along. Who gets it from `accept_callers` closes
     what it does not keep."""
 
     connection: socket.socket
@@ -45,11 +45,11 @@ def accept_callers(
     end: float,
     welcome: Callable[[socket.socket], bool] = lambda _: True,
 ) -> Generator[Caller, None, None]:
-    """Yields callers as they complete their greeting of `size` bytes; so many ranks are expected.
-    Callers that `welcome` refuses are sent away before they say anything. TimeoutError at `end` of
-    the monotonic clock."""
+    """Yields callers as they complete their greeting of `size` bytes; `ranks` are expected. Callers
+    that `welcome` refuses are disconnected at once. TimeoutError at `end` of the monotonic
+    clock."""
     listener.setblocking(False)
-    silent: dict[int, Caller] = {}  # by descriptor, in the order in which they came
+    silent: dict[int, Caller] = {}  # by descriptor, in order of arrival
     watched = select.poll()  # not select(), which takes no descriptor above 1,023
     watched.register(listener, select.POLLIN)
 
@@ -63,7 +63,7 @@ def accept_callers(
                 forget(number).close()
             next_ = min([end, *(caller.until for caller in silent.values())])
             ready = {number for number, _ in watched.poll(1e3 * max(0.001, next_ - now))}
-            # before anybody else is let in
+            # before new callers are accepted
             for number in [number for number in silent if number in ready]:
                 if not _read_greeting(silent[number], size):
                     forget(number).close()

@@ -1,7 +1,6 @@
-"""Streams between machines, which only the engine drives: a TCP connection for every pair of ranks.
+"""The wire between machines: a TCP connection for every pair of ranks.
 
-A connection is taken for a rank's only if it brings the token that this rank gave out over the
-control group.
+A caller counts as a rank only if it sends the token that this rank gave out over the control group.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 
 from freescale.transport.api import Gather
-from freescale.transport.hostwire.wires.api import Endpoint
 from freescale.transport.hostwire.wires.greeting import accept_callers
 
-_HELLO = struct.Struct("<16sI")  # token of who is called, rank of who calls
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # as for gloo, whose control traffic goes the same way
+_HELLO = struct.Struct("<16sI")  # token of the called rank, number of the calling rank
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's control traffic uses the same interface
 _REFUSED = b"! "
-_ROOM = 1 << 20  # bytes, that may wait to be read
+_ROOM = 1 << 20  # bytes that may wait to be read
 _ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
 
 
@@ -34,17 +32,21 @@ class TcpWire:
     def __init__(self, streams: Mapping[int, socket.socket]) -> None:
         self.streams = streams
 
-    def endpoints(self) -> dict[int, Endpoint]:
+    def endpoints(self) -> dict[int, tuple[int, int, None]]:
+        """By peer: the sockets to send and to receive on, which are one stream; no ring."""
         return {
-            peer: Endpoint(stream.fileno(), stream.fileno())
-            for peer, stream in self.streams.items()
+            peer: (stream.fileno(), stream.fileno(), None) for peer, stream in self.streams.items()
         }
 
     def limit_buffers(self, size: int) -> None:
+        """Limits the bytes queued in a stream to about `size`: urgent traffic on another one waits
+        behind them on the network."""
         for stream in self.streams.values():
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
+        """Measures how long `size` bytes take to rank `after` while as many arrive from `before`.
+        Those ranks probe as well. Raises RuntimeError or OSError."""
         begin = time.perf_counter()
         out, left = (
             memoryview(bytes(size if after is not None else 0)),
@@ -73,6 +75,7 @@ class TcpWire:
         return time.perf_counter() - begin
 
     def hang_up(self) -> None:
+        """As `SharedWire.hang_up`."""
         for stream in self.streams.values():
             with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
@@ -82,13 +85,10 @@ class TcpWire:
         for stream in self.streams.values():
             stream.close()
 
-    def release(self) -> None:
-        pass
-
 
 def find_own_address() -> str:
-    """The address by which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME
-    names, or of the way to MASTER_ADDR."""
+    """The address at which other machines reach this one: that of the interface GLOO_SOCKET_IFNAME,
+    or of the route to MASTER_ADDR."""
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         import fcntl
 
@@ -167,8 +167,8 @@ def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpW
     for stream in streams.values():
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Linux makes room for twice as many bytes, and keeps it: what comes must not wait for who
-        # reads it.
+        # Linux makes room for twice as many bytes and keeps it: the sender must not wait for the
+        # reader.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ROOM)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     return TcpWire(streams)
@@ -177,7 +177,7 @@ def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpW
 def _accept_peers(
     listener: socket.socket, token: bytes, awaited: set[int], end: float, where: str
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Yields the ranks that are awaited, as they call: each brings the token, once."""
+    """Yields the awaited ranks as they call; each sends the token once."""
     if not awaited:
         return
     with closing(accept_callers(listener, _HELLO.size, len(awaited), end)) as callers:

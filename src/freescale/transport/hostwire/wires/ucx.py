@@ -1,10 +1,10 @@
-"""The wire over UCX (by ucxx): sockets, shared memory or RDMA, whatever UCX finds and its own
-UCX_TLS allows.
+"""The wire over UCX (through ucxx): sockets, shared memory or RDMA, whatever UCX finds and UCX_TLS
+allows.
 
 One thread owns UCX's objects: it posts what other threads submit, makes progress, wakes threads
 that wait, and sleeps when nothing moves. A peer is gone when its connection breaks (shared memory
-has none), when its process ends (seen on the same machine) or when it says goodbye, which `close`
-does. Otherwise it is silent, and `wait` has its limit.
+has none), when its process ends (noticed on the same machine) or when `close` sends its goodbye.
+Otherwise it is silent, and `wait` times out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from torch import Tensor
 
 from freescale.transport.api import Gather, TransportError
 from freescale.transport.failures import find_first_message
-from freescale.transport.hostwire.wires.api import probe_pieces
 from freescale.transport.machine import identify_machine
 
-# Unless the user's UCX_... say otherwise. Pieces from 16 KB leave when they are expected. One rail:
-# a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX would ask the
-# driver about all of it. Over sockets that it watches, UCX copies a piece segment by segment: in 8
-# KB, its own choice, at a third of the speed.
+# Defaults; the user's UCX_... variables win. Pieces from 16 KB leave when the receiver expects
+# them. One rail: a goodbye must not overtake a piece. No CUDA: only host memory is sent, and UCX
+# would query the driver about all of it. Over sockets UCX copies a piece by segments: its own 8 KB
+# reach a third of the speed.
 _SETTINGS = {
     "RNDV_THRESH": "16K",
     "MAX_RNDV_RAILS": "1",
@@ -37,14 +36,16 @@ _SETTINGS = {
     "TCP_TX_SEG_SIZE": "128K",
     "TCP_RX_SEG_SIZE": "128K",
 }
-# transports that have no connection which could break
+# transports without a connection that could break
 _MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}
 _HELLO, _GOODBYE = 1, 2
 _CLOSED = "it closed its wire"
-_PATIENCE = 0.5  # seconds that a rank which closes waits for the others to answer
+_PATIENCE = 0.5  # seconds that a closing rank waits for the others to answer
 
 
-class _Piece:
+class Piece:
+    """Bytes on their way to or from a peer."""
+
     def __init__(self, peer: int, memory: Tensor, tag: int, out: bool) -> None:
         self.peer, self.memory, self.tag, self.out = peer, memory, tag, out
         self._done, self._error = threading.Event(), ""
@@ -54,25 +55,18 @@ class _Piece:
             self._error = error
             self._done.set()
 
-    def ready(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> Tensor:
+    def wait(self, seconds: float) -> None:
+        """Waits until the memory is sent or filled. OSError if the peer is gone, or silent for
+        `seconds`."""
         if not self._done.wait(seconds):
             raise TimeoutError(f"silent for {seconds:g} s")
         if self._error:
             raise ConnectionError(self._error)
-        return self.memory
-
-    def free(self) -> None:
-        pass
 
 
 class UcxWire:
-    """A wire to all ranks. A collective to make: `gather` exchanges addresses, as
-    `Transport.gather_bytes` does. Raises TransportError on all ranks if UCX fails on one."""
-
-    direct = True
+    """A wire to all ranks. A collective to make: `gather` is `Transport.gather_bytes`. Raises
+    TransportError on all ranks if UCX fails on one."""
 
     def __init__(self, rank: int, world: int, gather: Gather) -> None:
         self._rank, self._world = rank, world
@@ -97,17 +91,13 @@ class UcxWire:
             if " resource " in line
         }
         self._connected = not found <= _MEMORY
-        self.path = (
-            "ucx: tcp"
-            if found <= {"tcp", "self"}
-            else "ucx"
-            if self._connected
-            else "ucx: shared memory"
-        )
-        self._gone = [""] * world  # why a peer is
-        self._left: set[int] = set()  # peers that this rank said goodbye to
+        self.path = "ucx" if self._connected else "ucx: shared memory"
+        if found <= {"tcp", "self"}:
+            self.path = "ucx: tcp"
+        self._gone = [""] * world  # why a peer is gone
+        self._left: set[int] = set()  # peers to which this rank has sent a goodbye
         self._endpoints: dict[int, Any] = {}
-        # a file that can be read once a process has ended -> the peer it is
+        # descriptor that becomes readable when a process ends -> its rank
         self._processes: dict[int, int] = {}
         addresses = gather(address)
         places = gather(b"%d " % os.getpid() + _identify_process_namespace())
@@ -128,28 +118,31 @@ class UcxWire:
         for file in (self._bell, self._worker.epoll_file_descriptor, *self._processes):
             self._poll.register(file, select.POLLIN)
         self._lock = threading.Lock()  # of what other threads submit
-        self._submitted: deque[_Piece] = deque()
+        self._submitted: deque[Piece] = deque()
         self._is_asleep = self._closed = False
-        self._posted: list[tuple[_Piece, Any]] = []  # each with UCX's request
-        # connects now: a rank that only receives would not see a connection break
+        self._posted: list[tuple[Piece, Any]] = []  # each with UCX's request
+        # connects now: a rank that only receives would not notice a broken connection
         for peer in self._endpoints:
             self._say(peer, _HELLO)
             self._listen(peer)
         self._thread = threading.Thread(target=self._run, name="freescale ucx", daemon=True)
         self._thread.start()
 
-    def send(self, peer: int, piece: Tensor) -> _Piece:
-        return self._submit(_Piece(peer, piece, self._rank, out=True))
+    def send(self, peer: int, piece: Tensor) -> Piece:
+        return self._submit(Piece(peer, piece, self._rank, out=True))
 
-    def expect(self, peer: int, size: int, into: Tensor | None) -> _Piece:
-        assert into is not None and into.numel() == size
-        return self._submit(_Piece(peer, into, peer, out=False))
+    def expect(self, peer: int, into: Tensor) -> Piece:
+        return self._submit(Piece(peer, into, peer, out=False))
 
     def probe(self, after: int | None, before: int | None, size: int, seconds: float) -> float:
-        return probe_pieces(self, after, before, size, seconds)
-
-    def release(self) -> None:
-        pass
+        """As `TcpWire.probe`."""
+        out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+        begin = time.perf_counter()
+        pieces = [self.expect(before, into)] if before is not None else []
+        pieces += [self.send(after, out)] if after is not None else []
+        for piece in pieces:
+            piece.wait(seconds)
+        return time.perf_counter() - begin
 
     def close(self) -> None:
         with self._lock:
@@ -157,7 +150,7 @@ class UcxWire:
             self._wake()
         self._thread.join(timeout=10 * _PATIENCE)
 
-    def _submit(self, piece: _Piece) -> _Piece:
+    def _submit(self, piece: Piece) -> Piece:
         with self._lock:
             if self._closed:
                 raise ConnectionError("the wire is closed")
@@ -192,7 +185,7 @@ class UcxWire:
         self._shut_down()
 
     def _sleep(self, milliseconds: float | None) -> None:
-        """Until something happens. What happened before UCX was armed keeps it from being armed."""
+        """Until something happens. UCX refuses to be armed if something already has."""
         for file, _ in self._poll.poll(milliseconds) if self._worker.arm() else ():
             if file == self._bell:
                 os.eventfd_read(file)
@@ -200,7 +193,7 @@ class UcxWire:
                 self._poll.unregister(file)
                 self._mark_gone(self._processes[file], "its process ended")
 
-    def _post(self, piece: _Piece) -> None:
+    def _post(self, piece: Piece) -> None:
         endpoint, array, tag = (
             self._endpoints[piece.peer],
             self._array(piece.memory.numpy()),
@@ -234,7 +227,7 @@ class UcxWire:
                     self._mark_gone(piece.peer, _CLOSED)
                     self._say_goodbye(piece.peer)
         if any(self._gone):
-            for piece, _ in self._posted:  # these stay: UCX may yet write to what is expected
+            for piece, _ in self._posted:  # kept: UCX may still write to their memory
                 if self._gone[piece.peer]:
                     piece.finish(self._gone[piece.peer])
 
@@ -243,23 +236,21 @@ class UcxWire:
 
     def _say(self, peer: int, what: int) -> None:
         self._post(
-            _Piece(
-                peer, torch.tensor([what], dtype=torch.uint8), self._world + self._rank, out=True
-            )
+            Piece(peer, torch.tensor([what], dtype=torch.uint8), self._world + self._rank, out=True)
         )
 
     def _listen(self, peer: int) -> None:
-        self._post(_Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
+        self._post(Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
 
     def _say_goodbye(self, peer: int) -> None:
-        """Once. A goodbye is answered at once: a rank that hears the answer knows that all it sent
-        has come."""
+        """Once per peer, which answers at once: a rank that gets the answer knows that all it sent
+        has arrived."""
         if peer not in self._left:
             self._left.add(peer)
             self._say(peer, _GOODBYE)
 
     def _shut_down(self) -> None:
-        with suppress(Exception):  # what UCX cannot send any more
+        with suppress(Exception):  # UCX cannot send any more
             for peer in self._endpoints:
                 if not self._gone[peer]:
                     self._say_goodbye(peer)
@@ -269,13 +260,13 @@ class UcxWire:
                 self._sleep(10)
         for file in self._processes:
             os.close(file)
-        os.close(self._bell)  # nobody rings: nobody is asleep
+        os.close(self._bell)  # nobody rings: the wire is closed
         everything = (self._worker, self._endpoints, self._posted)
         if self._connected or all(self._gone[peer] == _CLOSED for peer in self._endpoints):
             for endpoint in self._endpoints.values():
                 endpoint.close_blocking()
-        # UCX would wait for who is silent, without end: it keeps what it has, and the memory that
-        # it may write to
+        # UCX would wait forever for silent peers: it keeps its objects, and the memory that it may
+        # write to
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(everything))
         memory = [piece.memory for piece, _ in self._posted]
@@ -303,7 +294,7 @@ def _load() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise TransportError(f"{error}: pip install 'freescale[ucx]' brings ucxx") from error
     finally:
-        # ucxx sets some of UCX's, for GPUs; what is not the user's stays UCX's
+        # ucxx sets variables of UCX for GPUs; those that the user has not set stay unset
         for name in set(os.environ) - before:
             del os.environ[name]
     return libucxx, Array, Tag
