@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.collisions import batch_of, build, colliding, state_of, train
+from helpers import dynamic_streams
+from helpers.collisions import batch_of, build, colliding, share_of, state_of, train
 from helpers.ranks import gather_ranks, run_ranks
 
 from freescale.embedding.host_tables.copies import HostCopies
@@ -71,6 +72,29 @@ def test_a_cache_too_small_on_some_ranks_ends_all_with_the_same_words():
         "rank 2: table 'item': the cache holds 27 rows of this rank (3.5 kB), 3 consecutive "
         "batches read 28 rows: give it at least 3.6 kB, or use smaller batches or more ranks"
     )
+
+
+def _too_small_behind_ids(transport):
+    """As `_too_small`, of a dynamic table whose new ids all belong to the last rank."""
+    found = []
+    for schedule in ("staged", "serial"):
+        placement = {"item": Host(128 * 30), "action": "sharded"}
+        _, pipeline = dynamic_streams.build(
+            transport, schedule, dynamic_streams.RULES[0], placement=placement
+        )
+        ids = [
+            [dynamic_streams.id_in(4000 + (20 * step + place) % 90, step) for place in range(20)]
+            for step in range(6)
+        ]
+        with pytest.raises(ValueError, match="the cache holds 30 rows") as error:
+            list(pipeline.run(share_of(batch_of(one, n), transport) for n, one in enumerate(ids)))
+        found.append(str(error.value))
+    return found
+
+
+def test_a_cache_too_small_for_a_dynamic_table_ends_all_ranks():
+    for staged, serial in run_ranks(3, _too_small_behind_ids):
+        assert staged == serial and staged.startswith("rank 2: table 'item'")
 
 
 def _refused(transport, folder):
