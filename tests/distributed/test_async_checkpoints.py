@@ -16,7 +16,7 @@ from helpers.training import snapshot
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic.generate import generate
 from freescale.train.callbacks import Callback
-from freescale.train.checkpoint import Checkpoints, NotFinite, checkpoints, errors
+from freescale.train.state import Checkpoints, NotFinite, checkpoints, errors
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 

@@ -16,9 +16,9 @@ from helpers.ranks import run_ranks
 from helpers.toys import clicks_batch
 from helpers.training import snapshot
 
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.files import DELTA_FORMAT, Damaged, read_state, write_state
 from freescale.train.export import export_run
+from freescale.train.state import Checkpoints
+from freescale.train.state.files import DELTA_FORMAT, Damaged, read_state, write_state
 from freescale.transport.local import LocalTransport
 
 

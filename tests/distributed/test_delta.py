@@ -18,9 +18,9 @@ from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
 from freescale.embedding.lease import Capture
-from freescale.train.checkpoint import Checkpoints, Damaged, errors
-from freescale.train.checkpoint import writing as module
 from freescale.train.export import export_checkpoint
+from freescale.train.state import Checkpoints, Damaged, errors
+from freescale.train.state import writing as module
 from freescale.transport.local import LocalTransport
 
 STEPS = 6

@@ -14,7 +14,7 @@ from faults.hosts_testbed import HostsTestbed
 from faults.plan import KINDS, Fault
 from faults.testbed import fill_disk, kill
 from freescale.launch.attempts import forget_attempt
-from freescale.train.snapshot.holder_link import read_run_id
+from freescale.train.state.holder_link import read_run_id
 
 if TYPE_CHECKING:
     from faults.events import Process

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from freescale.train.snapshot.contents import SnapshotContents
-from freescale.train.snapshot.state_file import StateFile
+from freescale.train.state.memory_contents import SnapshotContents
+from freescale.train.state.state_file import StateFile
 
 
 class TakenSnapshots:

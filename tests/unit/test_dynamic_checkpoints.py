@@ -12,11 +12,11 @@ from helpers.snapshots import TakenSnapshots
 import freescale
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.delta import follow_changes
-from freescale.train.checkpoint.overview import compact_last
-from freescale.train.snapshot.contents import CONSUMER
-from freescale.train.snapshot.loading import load_state
+from freescale.train.state import Checkpoints
+from freescale.train.state.delta import follow_changes
+from freescale.train.state.memory_contents import CONSUMER
+from freescale.train.state.memory_loading import load_state
+from freescale.train.state.overview import compact_last
 from freescale.transport.local import LocalTransport
 
 ALONE = LocalTransport()

@@ -10,17 +10,17 @@ import time
 import pytest
 import torch
 
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.snapshot.chain import describe_segment, merge_chain
-from freescale.train.snapshot.choice import Link
-from freescale.train.snapshot.holder_link import (
+from freescale.train.state.choice import Link
+from freescale.train.state.files import Damaged
+from freescale.train.state.holder_link import (
     RUN_ID,
     HolderLink,
     end_holder,
     is_supported,
     name_holder,
 )
-from freescale.train.snapshot.segment import Segment, sum_tensor, write_segment
+from freescale.train.state.memory_chain import describe_segment, merge_chain
+from freescale.train.state.segment import Segment, sum_tensor, write_segment
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files are Linux's")
 

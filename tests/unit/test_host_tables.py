@@ -28,9 +28,9 @@ from freescale.embedding.placement import Placement, move_to_host, parse_placeme
 from freescale.launch.ranks import Ended
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.delta import follow_changes
-from freescale.train.snapshot.loading import load_state
+from freescale.train.state import Checkpoints
+from freescale.train.state.delta import follow_changes
+from freescale.train.state.memory_loading import load_state
 from freescale.transport.local import LocalTransport
 
 STREAM = colliding(0.3, steps=8)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from freescale.train.checkpoint import SafeReader
-from freescale.train.checkpoint.packing import Unpacker, pack
+from freescale.train.state import SafeReader
+from freescale.train.state.packing import Unpacker, pack
 
 CPU, THERE = torch.device("cpu"), torch.device("meta")  # stands for a GPU: unpacker needs no values
 SUMS = [torch.tensor(2.0), {"a": torch.ones(2, 3).half()}]

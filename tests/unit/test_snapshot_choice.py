@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from freescale.train.snapshot.choice import (
+from freescale.train.state.choice import (
     Link,
     choose_buddies,
     choose_interval,

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from freescale.train.checkpoint import state_copies
-from freescale.train.checkpoint.state_copies import StateCopies, find_room
+from freescale.train.state import state_copies
+from freescale.train.state.state_copies import StateCopies, find_room
 from freescale.transport.shared_gpu import PART, count_sharing
 
 CPU = torch.device("cpu")

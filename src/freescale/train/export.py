@@ -11,16 +11,16 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import spread_ids
-from freescale.train.checkpoint import (
+from freescale.train.run_folder import copy_file
+from freescale.train.state import (
     Intact,
     SafeReader,
     explain_errors,
     find_checkpoint,
     verify_checkpoint,
 )
-from freescale.train.checkpoint.delta import TablePart, apply_deltas
-from freescale.train.checkpoint.overview import read_tensors
-from freescale.train.run_folder import copy_file
+from freescale.train.state.delta import TablePart, apply_deltas
+from freescale.train.state.overview import read_tensors
 from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

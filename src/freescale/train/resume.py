@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from freescale.train.checkpoint import Damaged
 from freescale.train.metrics_log import truncate_logs, was_tested
 from freescale.train.run import Run
-from freescale.train.snapshot.restoring import Restoring
-from freescale.train.snapshot.snapshots import Snapshots
+from freescale.train.state import Damaged
+from freescale.train.state.restoring import Restoring
+from freescale.train.state.snapshots import Snapshots
 from freescale.transport.failures import run_on_rank_0
 
 

@@ -11,7 +11,7 @@ from freescale.train.callbacks import CallbackList
 from freescale.train.position import Position
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
-from freescale.train.snapshot.snapshots import Snapshots
+from freescale.train.state.snapshots import Snapshots
 from freescale.transport.api import Transport
 from freescale.worker_server import WorkerServer
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.train.checkpoint import Checkpoints, Intact
-from freescale.train.checkpoint.find import find_best_step
 from freescale.train.position import Position
+from freescale.train.state import Checkpoints, Intact
+from freescale.train.state.find import find_best_step
 
 
 @dataclass

@@ -26,7 +26,6 @@ from freescale.train.build import (
     prepare_data,
 )
 from freescale.train.callbacks import Callback, CallbackList
-from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog
@@ -36,7 +35,8 @@ from freescale.train.resume import begin_or_resume, complete_run, give_up_later,
 from freescale.train.run import Run
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
-from freescale.train.snapshot.snapshots import Snapshots
+from freescale.train.state import Checkpoints, NotFinite
+from freescale.train.state.snapshots import Snapshots
 from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect

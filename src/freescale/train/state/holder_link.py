@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from freescale.train.snapshot import holder
+from freescale.train.state import holder
 
 PATIENCE = 600.0  # seconds that a holder stays when all ranks of its machine are gone
 RUN_ID = ".run-id"  # a run's file with the name that its snapshots have

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from freescale.kernels.checksums.reference import Words
 from freescale.kernels.dispatch.checksums import choose_checksums
-from freescale.train.snapshot.segment import (
+from freescale.train.state.segment import (
     ALIGN,
     Entries,
     Segment,

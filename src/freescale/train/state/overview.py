@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.train.checkpoint.chain import Intact, find_needed, verify_checkpoint
-from freescale.train.checkpoint.contents import Contents
-from freescale.train.checkpoint.delta import TablePart, apply_deltas
-from freescale.train.checkpoint.errors import explain_errors
-from freescale.train.checkpoint.files import FORMAT, CheckpointFolder, Damaged, read_state
-from freescale.train.checkpoint.find import find_best_step
-from freescale.train.checkpoint.safe_reader import SafeReader
-from freescale.train.checkpoint.writing import write_checkpoint
+from freescale.train.state.chain import Intact, find_needed, verify_checkpoint
+from freescale.train.state.contents import Contents
+from freescale.train.state.delta import TablePart, apply_deltas
+from freescale.train.state.errors import explain_errors
+from freescale.train.state.files import FORMAT, CheckpointFolder, Damaged, read_state
+from freescale.train.state.find import find_best_step
+from freescale.train.state.safe_reader import SafeReader
+from freescale.train.state.writing import write_checkpoint
 from freescale.transport.local import LocalTransport
 
 _STATIC = 4  # entries about a table that is not dynamic

@@ -8,13 +8,13 @@ parameters and optimizer state by parameter name. Between full checkpoints there
 which hold of the tables only the rows that changed (delta.py, chain.py).
 """
 
-from freescale.train.checkpoint.chain import Intact, last_intact, verify_checkpoint
-from freescale.train.checkpoint.checkpoints import Checkpoints
-from freescale.train.checkpoint.errors import explain_errors
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.checkpoint.find import find_checkpoint
-from freescale.train.checkpoint.finite_check import NotFinite
-from freescale.train.checkpoint.safe_reader import SafeReader
+from freescale.train.state.chain import Intact, last_intact, verify_checkpoint
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.errors import explain_errors
+from freescale.train.state.files import Damaged
+from freescale.train.state.find import find_checkpoint
+from freescale.train.state.finite_check import NotFinite
+from freescale.train.state.safe_reader import SafeReader
 
 __all__ = [
     "Checkpoints",

@@ -26,8 +26,8 @@ from torch import Tensor
 from freescale.embedding.memory import get_available_memory
 from freescale.kernels.checksums.reference import Words, as_bytes
 from freescale.kernels.dispatch.checksums import choose_checksums
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.snapshot.file_reads import FileReads
+from freescale.train.state.file_reads import FileReads
+from freescale.train.state.files import Damaged
 
 _PREAMBLE = struct.Struct("<8sQQI")
 _MAGIC = b"FSSNAP01"

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.compression_state import CompressionState
-from freescale.train.checkpoint.delta import Span, collect_changes, follow_changes
-from freescale.train.checkpoint.files import DELTA_FORMAT, FORMAT
-from freescale.train.checkpoint.model import (
+from freescale.train.state.compression_state import CompressionState
+from freescale.train.state.delta import Span, collect_changes, follow_changes
+from freescale.train.state.files import DELTA_FORMAT, FORMAT
+from freescale.train.state.model import (
     collect_dense,
     collect_random,
     collect_shards,
@@ -27,8 +27,8 @@ from freescale.train.checkpoint.model import (
     pack_extra,
     share,
 )
-from freescale.train.checkpoint.optimizer import pack_optimizer, refuse_before_it_steps
-from freescale.train.checkpoint.state_copies import StateCopies
+from freescale.train.state.optimizer import pack_optimizer, refuse_before_it_steps
+from freescale.train.state.state_copies import StateCopies
 
 
 @dataclass

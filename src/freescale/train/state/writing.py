@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from freescale.embedding.lease import Capture
 from freescale.embedding.tables import Tables
-from freescale.train.checkpoint.contents import Contents
-from freescale.train.checkpoint.errors import CheckpointWriter, explain_errors
-from freescale.train.checkpoint.files import CheckpointFolder, compute_checksum, write_state
-from freescale.train.checkpoint.finite_check import NotFinite, find_not_finite
-from freescale.train.checkpoint.paced_planner import PacedPlanner, Series
-from freescale.train.checkpoint.state_copies import StateCopies
+from freescale.train.state.contents import Contents
+from freescale.train.state.errors import CheckpointWriter, explain_errors
+from freescale.train.state.files import CheckpointFolder, compute_checksum, write_state
+from freescale.train.state.finite_check import NotFinite, find_not_finite
+from freescale.train.state.paced_planner import PacedPlanner, Series
+from freescale.train.state.state_copies import StateCopies
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport

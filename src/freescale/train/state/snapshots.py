@@ -8,30 +8,27 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from freescale.embedding.lease import Capture
 from freescale.ledger.ledger import ThreadLedger
-from freescale.train.checkpoint.writing import await_rows
-from freescale.train.snapshot.chain import describe_segment
-from freescale.train.snapshot.choice import Link, choose_buddies
-from freescale.train.snapshot.contents import CONSUMER, SnapshotContents
-from freescale.train.snapshot.exchange import exchange_files
-from freescale.train.snapshot.held import HeldChains
-from freescale.train.snapshot.holder_link import HolderLink, is_supported, name_holder
-from freescale.train.snapshot.pace import Every, Pace, StepCosts
-from freescale.train.snapshot.restoring import Restoring, clear_snapshots
-from freescale.train.snapshot.segment import Segment, write_segment
-from freescale.train.snapshot.state_file import StateFile
+from freescale.train.state.choice import Link, choose_buddies
+from freescale.train.state.exchange import exchange_files
+from freescale.train.state.held import HeldChains
+from freescale.train.state.holder_link import HolderLink, is_supported, name_holder
+from freescale.train.state.memory_chain import describe_segment
+from freescale.train.state.memory_contents import CONSUMER, SnapshotContents
+from freescale.train.state.pace import Every, Pace, StepCosts
+from freescale.train.state.restoring import Restoring, clear_snapshots
+from freescale.train.state.segment import Segment, write_segment
+from freescale.train.state.state_file import StateFile
+from freescale.train.state.writing import await_rows
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks
 from freescale.transport.machine import identify_machine
 from freescale.transport.threads import start_thread
-
-if TYPE_CHECKING:
-    from freescale.train.run_state import RunState
 
 T = TypeVar("T")
 
@@ -149,7 +146,7 @@ class Snapshots:
         self._owners = {*here, *(other for other, buddy in enumerate(buddies) if buddy in here)}
         self.due = step + self.interval
 
-    def take_if_due(self, state: RunState, failed: bool = False) -> dict[str, Any] | None:
+    def take_if_due(self, state: Any, failed: bool = False) -> dict[str, Any] | None:
         """After a step: begins a snapshot if it is due and the one before is complete on all ranks.
         `failed`, on any rank: the run is about to end, and no rank takes one. Returns a line for
         the log, if the interval grows or costs much."""
@@ -177,7 +174,7 @@ class Snapshots:
         self._finish()
         return True, self.pace.agree(looks)
 
-    def _take(self, state: RunState) -> None:
+    def _take(self, state: Any) -> None:
         assert self._held is not None
         model, step, rank = state.model, state.position.step, self.transport.rank
         last, file = self._held.find_last(rank), self._files[self._turn]
@@ -308,7 +305,7 @@ class Snapshots:
 
     # ---- the end
 
-    def close(self, state: RunState) -> None:
+    def close(self, state: Any) -> None:
         """Of a run that is over: the holders end, and the memory is free."""
         if self.taking is not None:
             state.model.tables.lease.finish_captures()

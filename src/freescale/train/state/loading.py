@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.chain import Intact
-from freescale.train.checkpoint.compression_state import CompressionState
-from freescale.train.checkpoint.delta import apply_deltas, list_parts, mark_all_changed
-from freescale.train.checkpoint.errors import explain_errors
-from freescale.train.checkpoint.model import (
+from freescale.train.state.chain import Intact
+from freescale.train.state.compression_state import CompressionState
+from freescale.train.state.delta import apply_deltas, list_parts, mark_all_changed
+from freescale.train.state.errors import explain_errors
+from freescale.train.state.model import (
     collect_dense,
     collect_random,
     collect_shards,
@@ -29,10 +29,10 @@ from freescale.train.checkpoint.model import (
     restore_extra,
     restore_random,
 )
-from freescale.train.checkpoint.optimizer import unpack_optimizer
-from freescale.train.checkpoint.packing import Unpacker
-from freescale.train.checkpoint.safe_reader import SafeReader
-from freescale.train.checkpoint.writing import coordinate
+from freescale.train.state.optimizer import unpack_optimizer
+from freescale.train.state.packing import Unpacker
+from freescale.train.state.safe_reader import SafeReader
+from freescale.train.state.writing import coordinate
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from freescale.train.checkpoint.files import (
+from freescale.train.state.files import (
     CheckpointFolder,
     Damaged,
     compute_checksum,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
-from freescale.train.checkpoint.packing import pack
+from freescale.train.state.packing import pack
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 

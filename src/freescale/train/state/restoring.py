@@ -12,15 +12,15 @@ from torch import Tensor
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.snapshot.chain import check_link, label_link
-from freescale.train.snapshot.choice import Choice, Link, choose_snapshots, explain_none
-from freescale.train.snapshot.exchange import exchange_files
-from freescale.train.snapshot.file_reads import FileReads
-from freescale.train.snapshot.held import open_link
-from freescale.train.snapshot.holder_link import HolderLink
-from freescale.train.snapshot.loading import load_state, refuse_other
-from freescale.train.snapshot.segment import Segment
+from freescale.train.state.choice import Choice, Link, choose_snapshots, explain_none
+from freescale.train.state.exchange import exchange_files
+from freescale.train.state.file_reads import FileReads
+from freescale.train.state.files import Damaged
+from freescale.train.state.held import open_link
+from freescale.train.state.holder_link import HolderLink
+from freescale.train.state.memory_chain import check_link, label_link
+from freescale.train.state.memory_loading import load_state, refuse_other
+from freescale.train.state.segment import Segment
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
-from freescale.train.checkpoint.packing import Unpacker, pack
+from freescale.train.state.packing import Unpacker, pack
 
 Packed = dict[str, Any]  # by parameter name
 

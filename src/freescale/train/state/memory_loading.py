@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.compression_state import CompressionState
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.checkpoint.model import (
+from freescale.train.state.compression_state import CompressionState
+from freescale.train.state.files import Damaged
+from freescale.train.state.memory_chain import apply_changes
+from freescale.train.state.model import (
     collect_dense,
     collect_random,
     list_state,
@@ -24,9 +25,8 @@ from freescale.train.checkpoint.model import (
     restore_extra,
     restore_random,
 )
-from freescale.train.checkpoint.optimizer import unpack_optimizer
-from freescale.train.checkpoint.packing import Unpacker
-from freescale.train.snapshot.chain import apply_changes
+from freescale.train.state.optimizer import unpack_optimizer
+from freescale.train.state.packing import Unpacker
 
 
 def refuse_other(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from freescale.train.snapshot.chain import merge_chain
-from freescale.train.snapshot.choice import Link, must_merge
-from freescale.train.snapshot.holder_link import HolderLink
-from freescale.train.snapshot.segment import Segment
+from freescale.train.state.choice import Link, must_merge
+from freescale.train.state.holder_link import HolderLink
+from freescale.train.state.memory_chain import merge_chain
+from freescale.train.state.segment import Segment
 
 
 class HeldChains:

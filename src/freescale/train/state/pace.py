@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from freescale.train.snapshot.choice import choose_affordable, choose_interval
+from freescale.train.state.choice import choose_affordable, choose_interval
 
 BUDGET = 0.01  # of training, for snapshots and the marks of changed rows
 _OF_SNAPSHOTS = 0.5  # of the budget: marks cost what they cost, about as much

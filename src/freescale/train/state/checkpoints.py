@@ -14,14 +14,14 @@ from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.chain import Intact, find_expired, last_intact, verify_checkpoint
-from freescale.train.checkpoint.contents import Contents, refuse_unsavable
-from freescale.train.checkpoint.delta import Parent, follow_changes, is_followed
-from freescale.train.checkpoint.files import CheckpointFolder, parse_step
-from freescale.train.checkpoint.find import find_checkpoint
-from freescale.train.checkpoint.loading import load_checkpoint
-from freescale.train.checkpoint.paced_planner import PacedPlanner
-from freescale.train.checkpoint.writing import Background, begin_copies, write_checkpoint
+from freescale.train.state.chain import Intact, find_expired, last_intact, verify_checkpoint
+from freescale.train.state.contents import Contents, refuse_unsavable
+from freescale.train.state.delta import Parent, follow_changes, is_followed
+from freescale.train.state.files import CheckpointFolder, parse_step
+from freescale.train.state.find import find_checkpoint
+from freescale.train.state.loading import load_checkpoint
+from freescale.train.state.paced_planner import PacedPlanner
+from freescale.train.state.writing import Background, begin_copies, write_checkpoint
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from freescale.embedding.layout import ShardLayout
 from freescale.embedding.tables import Tables
-from freescale.train.checkpoint.chain import Intact
-from freescale.train.checkpoint.errors import explain_errors
-from freescale.train.checkpoint.files import CheckpointFolder
-from freescale.train.checkpoint.safe_reader import SafeReader
+from freescale.train.state.chain import Intact
+from freescale.train.state.errors import explain_errors
+from freescale.train.state.files import CheckpointFolder
+from freescale.train.state.safe_reader import SafeReader
 
 Span = list[int]  # [count, first position, last position] of a rank's changed rows of a table
 

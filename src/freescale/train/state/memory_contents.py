@@ -26,10 +26,10 @@ from torch import Tensor
 from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.contents import collect_rest
-from freescale.train.checkpoint.model import collect_random, list_state
-from freescale.train.checkpoint.state_copies import StateCopies
-from freescale.train.snapshot.state_file import StateFile
+from freescale.train.state.contents import collect_rest
+from freescale.train.state.model import collect_random, list_state
+from freescale.train.state.state_copies import StateCopies
+from freescale.train.state.state_file import StateFile
 
 CONSUMER = "snapshots"  # under which rows are marked as changed, with the name of who wants them
 SENT = f"{CONSUMER}/sent"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from freescale.train.checkpoint.chain import Intact, last_intact, verify_checkpoint
-from freescale.train.checkpoint.files import CheckpointFolder, parse_step
+from freescale.train.state.chain import Intact, last_intact, verify_checkpoint
+from freescale.train.state.files import CheckpointFolder, parse_step
 from freescale.transport.api import Transport, gather_json
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.snapshot.choice import Link
-from freescale.train.snapshot.segment import Segment, write_segment
+from freescale.train.state.choice import Link
+from freescale.train.state.files import Damaged
+from freescale.train.state.segment import Segment, write_segment
 
 
 def label_link(link: Link) -> str:
