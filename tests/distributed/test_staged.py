@@ -42,7 +42,7 @@ from freescale.embedding import collision, exchange
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.staged import Staged
-from freescale.train.state import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 

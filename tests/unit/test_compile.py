@@ -32,7 +32,7 @@ from freescale.random import derive
 from freescale.train.build import build_model, build_module
 from freescale.train.compile_kernels import call_kernels, call_model
 from freescale.train.device_figures import describe_source, watch_compilations
-from freescale.train.state.delta import follow_changes
+from freescale.train.state.contents import follow_changes
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(

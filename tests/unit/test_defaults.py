@@ -43,7 +43,7 @@ from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.train.build import build_row_optimizer
-from freescale.train.state import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 
 DATA = DataConfig(data="x")

@@ -39,7 +39,7 @@ from freescale.kernels.row_moves import triton as row_exchange
 from freescale.pipeline.staged import Staged
 from freescale.train.build import build_row_optimizer
 from freescale.train.compile_kernels import call_draws, call_id_map, call_row_exchange
-from freescale.train.state import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 FIGURES = ("inserted", "evicted", "swept", "turned_away")

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from freescale.train.state.choice import Link
-from freescale.train.state.files import Damaged
+from freescale.train.state.chain import Damaged, Link
+from freescale.train.state.held import describe_segment, merge_chain
 from freescale.train.state.holder_link import (
     RUN_ID,
     HolderLink,
@@ -19,15 +19,14 @@ from freescale.train.state.holder_link import (
     is_supported,
     name_holder,
 )
-from freescale.train.state.memory_chain import describe_segment, merge_chain
-from freescale.train.state.segment import Segment, sum_tensor, write_segment
+from freescale.train.state.memory import Segment, sum_tensor, write_segment
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files are Linux's")
 
 
 @pytest.fixture
 def name():
-    made = f"freescale-keeper-test-{secrets.token_hex(8)}"
+    made = f"freescale-holder-test-{secrets.token_hex(8)}"
     yield made
     if (link := HolderLink.connect(made)) is not None:
         link.end()

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from freescale.config.train import TrainConfig
 from freescale.train.state import pace as module
-from freescale.train.state.choice import choose_affordable
-from freescale.train.state.pace import BUDGET, WINDOW, Pace, StepCosts
+from freescale.train.state.pace import BUDGET, WINDOW, Pace, StepCosts, choose_affordable
 
 
 @given(st.integers(1, 500), st.floats(0, 10), st.floats(0.001, 1))

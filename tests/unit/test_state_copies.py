@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from freescale.train.state import state_copies
-from freescale.train.state.state_copies import StateCopies, find_room
+from freescale.train.state import copies as state_copies
+from freescale.train.state.copies import StateCopies, find_room
 from freescale.transport.shared_gpu import PART, count_sharing
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_a_gpu_is_asked_for_more_than_copies_once_had(as_on_a_gpu, monkeypatch):
     """Once, and only then."""
     asked = []
     monkeypatch.setattr(state_copies, "find_room", lambda device: asked.append(device) or 40)
-    monkeypatch.setattr(state_copies, "_taken_before", {})
+    monkeypatch.setattr(state_copies, "_used_before", {})
     gpu = torch.device("cuda", 0)
     StateCopies(gpu).take(torch.rand(8))
     assert asked == [gpu]

@@ -69,7 +69,7 @@ def train_seed(seed: Seed) -> None:
     from freescale.train.build import prepare_data
     from freescale.train.commands import evaluate_checkpoint
     from freescale.train.sample_ranks import SampleRanks, write_ranks
-    from freescale.train.state import Checkpoints
+    from freescale.train.state.checkpoints import Checkpoints
     from freescale.train.trainer import Trainer
     from freescale.transport.connect import connect
 

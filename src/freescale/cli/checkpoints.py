@@ -29,7 +29,7 @@ def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
     one, and needs it.
     """
     from freescale.train.run_folder import lock_folder
-    from freescale.train.state.files import CheckpointFolder
+    from freescale.train.state.disk import CheckpointFolder
     from freescale.train.state.overview import compact_last, list_checkpoints
 
     folder = run_folder / "checkpoints"

@@ -23,7 +23,7 @@ from freescale.torchrec.checkpoint_names import (
 )
 from freescale.torchrec.checkpoint_source import Source, Take, open_source
 from freescale.torchrec.sharded_model import ShardedModel
-from freescale.train.state.delta import mark_all_changed
+from freescale.train.state.contents import mark_all_changed
 from freescale.train.state.model import collect_dense, list_state, shard_over_ranks
 from freescale.train.state.writing import write_tensors
 from freescale.transport.api import Transport

@@ -7,8 +7,8 @@ from typing import Any
 
 from freescale.train.metrics_log import truncate_logs, was_tested
 from freescale.train.run import Run
-from freescale.train.state import Damaged
-from freescale.train.state.restoring import Restoring
+from freescale.train.state.chain import Damaged
+from freescale.train.state.found import FoundSnapshots
 from freescale.train.state.snapshots import Snapshots
 from freescale.transport.failures import run_on_rank_0
 
@@ -55,7 +55,7 @@ def _load(run: Run, checkpoint: str) -> None:
         state.notes.append(f"not from memory: {found.explain_none()}")
 
 
-def _load_snapshot(run: Run, found: Restoring) -> bool:
+def _load_snapshot(run: Run, found: FoundSnapshots) -> bool:
     """Loads the newest snapshot that is intact and complete for all ranks. False if there is none
     or a checkpoint is newer."""
     state, checkpoints = run.state, run.state.checkpoints

@@ -236,7 +236,7 @@ class RunFolder:
             ]
 
     def _holds_run(self, path: Path) -> bool:
-        from freescale.train.state import Checkpoints
+        from freescale.train.state.checkpoints import Checkpoints
 
         if self._remembered and (path / "config.json").exists():
             return True

@@ -35,7 +35,8 @@ from freescale.train.resume import begin_or_resume, complete_run, give_up_later,
 from freescale.train.run import Run
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
-from freescale.train.state import Checkpoints, NotFinite
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.finite_check import NotFinite
 from freescale.train.state.snapshots import Snapshots
 from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.transport.api import Transport
@@ -251,7 +252,7 @@ class Trainer:
     def _close_snapshots(self) -> None:
         """Closes the snapshots of a run that is over and saved."""
         if self.snapshots is not None:
-            self.snapshots.close(self.state)
+            self.snapshots.close(self.model.tables)
 
     def _open(self, signals: StopSignals) -> TrainingLoop:
         """Opens the folder. From here on the run is not refused any more."""

@@ -1,30 +1,42 @@
-"""The memory files that a rank keeps at the snapshot holder of its machine: its own chain, and
-those of the ranks whose buddy it is."""
+"""The chains of memory files at the snapshot holder of a machine: a rank's own, and those of the
+ranks whose buddy it is."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from freescale.train.state.choice import Link, must_merge
+import torch
+from torch import Tensor
+
+from freescale.train.state.chain import (
+    Damaged,
+    Link,
+    find_chains,
+    find_expired,
+    must_merge,
+    parse_links,
+    write_rows,
+)
+from freescale.train.state.contents import group_tables
 from freescale.train.state.holder_link import HolderLink
-from freescale.train.state.memory_chain import merge_chain
-from freescale.train.state.segment import Segment
+from freescale.train.state.memory import Segment, write_segment
+
+_KEPT = 2  # complete states of each rank that can be restored at any time
 
 
 class HeldChains:
-    """Chains by owner. Next to each, what was there before it stays until the next snapshot is
-    complete: two states can be restored at any time."""
+    """Chains by owner. What a complete snapshot makes superfluous goes, and long chains become one
+    memory file."""
 
     def __init__(self, run: str, link: HolderLink) -> None:
         self._run, self.link = run, link
-        self._chains: dict[int, list[Link]] = {}
+        self._last: dict[int, Link] = {}  # the end of each owner's chain in this attempt
         self._sizes: dict[Link, int] = {}
-        self._before: dict[int, set[str]] = {}  # names that go with the next one
 
     def find_last(self, owner: int) -> Link | None:
-        """The end of a chain, which the next snapshot may hold the changes since."""
-        chain = self._chains.get(owner)
-        return chain[-1] if chain else None
+        """The end of a chain; the next snapshot may hold the changes since."""
+        return self._last.get(owner)
 
     def keep(self, link: Link, segment: Segment) -> None:
         """Hands a memory file to the holder. OSError if that has ended."""
@@ -32,40 +44,40 @@ class HeldChains:
         self._sizes[link] = segment.size
 
     def complete(self, links: Collection[Link]) -> None:
-        """Once these are kept on all ranks: what they have made superfluous goes, and chains that
-        have grown long become one memory file."""
+        """Removes what has expired, once these are kept on all ranks, and merges long chains."""
         names = self.link.list()
         for link in links:
-            owner, expired = link.owner, self._before.pop(link.owner, set())
-            if link.parent is None:
-                self._chains[owner] = []
-                self._before[owner] = {
-                    name for name in _select(names, owner) if name not in expired | {link.name}
-                }
-            self._chains[owner].append(link)
-            self.link.drop(sorted(expired))
-            if must_merge(self._sizes, self._chains[owner]):
-                self._merge(owner)
+            key = link.ranks, link.owner
+            here = [each for each in parse_links(names) if (each.ranks, each.owner) == key]
+            parents: dict[int, int | None] = {}
+            for each in here:
+                parents.setdefault(each.step, each.parent)  # a merged chain before its last link
+            expired = find_expired(parents, link.step, _KEPT)
+            self._drop([e for e in here if e.step in expired or e.parent != parents[e.step]])
+            self._last[link.owner] = link
+            chain = find_chains(names)[key][link.step]
+            if must_merge(self._sizes, chain):
+                self._merge(chain)
 
     def drop_others(self, owners: Collection[int], ranks: int) -> None:
-        """Of all ranks that nobody on this machine answers for."""
-        links = [Link.parse(name) for name in self.link.list()]
-        self.link.drop(
-            [
-                link.name
-                for link in links
-                if link is not None and (link.ranks != ranks or link.owner not in owners)
-            ]
-        )
+        """Removes those of ranks that nobody on this machine answers for."""
+        links = parse_links(self.link.list())
+        self._drop([link for link in links if link.ranks != ranks or link.owner not in owners])
+
+    def give_up_after(self, step: int) -> None:
+        """Removes later states: the run did not continue from them."""
+        self._drop([link for link in parse_links(self.link.list()) if link.step > step])
 
     def forget(self) -> None:
         """The next snapshots are whole."""
-        self._chains.clear()
-        self._sizes.clear()
-        self._before.clear()
+        self._last.clear()
 
-    def _merge(self, owner: int) -> None:
-        chain = self._chains[owner]
+    def _drop(self, links: Collection[Link]) -> None:
+        self.link.drop([link.name for link in links])
+        for link in links:
+            self._sizes.pop(link, None)
+
+    def _merge(self, chain: Sequence[Link]) -> None:
         segments = [open_link(self.link, link) for link in chain]
         try:
             whole, segment = merge_chain(self._run, chain, segments)
@@ -74,20 +86,65 @@ class HeldChains:
         finally:
             for each in segments:
                 each.close()
-        self._before[owner] = {link.name for link in chain}
-        for link in chain:
-            self._sizes.pop(link)
-        self._chains[owner] = [whole]
 
 
 def open_link(holder: HolderLink, link: Link) -> Segment:
-    """A memory file. OSError if the holder does not have it, Damaged if it is half written."""
+    """Opens a memory file. OSError if the holder does not have it, Damaged if it is half
+    written."""
     file = holder.get(link.name)
     if file is None:
         raise OSError(f"the holder has no {link.name}")
-    return Segment.open(file, f"the snapshot of rank {link.owner} after step {link.step}")
+    return Segment.open(file, str(link))
 
 
-def _select(names: Collection[str], owner: int) -> list[str]:
-    links = [Link.parse(name) for name in names]
-    return [link.name for link in links if link is not None and link.owner == owner]
+# ---- memory files of a chain
+
+
+def describe_segment(run: str, link: Link, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of a memory file."""
+    about = {"run": run, "ranks": link.ranks, "rank": link.owner}
+    return about | {"step": link.step, "parent": link.parent, "state": dict(state)}
+
+
+def check_link(segment: Segment, link: Link, run: str) -> None:
+    """Damaged if a memory file is not what its name promises, or another run's."""
+    header = segment.header
+    if header.get("run") != run:
+        raise Damaged(f"{link} is another run's")
+    found = [header.get(key) for key in ("ranks", "rank", "step", "parent")]
+    if found != [link.ranks, link.owner, link.step, link.parent]:
+        ranks, owner, step, parent = found
+        raise Damaged(
+            f"{link} holds another state: of rank {owner} of {ranks} after step {step}, since "
+            f"{parent}"
+        )
+
+
+def apply_changes(
+    tables: Mapping[str, Mapping[str, Tensor]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Writes the changed rows of a memory file into tables (by name, then part) of this rank."""
+    for name, parts in tables.items():
+        positions = tensors.get(f"changed/{name}/positions")
+        if positions is not None:
+            values = {part: tensors[f"changed/{name}/{part}"] for part in parts}
+            write_rows(parts, positions.long(), values)
+
+
+def merge_chain(
+    run: str, chain: Sequence[Link], segments: Sequence[Segment]
+) -> tuple[Link, Segment]:
+    """A whole state that equals the end of the chain."""
+    first, *changes = [segment.read() for segment in segments]
+    last = chain[-1]
+    tables = {name: value for name, value in first.items() if name.startswith("table/")}
+    rest = {name: of for name, of in changes[-1].items() if not name.startswith("changed/")}
+    whole = Link(last.ranks, last.owner, last.step, None)
+
+    def amend(written: dict[str, Tensor]) -> None:
+        for tensors in changes:
+            apply_changes(group_tables(written), tensors)
+
+    with torch.no_grad():
+        header = describe_segment(run, whole, segments[-1].header["state"])
+        return whole, write_segment(header, tables | rest, amend)

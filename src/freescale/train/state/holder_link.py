@@ -36,7 +36,7 @@ def read_run_id(folder: Path) -> str | None:
 def name_holder(run: str, machine: bytes) -> str:
     """The socket of a run's holder on a machine. Network namespaces of one kernel count as machines
     and cannot reach each other's."""
-    return f"freescale-keeper-{run}-{hashlib.sha256(machine).hexdigest()[:12]}"
+    return f"freescale-holder-{run}-{hashlib.sha256(machine).hexdigest()[:12]}"
 
 
 class HolderLink:

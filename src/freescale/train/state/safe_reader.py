@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.serialization import _get_layout
@@ -127,6 +128,14 @@ class SafeReader(FileSystemReader):
         assert self._metadata.storage_meta is not None
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
+
+    def list_tensors(self) -> dict[str, Tensor]:
+        """Tensors without memory that have the shapes and types of those in the checkpoint."""
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in self.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, meta.TensorStorageMetadata)
+        }
 
     def _read(self) -> meta.Metadata:
         try:

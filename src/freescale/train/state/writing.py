@@ -1,44 +1,53 @@
 """Writes the contents of a checkpoint, by all ranks together: under a temporary name, then renamed.
 
-It needs the transport's control messages and nothing else of training. So it can run at the same
-time, on another thread and over a group of its own (`Background`).
+It needs the transport's control messages and nothing else of training, so it can run meanwhile, on
+another thread and over a group of its own.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
-from freescale.embedding.lease import Capture
-from freescale.embedding.tables import Tables
-from freescale.train.state.contents import Contents
-from freescale.train.state.errors import CheckpointWriter, explain_errors
-from freescale.train.state.files import CheckpointFolder, compute_checksum, write_state
+from freescale.train.state.contents import DiskContents
+from freescale.train.state.disk import CheckpointFolder, compute_checksum, write_state
 from freescale.train.state.finite_check import NotFinite, find_not_finite
-from freescale.train.state.paced_planner import PacedPlanner, Series
-from freescale.train.state.state_copies import StateCopies
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
-from freescale.transport.threads import start_thread
 
-_AHEAD = 10_000_000  # bytes that torch's writer brings from a device before it writes them
+T = TypeVar("T")
+
+_AHEAD = 10_000_000  # bytes that torch's writer fetches from a device before it writes them
+# Seconds between two tensors. Writing one takes about 0.3 ms of the interpreter, and there are
+# hundreds: in one go they would hold up a step for as long, spread out they fall into its pauses.
+_PAUSE = 0.003
 
 
 def write_checkpoint(
     files: CheckpointFolder,
-    contents: Contents,
+    contents: DiskContents,
     transport: Transport,
     planner: PacedPlanner | None = None,
 ) -> int:
-    """Writes a checkpoint and puts it in its place. A collective; of the ranks' devices nothing is
-    used. With a `planner`, in the place of torch's own, the tensors are copies on the host. Returns
+    """Writes a checkpoint and puts it in its place. A collective that uses nothing of the ranks'
+    devices. With a `planner` instead of torch's own, the tensors are copies on the host. Returns
     the checksum of its state.json, 0 on other ranks than 0.
 
     Raises:
@@ -53,7 +62,7 @@ def write_checkpoint(
         folder = files.writing_path(step)
         checksum = _write(folder, contents, transport, failure, planner)
         run_on_rank_0(transport, lambda: files.finish(step), failure)
-    except ValueError:  # all ranks are here, none writes any more
+    except ValueError:  # on all ranks: none is still writing
         if transport.rank == 0:
             with suppress(OSError):  # the next save tries again
                 files.clear()
@@ -61,40 +70,7 @@ def write_checkpoint(
     return checksum
 
 
-def begin_copies(tables: Tables, collect: Callable[[], Contents]) -> Callable[[], Contents]:
-    """Begins to copy what a checkpoint holds. Returns a function that waits for the copies and
-    returns them, or raises what went wrong."""
-    try:
-        contents = collect()
-    except (OSError, ValueError) as error:
-        return partial(_raise, error)
-    capture, copies = Capture(contents.add_sharded), contents.copies
-    assert copies is not None
-    tables.lease.capture(capture)
-
-    def await_copies() -> Contents:
-        await_rows(capture, copies)
-        return contents
-
-    return await_copies
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
-def await_rows(capture: Capture, copies: StateCopies) -> None:
-    """Waits for the copies of the rows, and of all else. ValueError if they could not be made."""
-    try:
-        capture.wait()
-        copies.finish()
-    except Exception as error:
-        raise ValueError(
-            f"rows could not be copied into host memory: {describe_error(error)}"
-        ) from error
-
-
-def _refuse_diverged(step: int, contents: Contents) -> None:
+def _refuse_diverged(step: int, contents: DiskContents) -> None:
     background = contents.copies is not None
     if name := find_not_finite(contents.tensors, contents.untrained, background=background):
         raise NotFinite(
@@ -105,7 +81,7 @@ def _refuse_diverged(step: int, contents: Contents) -> None:
 
 def _write(
     folder: Path,
-    contents: Contents,
+    contents: DiskContents,
     transport: Transport,
     failure: str,
     planner: PacedPlanner | None,
@@ -139,7 +115,7 @@ def write_tensors(
     failure: str,
     planner: PacedPlanner | None = None,
 ) -> None:
-    """Named tensors, or dicts of them within each other, which a paced planner does not take. A
+    """Writes named tensors, or nested dicts of them, which a paced planner does not accept. A
     collective."""
     # A paced planner hands out copies on the host, one at a time.
     ahead = 0 if planner is not None else _AHEAD
@@ -160,10 +136,10 @@ def _write_as_planned(
     failure: str,
     planner: PacedPlanner,
 ) -> None:
-    """As torch's `save` from its plan on. That asks each tensor for its state_dict, with two lines
-    of a log, brings the plans together, and at the end sends what it has written about all tensors
-    to all ranks: with hundreds of them, that holds up a step by tens of milliseconds."""
-    plan, metadata = planner.take_plan(tensors)
+    """As torch's `save` does once it has a plan. `save` itself asks each tensor for its state_dict,
+    logs two lines, gathers the plans, and finally sends what it has written about all tensors to
+    all ranks: with hundreds of them, that holds up a step by tens of milliseconds."""
+    plan, metadata = planner.reuse_plan(tensors)
 
     def write() -> bytes:
         writer.set_up_storage_writer(transport.rank == 0)
@@ -179,50 +155,108 @@ def _write_as_planned(
         raise ValueError(f"{failure}: {error}") from error
 
 
+# ---- how torch's save and load are called
+
+
 def coordinate(transport: Transport) -> dict[str, Any]:
-    """How torch's save and load bring the ranks together."""
+    """Arguments by which torch's save and load coordinate the ranks."""
     if isinstance(transport, ProcessGroupTransport):
         return {"process_group": transport.control}
     return {"no_dist": True}
 
 
-class Background:
-    """Work during training: one job at a time, on a thread of its own."""
+@contextmanager
+def explain_errors(failure: str) -> Iterator[None]:
+    """Around torch's save and load: a failure on any rank is one line on all. Suppresses torch's
+    warning about a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise ValueError(f"{failure}: {describe_error(first)}") from error
 
-    def __init__(self, transport: Transport) -> None:
-        """A collective: opens a group for the thread's control messages."""
-        self.transport = transport
-        if isinstance(transport, ProcessGroupTransport):
-            self.transport = transport.open_control()
-        self._done: Callable[[], None] | None = None
-        self._series = Series()
 
-    def make_planner(self) -> PacedPlanner:
-        return PacedPlanner(self._series)
+class CheckpointWriter(FileSystemWriter):
+    """torch's writer, with the system's error in its exceptions: other ranks receive the message of
+    an exception, not its causes."""
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Starts `work`; the job before must have been waited for."""
-        assert self._done is None, "one job at a time"
-        error: list[BaseException] = []
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        return self._explain(super().write_data, *args, **kwargs)
 
-        def run() -> None:
-            try:
-                work()
-            except BaseException as caught:  # noqa: BLE001 - raised where it is waited for
-                error.append(caught)
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        self._explain(super().finish, *args, **kwargs)
 
-        # A process that ends leaves it a moment; what is half written then is not a checkpoint.
-        thread = start_thread("checkpoint", run, lambda: None)
+    def _explain(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(describe_error(error)) from error
 
-        def finish() -> None:
-            thread.join()
-            if error:
-                raise error[0]
 
-        self._done = finish
+# ---- writing during training, with little use of the interpreter, which the step needs
 
-    def wait(self) -> None:
-        """Waits for the job, if there is one, and raises its error."""
-        done, self._done = self._done, None
-        if done is not None:
-            done()
+_Described = list[tuple[Any, ...]]
+
+
+@dataclass
+class Series:
+    """Consecutive checkpoints of the same ranks. What they have in common is planned once."""
+
+    plans: int = 0  # that all ranks have begun to make together
+    number: int = 0  # of the plan below, if it was finished
+    tensors: _Described | None = None  # of this plan
+    plan: SavePlan | None = None  # what this rank writes
+    metadata: Metadata | None = None  # on rank 0
+
+
+class PacedPlanner(DefaultSavePlanner):
+    """Hands the tensors of one checkpoint to torch's writer, with pauses."""
+
+    def __init__(self, series: Series) -> None:
+        super().__init__()
+        self.series = series
+        self._tensors: _Described = []
+
+    def is_planned(self, tensors: Mapping[str, Any]) -> bool:
+        """Whether the series has a plan for these, on this rank."""
+        series = self.series
+        return series.number == series.plans > 0 and _describe(tensors) == series.tensors
+
+    def reuse_plan(self, tensors: Mapping[str, Any]) -> tuple[SavePlan, Metadata | None]:
+        """The plan of the series, for these tensors."""
+        assert self.series.plan is not None
+        self.state_dict = dict(tensors)
+        return self.series.plan, self.series.metadata
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.series.plans += 1
+        self._tensors = _describe(state_dict)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        self.series.metadata = metadata
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan, series = super().finish_plan(new_plan), self.series
+        series.plan, series.tensors, series.number = plan, self._tensors, series.plans
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        time.sleep(_PAUSE)
+        return super().resolve_data(write_item)
+
+
+def _describe(tensors: Mapping[str, Any]) -> _Described:
+    """All that a plan depends on: names, shapes and types, and a rank's part of sharded tensors."""
+    return [
+        (name, value.shape, value.dtype, value._local_tensor.shape, value.placements)
+        if isinstance(value, DTensor)
+        else (name, value.shape, value.dtype)
+        for name, value in tensors.items()
+    ]

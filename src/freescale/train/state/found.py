@@ -1,5 +1,4 @@
-"""Restores a run from the snapshots in memory, on whichever machines. All ranks do everything here
-together."""
+"""The snapshots of a run in memory, as the ranks of a new attempt find them."""
 
 from __future__ import annotations
 
@@ -12,26 +11,24 @@ from torch import Tensor
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.state.choice import Choice, Link, choose_snapshots, explain_none
-from freescale.train.state.exchange import exchange_files
-from freescale.train.state.file_reads import FileReads
-from freescale.train.state.files import Damaged
-from freescale.train.state.held import open_link
+from freescale.train.state.chain import Choice, Damaged, Link, choose_snapshots, explain_none
+from freescale.train.state.held import check_link, open_link
 from freescale.train.state.holder_link import HolderLink
-from freescale.train.state.memory_chain import check_link, label_link
-from freescale.train.state.memory_loading import load_state, refuse_other
-from freescale.train.state.segment import Segment
+from freescale.train.state.memory import Segment
+from freescale.train.state.model import refuse_other_model
+from freescale.train.state.restore import load_snapshot
+from freescale.train.state.transfers import FileReads, exchange_files
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
 
 
 @dataclass
-class Restoring:
-    """The snapshots of a run, as the ranks of a new attempt find them. A collective to make."""
+class FoundSnapshots:
+    """Snapshots on all machines. Making one and `load` are collectives."""
 
     run: str
     transport: Transport
-    link: HolderLink | None  # of this machine's holder, if there is one
+    link: HolderLink | None  # to this machine's holder, if there is one
     machines: list[bytes]
     refused: list[int] = field(default_factory=list)  # steps that turned out to be damaged
 
@@ -61,35 +58,34 @@ class Restoring:
         optimizer: torch.optim.Optimizer,
         reducer: Reducer | None,
     ) -> dict[str, Any]:
-        """Restores this rank, and returns the JSON of its snapshot. A collective.
+        """Restores this rank, and returns the JSON of its snapshot.
 
         Raises:
-            Damaged: on all ranks, names what is half written, damaged, another run's or another
-                model's; nothing is restored then.
+            Damaged: on all ranks; names what is half written, damaged, another run's or another
+                model's. Nothing is restored then.
         """
-        rank = self.transport.rank
-        chain = choice.chains[rank]
+        chain, transport = choice.chains[self.transport.rank], self.transport
         segments, reads = self._fetch(choice), FileReads()
         try:
             state: dict[str, Any] = run_on_all_ranks(
-                self.transport, lambda: self._check(chain, segments), Damaged
+                transport, lambda: self._check(chain, segments), Damaged
             )
             if not model.tables.placed:
                 model.tables.place(recorded=state["placement"])
 
             def verify() -> list[dict[str, Tensor]]:
-                refuse_other(label_link(chain[-1]), state, model, optimizer)
+                _refuse_other(chain[-1], state, model, optimizer)
                 return [
-                    segment.verify(label_link(link), reads.threads)
+                    segment.verify(str(link), reads.threads)
                     for link, segment in zip(chain, segments, strict=True)
                 ]
 
-            tensors = run_on_all_ranks(self.transport, verify, Damaged)
+            tensors = run_on_all_ranks(transport, verify, Damaged)
 
             def copy_whole(name: str, to: Tensor) -> None:
                 segments[0].copy(name, to, reads)
 
-            load_state(state, tensors, model, optimizer, reducer, copy_whole)
+            load_snapshot(state, tensors, model, optimizer, reducer, copy_whole)
             return state
         finally:
             reads.close()
@@ -98,14 +94,14 @@ class Restoring:
 
     def _check(self, chain: Sequence[Link], segments: Sequence[Segment]) -> dict[str, Any]:
         if len(segments) != len(chain):
-            raise Damaged(f"{label_link(chain[-1])} is half written, or damaged")
+            raise Damaged(f"{chain[-1]} is half written, or damaged")
         for link, segment in zip(chain, segments, strict=True):
             check_link(segment, link, self.run)
         found: dict[str, Any] = segments[-1].header["state"]
         return found
 
     def _fetch(self, choice: Choice) -> list[Segment]:
-        """The chain of this rank: from this machine's holder, or by another rank's hands."""
+        """The chain of this rank: from this machine's holder, or sent by another rank."""
         transport, rank = self.transport, self.transport.rank
         opened: dict[int, list[Segment]] = {}  # by owner, of those that this rank reads
 
@@ -117,28 +113,35 @@ class Restoring:
 
         run_on_all_ranks(transport, read, Damaged)
         mine = opened.pop(rank, [])
-        for place in range(max(map(len, choice.chains))):
-            outgoing = {
-                owner: segments[place].data
-                for owner, segments in opened.items()
-                if place < len(segments)
-            }
-            if all(reader == owner for owner, reader in enumerate(choice.readers)):
-                break
-            for file in exchange_files(transport, outgoing).values():
-                mine += self._open_received(file, choice.chains[rank][len(mine)])
+        if any(reader != owner for owner, reader in enumerate(choice.readers)):
+            for place in range(max(map(len, choice.chains))):
+                outgoing = {
+                    owner: segments[place].data
+                    for owner, segments in opened.items()
+                    if place < len(segments)
+                }
+                for file in exchange_files(transport, outgoing).values():
+                    mine += _open_received(file, choice.chains[rank][len(mine)])
         for segments in opened.values():
             for segment in segments:
                 segment.close()
         return mine
 
-    def _open_received(self, file: int, link: Link) -> list[Segment]:
-        try:
-            return [Segment.open(file, label_link(link))]
-        except Damaged:  # raised on all ranks together, when they check
-            return []
+
+def _open_received(file: int, link: Link) -> list[Segment]:
+    try:
+        return [Segment.open(file, str(link))]
+    except Damaged:  # raised on all ranks together, when they check
+        return []
 
 
-def clear_snapshots(link: HolderLink) -> None:
-    """Drops all memory files of a holder: the run goes on from elsewhere."""
-    link.drop(link.list())
+def _refuse_other(
+    link: Link, state: dict[str, Any], model: ShardedModel, optimizer: torch.optim.Optimizer
+) -> None:
+    """Damaged if the state is another model's, or from another kind of device."""
+    try:
+        refuse_other_model(str(link), state, model, optimizer)
+    except ValueError as error:
+        raise Damaged(str(error)) from None
+    if state["device"] != model.transport.device.type:
+        raise Damaged(f"{link} is from ranks on {state['device']}")
