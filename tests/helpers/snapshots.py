@@ -1,4 +1,4 @@
-"""Snapshots of a model in this process, without a holder and threads."""
+"""Snapshots of a model in this process, without a holder or threads."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ MEASURED = re.compile(r"<!-- measured:.*?<!-- /measured -->", re.DOTALL)
 REDESIGNED = (
     "embedding",
     "pipeline",
-    "train/state",
     "transport/hostwire",
 )
 # docs/log.md is history: its entries up to this date stay as they were written.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from freescale.train.state.contents import (
     refuse_unsavable,
 )
 from freescale.train.state.copies import Job, StateCopies
-from freescale.train.state.disk import CheckpointFolder, parse_step
+from freescale.train.state.disk import DELTA_FORMAT, FORMAT, CheckpointFolder, parse_step
 from freescale.train.state.intact import (
     Intact,
     Parent,
@@ -36,15 +35,7 @@ from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
 
-
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written."""
-
-    step: int
-    protected: tuple[int, ...]
-    parent: Parent  # of the next one, once this one is in place
-    job: Job  # which writes an asynchronous one
+_Write = Callable[..., None]  # writes with a transport, and perhaps a planner
 
 
 class Checkpoints:
@@ -88,7 +79,8 @@ class Checkpoints:
         self.asynchronous = asynchronous
         self._restored: int | None = None  # the step that was loaded, to continue from
         self._parent: Parent | None = None
-        self._saving: _Saving | None = None
+        self._saving: Parent | None = None  # of the next one, once this one is in place
+        self._job = Job()  # which writes an asynchronous one
         self._finished: Path | None = None  # since `wait` was last called
         self._control: Transport | None = None  # of the thread that writes
         self._series = Series()
@@ -125,6 +117,11 @@ class Checkpoints:
         found = self.transport.rank == 0 and step in self.steps()
         return bool(self.transport.gather_bytes(b"1" if found else b"")[0])
 
+    def last_step(self) -> int:
+        """The last step by its name, 0 if there is none. A collective: rank 0 looks."""
+        steps = self.steps() if self.transport.rank == 0 else []
+        return int(self.transport.gather_bytes(b"%d" % (steps[-1] if steps else 0))[0])
+
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
         self._complete_or_warn()
@@ -155,7 +152,6 @@ class Checkpoints:
         if step is not None:
             self.give_up_later()
             self._run_on_rank_0(lambda: self.files.refuse_ahead(step))
-
         run_on_all_ranks(self.transport, lambda: refuse_unsavable(model, optimizer))
 
     def save(
@@ -202,34 +198,38 @@ class Checkpoints:
 
         def collect() -> None:
             contents.collect(model, optimizer, progress, reducer)
+            contents.state["format"] = FORMAT if parent is None else DELTA_FORMAT
             if parent is not None:
                 contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
 
-        following = Parent(step, 0, 0 if parent is None else parent.deltas + 1, tables)
-        saving = _Saving(step, tuple(protected), following, Job())
+        saving = Parent(step, 0, 0 if parent is None else parent.deltas + 1, tables)
+
+        def write(transport: Transport, planner: PacedPlanner | None = None) -> None:
+            saving.checksum = write_checkpoint(self.files, contents, transport, planner)
+            self._run_on_rank_0(lambda: self._remove_old(step, protected), transport)
+
         if self.asynchronous:
-            self._save_in_background(saving, contents, collect)
+            self._save_in_background(saving, contents, collect, write)
         else:
-            self._save_now(saving, contents, collect)
+            self._save_now(saving, contents, collect, write)
         return self.path(step)
 
     def _save_now(
-        self, saving: _Saving, contents: DiskContents, collect: Callable[[], None]
+        self, saving: Parent, contents: DiskContents, collect: Callable[[], None], write: _Write
     ) -> None:
-        transport = self.transport
         self._run_on_rank_0(lambda: self.files.refuse_ahead(saving.step))
-        saving.parent.tables.lease.flush()
-        run_on_all_ranks(transport, collect)
+        saving.tables.lease.flush()
+        run_on_all_ranks(self.transport, collect)
 
-        def write() -> None:
+        def finish() -> None:
             contents.add_sharded()
-            self._write(saving, contents, transport)
+            write(self.transport)
 
-        self._begin(saving)
-        self._finish(write)
+        self._parent, self._saving = None, saving
+        self._finish(finish)
 
     def _save_in_background(
-        self, saving: _Saving, contents: DiskContents, collect: Callable[[], None]
+        self, saving: Parent, contents: DiskContents, collect: Callable[[], None], write: _Write
     ) -> None:
         """No rank waits for another here: the thread that writes reports what went wrong, once it
         has the rows. Until then it leaves the interpreter to the step."""
@@ -237,20 +237,16 @@ class Checkpoints:
             self._control = self.transport
             if isinstance(self.transport, ProcessGroupTransport):
                 self._control = self.transport.open_control()
-        control, planner, tables = self._control, PacedPlanner(self._series), saving.parent.tables
-        ready = saving.job.copy(tables, collect, contents)
+        control, planner, self._job = self._control, PacedPlanner(self._series), Job()
+        ready = self._job.copy(saving.tables, collect, contents)
 
-        def write() -> None:
+        def finish() -> None:
             run_on_all_ranks(control, ready)
-            run_on_rank_0(control, lambda: self.files.refuse_ahead(saving.step), str(self.folder))
-            self._write(saving, contents, control, planner)
+            self._run_on_rank_0(lambda: self.files.refuse_ahead(saving.step), control)
+            write(control, planner)
 
-        self._begin(saving)
-        saving.job.start("checkpoint", write)
-
-    def _begin(self, saving: _Saving) -> None:
-        """Until it is in place, nothing counts as changed since it."""
         self._parent, self._saving = None, saving
+        self._job.start("checkpoint", finish)
 
     def wait(self) -> Path | None:
         """Waits for the checkpoint that is being written. A collective.
@@ -268,8 +264,8 @@ class Checkpoints:
 
     def _complete(self) -> None:
         if self._saving is not None:
-            self._saving.parent.tables.lease.finish_captures()
-            self._finish(self._saving.job.wait)
+            self._saving.tables.lease.finish_captures()
+            self._finish(self._job.wait)
 
     def _complete_or_warn(self) -> None:
         """Before a search: a checkpoint that cannot be written leaves those before it."""
@@ -279,26 +275,16 @@ class Checkpoints:
             if self.transport.rank == 0:
                 warnings.warn(f"{error}. Taking one before", stacklevel=4)
 
-    def _write(
-        self,
-        saving: _Saving,
-        contents: DiskContents,
-        transport: Transport,
-        planner: PacedPlanner | None = None,
-    ) -> None:
-        """On the main thread, or in the background while nothing else uses what it does."""
-        saving.parent.checksum = write_checkpoint(self.files, contents, transport, planner)
-        run_on_rank_0(transport, lambda: self._remove_old(saving), str(self.folder))
-
     def _finish(self, write: Callable[[], None]) -> None:
-        """Once the checkpoint is in place, the next one may hold what changes from here on."""
+        """Once the checkpoint is in place, the next one may hold what changes from here on; until
+        then, nothing counts as changed since it."""
         saving = self._saving
         assert saving is not None
         try:
             write()
         finally:
             self._saving = None
-        self._parent, self._finished = saving.parent, self.path(saving.step)
+        self._parent, self._finished = saving, self.path(saving.step)
 
     def _choose_parent(self, tables: Tables, step: int) -> Parent | None:
         """The parent of the next checkpoint; None for a full one. A collective if some are deltas:
@@ -312,14 +298,16 @@ class Checkpoints:
             known = b"1" * parent.is_in_place(self.files)
         return parent if self.transport.gather_bytes(known)[0] else None
 
-    def _run_on_rank_0(self, work: Callable[[], object]) -> None:
-        run_on_rank_0(self.transport, work, str(self.folder))
+    def _run_on_rank_0(
+        self, work: Callable[[], object], transport: Transport | None = None
+    ) -> None:
+        run_on_rank_0(transport or self.transport, work, str(self.folder))
 
-    def _remove_old(self, saving: _Saving) -> None:
+    def _remove_old(self, saved: int, protected: Collection[int]) -> None:
         """Removes those given up, and all except the last `keep`, the protected, and what these
         depend on."""
         files = self.files
-        files.remove(find_expired(files.parents(), saving.step, self.keep, saving.protected))
+        files.remove(find_expired(files.parents(), saved, self.keep, protected))
         files.remove_given_up()
 
     # ---- for snapshots, which hold the marks of changed rows
@@ -328,7 +316,7 @@ class Checkpoints:
         """The checkpoint since which changes of rows are marked, for a snapshot of this step. One
         that is being written has no checksum yet."""
         if self._saving is not None:
-            return {"step": self._saving.step, "deltas": self._saving.parent.deltas}
+            return {"step": self._saving.step, "deltas": self._saving.deltas}
         if self._parent is None:
             return None
         parent = self._parent

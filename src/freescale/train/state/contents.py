@@ -27,7 +27,6 @@ from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.copies import StateCopies
-from freescale.train.state.disk import DELTA_FORMAT, FORMAT
 from freescale.train.state.memory import StateFile
 from freescale.train.state.model import (
     collect_dense,
@@ -119,16 +118,6 @@ class DiskContents(Contents):
     consumer: str | None = None  # changes of rows are marked for it from now on
     spans: dict[str, Span] | None = None  # of a delta: which rows of each table this rank writes
 
-    def collect(
-        self,
-        model: ShardedModel,
-        optimizer: torch.optim.Optimizer,
-        progress: Mapping[str, Any],
-        reducer: Reducer | None,
-    ) -> None:
-        super().collect(model, optimizer, progress, reducer)
-        self.state["format"] = FORMAT if self.spans is None else DELTA_FORMAT
-
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
         take = self.copies.take if self.copies is not None else share
         if self.spans is None:
@@ -154,6 +143,7 @@ class DiskContents(Contents):
         local = storage.changed.find(self.consumer, slice(begin, begin + last - first))
         if not local.numel():
             return [0, 0, 0]
+        span = [local.numel(), first + int(local[0]), first + int(local[-1])]
         label = f"changed/{transport.rank}/{name}"
         kind = torch.int32 if spec.rows <= 1 << 31 else torch.int64
         self.tensors[f"{label}/positions"] = self._keep((local + first).to(kind))
@@ -161,7 +151,7 @@ class DiskContents(Contents):
         for part, value in storage.get_tensors(name).items():
             changed = value.index_select(0, rows.to(value.device))
             self.tensors[f"{label}/{part}"] = self._keep(changed)
-        return [local.numel(), first + int(local[0]), first + int(local[-1])]
+        return span
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.chain import Choice, Damaged, Link, choose_snapshots, explain_none
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.held import check_link, open_link
 from freescale.train.state.holder_link import HolderLink
 from freescale.train.state.memory import Segment
@@ -24,7 +26,7 @@ from freescale.transport.failures import run_on_all_ranks
 
 @dataclass
 class FoundSnapshots:
-    """Snapshots on all machines. Making one and `load` are collectives."""
+    """Snapshots on all machines. Making one, `load_newest` and `load` are collectives."""
 
     run: str
     transport: Transport
@@ -50,6 +52,27 @@ class FoundSnapshots:
             return "from memory"
         ranks = f"rank{'s' * (len(far) > 1)} {', '.join(map(str, far))}"
         return f"from memory ({ranks} from the copy on another machine)"
+
+    def load_newest(
+        self,
+        checkpoints: Checkpoints,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer | None,
+    ) -> tuple[Choice, dict[str, Any]] | None:
+        """Restores the newest state of the run if that is in memory; a snapshot that is damaged is
+        passed over with a warning. Returns it and its JSON; None if there is no snapshot, or an
+        intact checkpoint is newer."""
+        while (choice := self.choose()) is not None:
+            if checkpoints.last_step() > choice.step and _is_newer(checkpoints, choice.step):
+                return None
+            try:
+                return choice, self.load(choice, model, optimizer, reducer)
+            except Damaged as error:
+                if self.transport.rank == 0:
+                    warnings.warn(f"{error}. Taking one before", stacklevel=2)
+                self.refused.append(choice.step)
+        return None
 
     def load(
         self,
@@ -126,6 +149,15 @@ class FoundSnapshots:
             for segment in segments:
                 segment.close()
         return mine
+
+
+def _is_newer(checkpoints: Checkpoints, step: int) -> bool:
+    """Whether there is an intact checkpoint after `step`. A collective."""
+    try:
+        saved = checkpoints.last_intact()
+    except Damaged:
+        return False
+    return saved is not None and int(saved.state["progress"]["step"]) > step
 
 
 def _open_received(file: int, link: Link) -> list[Segment]:
