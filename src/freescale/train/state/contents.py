@@ -69,10 +69,11 @@ class Contents:
     ) -> None:
         """Everything but the rows of sharded tables. From now on changes of rows are marked.
         ValueError names what a state cannot hold."""
+        self._begin()
         listed = list_state(model.module)
         shared, state = _collect_rest(model, listed, optimizer, progress, reducer)
         self.state |= state
-        self.tensors |= self.copies.take_all(shared) if self.copies is not None else shared
+        self.tensors |= self.copies.copy_all(shared) if self.copies is not None else shared
         self.tensors |= collect_random(model.transport)  # copies
         self.untrained = find_untrained(listed)
         self._model, self._mark = model, model.tables.lease.mark_state()
@@ -93,13 +94,16 @@ class Contents:
         if self.copies is not None:
             self.copies.seal()
 
+    def _begin(self) -> None:
+        """Before anything is collected."""
+
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
         """Tables of one kind of placement, which are all those of their groups."""
         raise NotImplementedError
 
     def _keep(self, value: Tensor) -> Tensor:
         """A tensor that is a copy already."""
-        return value if self.copies is None else self.copies.take(value, is_copy=True)
+        return value if self.copies is None else self.copies.copy(value, is_copy=True)
 
 
 @dataclass(kw_only=True)
@@ -119,13 +123,13 @@ class DiskContents(Contents):
     spans: dict[str, Span] | None = None  # of a delta: which rows of each table this rank writes
 
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
-        take = self.copies.take if self.copies is not None else share
+        copy = self.copies.copy if self.copies is not None else share
         if self.spans is None:
-            self.tensors |= collect_tables(tables, names, take)
+            self.tensors |= collect_tables(tables, names, copy)
         else:
             for name in names:
                 self.spans[name] = self._add_changes(tables, name)
-        self.tensors |= collect_shards(tables, names, take)
+        self.tensors |= collect_shards(tables, names, copy)
         if self.consumer is not None:
             follow_changes(tables, self.consumer, names)
 
@@ -172,17 +176,10 @@ class MemoryContents(Contents):
     _changes: bool = False  # the file needs only the rows that have changed
     _waiting: list[tuple[str, Tensor | None, Tensor]] = field(default_factory=list)
 
-    def collect(
-        self,
-        model: ShardedModel,
-        optimizer: torch.optim.Optimizer,
-        progress: Mapping[str, Any],
-        reducer: Reducer | None,
-    ) -> None:
+    def _begin(self) -> None:
         self._changes = self.file.current
         self.file.begin()
         self.state["marks"] = []
-        super().collect(model, optimizer, progress, reducer)
 
     def write(self) -> None:
         """Writes waiting rows into the file and packs marks, once the copies are finished."""
@@ -221,7 +218,7 @@ class MemoryContents(Contents):
             for label, value in found.items():
                 self._put(label, value, rows)
             for part, value in storage.get_shard_tensors().items():
-                self.tensors[f"shards/{name}/{part}"] = self.copies.take(value)
+                self.tensors[f"shards/{name}/{part}"] = self.copies.copy(value)
         for number, group in enumerate(tables.groups):
             if any(tables.get_group(name) is group for name in names):
                 self._add_marks(number, group.rows.changed)
@@ -230,7 +227,7 @@ class MemoryContents(Contents):
         assert self.copies is not None
         if not _is_on_host(value):
             if rows is None:
-                self._waiting.append((label, None, self.copies.take(value)))
+                self._waiting.append((label, None, self.copies.copy(value)))
             else:
                 changed = self._keep(value.index_select(0, rows))
                 self._waiting.append((label, self._keep(rows), changed))

@@ -38,7 +38,7 @@ _used_before: dict[torch.device, int] = {}
 
 
 class StateCopies:
-    """`take` and `seal` on the threads and streams that have the state; then `finish`, on any.
+    """`copy` and `seal` on the threads and streams that have the state; then `finish`, on any.
 
     Args:
         device: of the state.
@@ -53,9 +53,9 @@ class StateCopies:
         self._may_grow = room is None and device.type == "cuda"
         self._used = 0  # of the room
         self._kept: list[tuple[Tensor, Tensor]] = []  # (in host memory, what it will hold)
-        self._taken: list[torch.cuda.Event] = []
+        self._events: list[torch.cuda.Event] = []
 
-    def take(self, value: Tensor, *, is_copy: bool = False) -> Tensor:
+    def copy(self, value: Tensor, *, is_copy: bool = False) -> Tensor:
         """A copy in host memory, pinned if `value` is on a GPU: it has the value after `finish`.
 
         Args:
@@ -74,38 +74,39 @@ class StateCopies:
             self._kept.append((copied, kept))
         return copied
 
-    def take_all(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `take`, of many. Small ones on a GPU of one dtype are copied together: each by itself
+    def copy_all(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `copy`, of many. Small ones on a GPU of one dtype are copied together: each by itself
         takes about 50 us of the caller, and more of the thread that writes it."""
-        taken: dict[str, Tensor] = {}
+        together: dict[str, Tensor] = {}
         for names in _group_alike(values):
-            taken |= zip(names, self._take_together([values[name] for name in names]), strict=True)
+            copied = self._copy_together([values[name] for name in names])
+            together |= zip(names, copied, strict=True)
         return {
-            name: taken[name] if name in taken else self.take(value)
+            name: together[name] if name in together else self.copy(value)
             for name, value in values.items()
         }
 
-    def _take_together(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def _copy_together(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Views of one copy of tensors that are contiguous and alike."""
         size = sum(value.nbytes for value in values)
         if len(values) == 1 or not self._has_room(size):
-            return [self.take(value) for value in values]
+            return [self.copy(value) for value in values]
         self._use(size)
         # Made for gradients; a Python view of each would take longer than everything else.
         with torch.no_grad():
-            flat = self.take(_flatten(values), is_copy=True)
+            flat = self.copy(_flatten(values), is_copy=True)
         return list(_unflatten(flat, values))
 
     def seal(self) -> None:
-        """Ends what was taken on the current stream since the last call."""
+        """Ends the copies of the current stream since the last call."""
         if self._device.type == "cuda":
-            self._taken.append(record_event(blocking=True))
+            self._events.append(record_event(blocking=True))
 
     def finish(self) -> None:
         """Waits until the copies have their values, and fetches what is on the device."""
-        for event in self._taken:
+        for event in self._events:
             wait_for_event(event)
-        self._taken = []
+        self._events = []
         if not self._kept:
             return
         stream = new_stream(self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +89,11 @@ class FoundSnapshots:
                 model's. Nothing is restored then.
         """
         chain, transport = choice.chains[self.transport.rank], self.transport
-        segments, reads = self._fetch(choice), FileReads()
-        try:
+        with ExitStack() as stack:
+            segments = self._fetch(choice)
+            for segment in segments:
+                stack.enter_context(closing(segment))
+            reads = stack.enter_context(closing(FileReads()))
             state: dict[str, Any] = run_on_all_ranks(
                 transport, lambda: self._check(chain, segments), Damaged
             )
@@ -110,10 +114,6 @@ class FoundSnapshots:
 
             load_snapshot(state, tensors, model, optimizer, reducer, copy_whole)
             return state
-        finally:
-            reads.close()
-            for segment in segments:
-                segment.close()
 
     def _check(self, chain: Sequence[Link], segments: Sequence[Segment]) -> dict[str, Any]:
         if len(segments) != len(chain):

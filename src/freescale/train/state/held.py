@@ -4,6 +4,7 @@ ranks whose buddy it is."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
@@ -78,14 +79,10 @@ class HeldChains:
             self._sizes.pop(link, None)
 
     def _merge(self, chain: Sequence[Link]) -> None:
-        segments = [open_link(self.link, link) for link in chain]
-        try:
+        with ExitStack() as stack:
+            segments = [stack.enter_context(closing(open_link(self.link, e))) for e in chain]
             whole, segment = merge_chain(self._run, chain, segments)
-            self.keep(whole, segment)
-            segment.close()
-        finally:
-            for each in segments:
-                each.close()
+            self.keep(whole, stack.enter_context(closing(segment)))
 
 
 def open_link(holder: HolderLink, link: Link) -> Segment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from torch import Tensor
@@ -249,29 +249,20 @@ class Snapshots:
     def _keep_own(self, contents: MemoryContents, own: Link, sent: Link) -> Tensor | None:
         """Hands this rank's file to the holder. Returns the bytes for its buddy."""
         header = describe_segment(self._run, own, contents.state)
-        segment = contents.file.seal(header, contents.tensors)
-        try:
+        with closing(contents.file.seal(header, contents.tensors)) as segment:
             self._put(own, segment)
             if contents.sends == "whole":
                 return segment.data
-        finally:
-            segment.close()
         if contents.sends == "nothing":
             return None
         header = describe_segment(self._run, sent, contents.state)
-        changes = write_segment(header, contents.list_changes())
-        try:
+        with closing(write_segment(header, contents.list_changes())) as changes:
             return changes.data
-        finally:
-            changes.close()
 
     def _keep_received(self, owner: int, file: int, like: Link) -> Link:
         link = Link(like.ranks, owner, like.step, like.parent)
-        segment = Segment.open(file, f"the copy of rank {owner}'s snapshot")
-        try:
+        with closing(Segment.open(file, f"the copy of rank {owner}'s snapshot")) as segment:
             self._put(link, segment)
-        finally:
-            segment.close()
         return link
 
     def _put(self, link: Link, segment: Segment) -> None:
