@@ -30,7 +30,7 @@ _EXPORTS = {
     "freescale.pipeline.pipeline": "Pipeline",
     "freescale.pipeline.step_result": "StepResult",
     "freescale.train.callbacks": "Callback",
-    "freescale.train.checkpoint.checkpoints": "Checkpoints",
+    "freescale.train.state.checkpoints": "Checkpoints",
     "freescale.train.evaluate": "evaluate",
     "freescale.train.export": "export",
     "freescale.train.progress": "ConsoleProgress",
@@ -107,10 +107,10 @@ if TYPE_CHECKING:
     from freescale.pipeline.pipeline import Pipeline
     from freescale.pipeline.step_result import StepResult
     from freescale.train.callbacks import Callback
-    from freescale.train.checkpoint.checkpoints import Checkpoints
     from freescale.train.evaluate import evaluate
     from freescale.train.export import export
     from freescale.train.progress import ConsoleProgress
+    from freescale.train.state.checkpoints import Checkpoints
     from freescale.train.trainer import Trainer
     from freescale.transport.api import Transport, TransportError
     from freescale.transport.connect import connect

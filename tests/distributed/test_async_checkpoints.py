@@ -16,7 +16,10 @@ from helpers.training import snapshot
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic.generate import generate
 from freescale.train.callbacks import Callback
-from freescale.train.checkpoint import Checkpoints, NotFinite, checkpoints, errors
+from freescale.train.state import checkpoints
+from freescale.train.state import writing as errors
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.finite_check import NotFinite
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 
@@ -100,14 +103,14 @@ def fail_on_one_rank(transport, folder):
     """Saves at each of four steps, of which rank 1 cannot copy the second."""
     parallel, dense, pipeline = build(transport)
     saved = Checkpoints(folder, transport, keep=9, full_every=2, asynchronous=True)
-    collect, heard, states = checkpoints.Contents.collect, [], {}
+    collect, heard, states = checkpoints.DiskContents.collect, [], {}
 
     def fail(*arguments, **named):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     for result in pipeline.run(batches(transport, 0, 4)):
         broken = result.step == 2 and transport.rank == 1
-        checkpoints.Contents.collect = fail if broken else collect
+        checkpoints.DiskContents.collect = fail if broken else collect
         saved.save(parallel, dense, {"step": result.step})
         try:
             saved.wait()

@@ -16,8 +16,9 @@ from helpers.ranks import gather_ranks, run_ranks
 from helpers.toys import clicks_batch
 from helpers.training import assert_close, snapshot
 
-from freescale.train.checkpoint import Checkpoints, SafeReader
 from freescale.train.export import export_checkpoint
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.safe_reader import SafeReader
 from freescale.transport.local import LocalTransport
 
 

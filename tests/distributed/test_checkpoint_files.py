@@ -16,9 +16,10 @@ from helpers.ranks import run_ranks
 from helpers.toys import clicks_batch
 from helpers.training import snapshot
 
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.files import DELTA_FORMAT, Damaged, read_state, write_state
 from freescale.train.export import export_run
+from freescale.train.state.chain import Damaged
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.disk import DELTA_FORMAT, read_state, write_state
 from freescale.transport.local import LocalTransport
 
 

@@ -18,7 +18,7 @@ from torch import nn
 import freescale
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic.generate import generate
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 

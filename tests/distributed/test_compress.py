@@ -21,8 +21,8 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic.generate import generate
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.thresholded import ThresholdedGradients, Thresholding
-from freescale.train.checkpoint import Checkpoints
 from freescale.train.progress import describe_run
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.trainer import Trainer
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport

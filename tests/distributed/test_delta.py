@@ -18,9 +18,11 @@ from helpers.ranks import run_ranks
 from helpers.training import snapshot
 
 from freescale.embedding.lease import Capture
-from freescale.train.checkpoint import Checkpoints, Damaged, errors
-from freescale.train.checkpoint import writing as module
 from freescale.train.export import export_checkpoint
+from freescale.train.state import copies as module
+from freescale.train.state import writing as errors
+from freescale.train.state.chain import Damaged
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 STEPS = 6
@@ -226,7 +228,7 @@ def test_a_delta_of_another_run_is_refused(saved, tmp_path):
         shutil.rmtree(folder / f"step-{step:08d}")
     shutil.rmtree(folder / "step-00000002")
     shutil.copytree(tmp_path / "other" / "chain" / "step-00000002", folder / "step-00000002")
-    with pytest.warns(UserWarning, match="another step-00000001 than the one beside it"):
+    with pytest.warns(UserWarning, match="another step-00000001 than the one next to it"):
         assert take_last(folder) == "step-00000001"
 
 

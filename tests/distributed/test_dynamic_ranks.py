@@ -12,7 +12,7 @@ from helpers.dynamic_streams import CHURN, RULES, build, list_local_rows
 from helpers.ranks import run_ranks
 
 from freescale.embedding.dynamic_rules import Dynamic, Seen
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 RULE = RULES[2]  # counts, evicts and turns away

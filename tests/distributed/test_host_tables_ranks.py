@@ -17,7 +17,7 @@ from helpers.ranks import gather_ranks, run_ranks
 from freescale.embedding.host_tables.copies import HostCopies
 from freescale.embedding.host_tables.tiers import Disk, Host
 from freescale.embedding.storage import cached
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 

@@ -28,7 +28,7 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.ledger.ledger import Ledger
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.failures import RemoteError
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport

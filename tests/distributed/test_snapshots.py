@@ -17,11 +17,11 @@ from freescale import RunConfig, Trainer
 from freescale.data.synthetic.generate import generate
 from freescale.launch.attempts import read_restarts
 from freescale.train.callbacks import Callback
-from freescale.train.checkpoint.files import read_state
-from freescale.train.snapshot import snapshots as module
-from freescale.train.snapshot.choice import Link
-from freescale.train.snapshot.holder_link import HolderLink, name_holder, read_run_id
-from freescale.train.snapshot.segment import Segment, write_segment
+from freescale.train.state import snapshots as module
+from freescale.train.state.chain import Link
+from freescale.train.state.disk import read_state
+from freescale.train.state.holder_link import HolderLink, name_holder, read_run_id
+from freescale.train.state.memory import Segment, write_segment
 from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
 
@@ -270,7 +270,7 @@ def test_other_ranks_and_a_newer_checkpoint_go_on_from_disk(killed, data):
 @pytest.mark.parametrize("host", [True, False], ids=["in place", "by way of host memory"])
 def test_a_run_that_has_no_checkpoint_goes_on_from_memory(data, tmp_path, host, monkeypatch):
     """`host`: whether tables are in host memory; those of a GPU are copied there first."""
-    monkeypatch.setattr("freescale.train.snapshot.contents._is_on_host", lambda value: host)
+    monkeypatch.setattr("freescale.train.state.contents._is_on_host", lambda value: host)
     folder = tmp_path / "run"
     leave(build(data, folder, checkpoint_every=1000), 17)
     trainer = build(data, folder, "auto", checkpoint_every=1000)
@@ -322,8 +322,8 @@ def test_on_slow_links_the_interval_grows(data, tmp_path, monkeypatch):
 
 def test_auto_finds_its_interval(data, tmp_path, monkeypatch):
     """Snapshots that take a second of a processor each, of steps that take less, are far apart."""
-    monkeypatch.setattr("freescale.train.snapshot.pace._FIRST", 2)
-    monkeypatch.setattr("freescale.train.snapshot.pace.StepCosts.estimate", lambda costs: 1.0)
+    monkeypatch.setattr("freescale.train.state.pace._FIRST", 2)
+    monkeypatch.setattr("freescale.train.state.pace.StepCosts.estimate", lambda costs: 1.0)
     trainer = build(data, tmp_path / "run", snapshot_every="auto", checkpoint_every=1000)
     trainer.callbacks._callbacks.append(Kill(0))  # each snapshot is complete before the next step
     trainer.train()
@@ -349,7 +349,7 @@ def test_a_snapshot_that_fails_leaves_the_one_before_and_the_next_are_right(
     data, tmp_path, monkeypatch
 ):
     """The third one does not fit: the file that it was written to is not the one that is left."""
-    from freescale.train.snapshot.state_file import StateFile
+    from freescale.train.state.memory import StateFile
 
     calls, seal = [], StateFile.seal
 

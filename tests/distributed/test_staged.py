@@ -44,7 +44,7 @@ from freescale.embedding.groups.sharded import Sharded
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.ledger.ledger import Ledger
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 

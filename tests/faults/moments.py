@@ -28,10 +28,9 @@ class Moment:
 _STAGED, _SCHEDULE = "pipeline.staged:Staged", "pipeline.schedule:Schedule"
 _STAGES = "pipeline.row_stages:RowStages"
 _NEXT = "pipeline.next_batch:BatchPreparation"
-_CHECKPOINT = "train.checkpoint"
-_SNAPSHOT = "train.snapshot"
-_FILES = f"{_CHECKPOINT}.files:CheckpointFolder"
-_WRITING = f"{_CHECKPOINT}.writing"
+_STATE = "train.state"
+_FILES = f"{_STATE}.disk:CheckpointFolder"
+_WRITING = f"{_STATE}.writing"
 
 MOMENTS = (
     Moment(STEP, "take batch", f"{_NEXT}._take"),
@@ -53,29 +52,29 @@ MOMENTS = (
     Moment(STEP, "dense optimizer", f"{_SCHEDULE}._update_dense"),
     Moment(STEP, "step is over", f"{_SCHEDULE}._make_result", after=True),
     Moment(STEP, "log", "train.training_loop:TrainingLoop._log"),
-    Moment(CHECKPOINT, "begin to save", f"{_CHECKPOINT}.checkpoints:Checkpoints.save"),
-    Moment(CHECKPOINT, "copied", f"{_CHECKPOINT}.checkpoints:Checkpoints.save", after=True),
+    Moment(CHECKPOINT, "begin to save", f"{_STATE}.checkpoints:Checkpoints.save"),
+    Moment(CHECKPOINT, "copied", f"{_STATE}.checkpoints:Checkpoints.save", after=True),
     Moment(CHECKPOINT, "make folder", f"{_FILES}.begin", rank_0=True),
     Moment(CHECKPOINT, "write tensors", f"{_WRITING}:write_tensors"),
-    Moment(CHECKPOINT, "write file", f"{_CHECKPOINT}.errors:CheckpointWriter.write_data"),
+    Moment(CHECKPOINT, "write file", f"{_STATE}.writing:CheckpointWriter.write_data"),
     Moment(CHECKPOINT, "tensors are written", f"{_WRITING}:write_tensors", after=True),
     Moment(CHECKPOINT, "write state", f"{_WRITING}:write_state", rank_0=True),
     Moment(CHECKPOINT, "rename", f"{_FILES}.finish", rank_0=True),
-    Moment(CHECKPOINT, "sync", f"{_CHECKPOINT}.files:_sync", rank_0=True),
-    Moment(CHECKPOINT, "synced", f"{_CHECKPOINT}.files:_sync", rank_0=True, after=True),
+    Moment(CHECKPOINT, "sync", f"{_STATE}.disk:_sync", rank_0=True),
+    Moment(CHECKPOINT, "synced", f"{_STATE}.disk:_sync", rank_0=True, after=True),
     Moment(CHECKPOINT, "renamed", f"{_FILES}.finish", rank_0=True, after=True),
     Moment(CHECKPOINT, "remove old", f"{_FILES}.remove", rank_0=True),
-    Moment(SNAPSHOT, "take snapshot", f"{_SNAPSHOT}.snapshots:Snapshots.take_if_due"),
-    Moment(SNAPSHOT, "write segment", f"{_SNAPSHOT}.state_file:StateFile.seal"),
-    Moment(SNAPSHOT, "segment is written", f"{_SNAPSHOT}.state_file:StateFile.seal", after=True),
-    Moment(SNAPSHOT, "keep segment", f"{_SNAPSHOT}.held:HeldChains.keep"),
-    Moment(SNAPSHOT, "complete snapshot", f"{_SNAPSHOT}.held:HeldChains.complete"),
-    Moment(SNAPSHOT, "snapshot is complete", f"{_SNAPSHOT}.held:HeldChains.complete", after=True),
+    Moment(SNAPSHOT, "take snapshot", f"{_STATE}.snapshots:Snapshots.take_if_due"),
+    Moment(SNAPSHOT, "write segment", f"{_STATE}.memory:StateFile.seal"),
+    Moment(SNAPSHOT, "segment is written", f"{_STATE}.memory:StateFile.seal", after=True),
+    Moment(SNAPSHOT, "keep segment", f"{_STATE}.held:HeldChains.keep"),
+    Moment(SNAPSHOT, "complete snapshot", f"{_STATE}.held:HeldChains.complete"),
+    Moment(SNAPSHOT, "snapshot is complete", f"{_STATE}.held:HeldChains.complete", after=True),
     Moment(RESTORE, "claim folder", "train.run_folder:RunFolder._inspect", rank_0=True),
-    Moment(RESTORE, "find checkpoint", f"{_CHECKPOINT}.checkpoints:find_checkpoint"),
-    Moment(RESTORE, "verify files", f"{_CHECKPOINT}.chain:_compare_all"),
-    Moment(RESTORE, "load tensors", f"{_CHECKPOINT}.loading:_load_tensors"),
-    Moment(RESTORE, "tensors are loaded", f"{_CHECKPOINT}.loading:_load_tensors", after=True),
+    Moment(RESTORE, "find checkpoint", f"{_STATE}.checkpoints:find_checkpoint"),
+    Moment(RESTORE, "verify files", f"{_STATE}.intact:_compare_all"),
+    Moment(RESTORE, "load tensors", f"{_STATE}.restore:_load_tensors"),
+    Moment(RESTORE, "tensors are loaded", f"{_STATE}.restore:_load_tensors", after=True),
     Moment(RESTORE, "cut logs", "train.resume:truncate_logs", rank_0=True),
     Moment(RESTORE, "restored", "train.trainer:begin_or_resume", after=True),
     Moment(RESTORE, "open folder", "train.run_folder:RunFolder.open"),

@@ -14,7 +14,7 @@ from faults.hosts_testbed import HostsTestbed
 from faults.plan import KINDS, Fault
 from faults.testbed import fill_disk, kill
 from freescale.launch.attempts import forget_attempt
-from freescale.train.snapshot.holder_link import read_run_id
+from freescale.train.state.holder_link import read_run_id
 
 if TYPE_CHECKING:
     from faults.events import Process
@@ -139,7 +139,7 @@ class Strikes:
             return []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                is_own = f"freescale-keeper-{run}-".encode() in (folder / "cmdline").read_bytes()
+                is_own = f"freescale-holder-{run}-".encode() in (folder / "cmdline").read_bytes()
                 if is_own and (host is None or storm.testbed.is_on(int(folder.name), host)):
                     found.append(int(folder.name))
         return found

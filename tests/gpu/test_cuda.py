@@ -253,7 +253,7 @@ optimizer = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
 pipeline = freescale.Pipeline(parallel, optimizer, clip=0.5, balance=balancer, precision="fp32")
 batches = [rank_slice(clicks_batch(13, seed), transport.rank, transport.world) for seed in range(4)]
 losses = [r.loss for r in pipeline.run(batches)]
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from pathlib import Path
 folder = Path(sys.argv[1])
 Checkpoints(folder / "checkpoints", transport).save(parallel, pipeline.optimizer, {{"step": 4}})

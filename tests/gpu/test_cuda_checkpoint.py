@@ -11,11 +11,11 @@ from helpers.gpu_training import CudaClicks
 from helpers.toys import Clicks, clicks_batch
 
 import freescale
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.finite_check import find_not_finite
-from freescale.train.checkpoint.state_copies import StateCopies, find_room
-from freescale.train.snapshot.file_reads import FileReads
-from freescale.train.snapshot.segment import write_segment
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.copies import StateCopies, find_room
+from freescale.train.state.finite_check import find_not_finite
+from freescale.train.state.memory import write_segment
+from freescale.train.state.transfers import FileReads
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -137,7 +137,7 @@ def test_a_copy_in_pieces_is_the_whole(shape, dtype, is_copy, room):
     """Some of more than one piece; what the stream does later does not change them."""
     value = torch.randint(0, 2, shape, device="cuda").to(dtype)
     expected, copies = value.cpu(), StateCopies(value.device, room)
-    copied = copies.take(value.clone() if is_copy else value, is_copy=is_copy)
+    copied = copies.copy(value.clone() if is_copy else value, is_copy=is_copy)
     copies.seal()
     value.zero_()
     copies.finish()
@@ -153,7 +153,7 @@ def test_a_copy_of_rows_that_lie_apart_is_finished_by_another_thread(room):
     expected, copies = [turned.cpu(), other.cpu()], StateCopies(turned.device, room)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        copied = [copies.take(turned), copies.take(other)]
+        copied = [copies.copy(turned), copies.copy(other)]
         copies.seal()
         turned.zero_()
         other.zero_()

@@ -19,7 +19,7 @@ from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 from pathlib import Path
 
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 from helpers import ranks
 from helpers.checkpoints import batches, build

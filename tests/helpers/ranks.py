@@ -23,7 +23,7 @@ CONTEXT.set_forkserver_preload(
         "torch",
         "torch._dynamo",
         "freescale.train.trainer",
-        "freescale.train.checkpoint",
+        "freescale.train.state.checkpoints",
         "pytest",
         "hypothesis.strategies",
     ]

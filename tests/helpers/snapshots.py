@@ -1,4 +1,4 @@
-"""Snapshots of a model in this process, without a holder and threads."""
+"""Snapshots of a model in this process, without a holder or threads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from freescale.train.snapshot.contents import SnapshotContents
-from freescale.train.snapshot.state_file import StateFile
+from freescale.train.state.contents import MemoryContents
+from freescale.train.state.copies import StateCopies
+from freescale.train.state.memory import StateFile
 
 
 class TakenSnapshots:
@@ -21,9 +22,9 @@ class TakenSnapshots:
 
     def take(self, parallel, optimizer, step: int) -> None:
         sends = "changes" if self.chain else "whole"
-        contents = SnapshotContents.collect(
-            parallel, optimizer, {"step": step}, None, self._file, None, sends
-        )
+        copies = StateCopies(parallel.transport.device)
+        contents = MemoryContents(copies=copies, file=self._file, spare=None, sends=sends)
+        contents.collect(parallel, optimizer, {"step": step}, None)
         parallel.tables.lease.flush()
         contents.add_sharded()
         contents.write()

@@ -30,9 +30,9 @@ from freescale.kernels.jit.launch import identify_launch, launch_kernel, record_
 from freescale.kernels.jit.launch_plan import Block
 from freescale.random import derive
 from freescale.train.build import build_model, build_module
-from freescale.train.checkpoint.delta import follow_changes
 from freescale.train.compile_kernels import call_kernels, call_model
 from freescale.train.device_figures import describe_source, watch_compilations
+from freescale.train.state.contents import follow_changes
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(

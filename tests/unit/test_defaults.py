@@ -44,7 +44,7 @@ from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.train.build import build_row_optimizer
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.choice import FORMER, TRANSPORTS
 from freescale.transport.hostwire.transport import HostwireTransport
 

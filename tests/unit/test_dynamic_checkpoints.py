@@ -12,11 +12,10 @@ from helpers.snapshots import TakenSnapshots
 import freescale
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.delta import follow_changes
-from freescale.train.checkpoint.overview import compact_last
-from freescale.train.snapshot.contents import CONSUMER
-from freescale.train.snapshot.loading import load_state
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.contents import CONSUMER, follow_changes
+from freescale.train.state.overview import compact_last
+from freescale.train.state.restore import load_snapshot
 from freescale.transport.local import LocalTransport
 
 ALONE = LocalTransport()
@@ -105,7 +104,7 @@ def test_snapshots_hold_the_last_step_and_changes_since_one(states):
             restored.tables.place()
             follow_changes(restored.tables, CONSUMER)
             list(other.run(BATCHES[-1:]))  # something else is there
-            load_state(taken.state, chain, restored, other.optimizer, None)
+            load_snapshot(taken.state, chain, restored, other.optimizer, None)
             assert_state(restored, states[number][5][1])
 
 

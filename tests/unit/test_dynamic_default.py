@@ -12,7 +12,7 @@ import freescale
 from freescale.embedding.dynamic_rules import DEFAULT_ID, Dynamic, Seen, parse_dynamic
 from freescale.embedding.request import Index
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 ALONE = LocalTransport()

@@ -39,8 +39,8 @@ from freescale.kernels.jit.launch import record_launches
 from freescale.kernels.row_moves import triton as row_exchange
 from freescale.pipeline.staged import Staged
 from freescale.train.build import build_row_optimizer
-from freescale.train.checkpoint import Checkpoints
 from freescale.train.compile_kernels import call_draws, call_id_map, call_row_exchange
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 FIGURES = ("inserted", "evicted", "swept", "turned_away")

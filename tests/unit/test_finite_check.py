@@ -4,8 +4,8 @@ the size."""
 import pytest
 import torch
 
-from freescale.train.checkpoint import finite_check
-from freescale.train.checkpoint.finite_check import find_not_finite
+from freescale.train.state import finite_check
+from freescale.train.state.finite_check import find_not_finite
 
 NAN, INFINITE = float("nan"), float("inf")
 

@@ -10,24 +10,23 @@ import time
 import pytest
 import torch
 
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.snapshot.chain import describe_segment, merge_chain
-from freescale.train.snapshot.choice import Link
-from freescale.train.snapshot.holder_link import (
+from freescale.train.state.chain import Damaged, Link
+from freescale.train.state.held import describe_segment, merge_chain
+from freescale.train.state.holder_link import (
     RUN_ID,
     HolderLink,
     end_holder,
     is_supported,
     name_holder,
 )
-from freescale.train.snapshot.segment import Segment, sum_tensor, write_segment
+from freescale.train.state.memory import Segment, sum_tensor, write_segment
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files are Linux's")
 
 
 @pytest.fixture
 def name():
-    made = f"freescale-keeper-test-{secrets.token_hex(8)}"
+    made = f"freescale-holder-test-{secrets.token_hex(8)}"
     yield made
     if (link := HolderLink.connect(made)) is not None:
         link.end()

@@ -28,9 +28,9 @@ from freescale.embedding.placement import Placement, move_to_host, parse_placeme
 from freescale.launch.ranks import Ended
 from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.checkpoint.delta import follow_changes
-from freescale.train.snapshot.loading import load_state
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.contents import follow_changes
+from freescale.train.state.restore import load_snapshot
 from freescale.transport.local import LocalTransport
 
 STREAM = colliding(0.3, steps=8)
@@ -224,11 +224,11 @@ def test_snapshots_are_taken_and_restored():
             follow_changes(parallel.tables, "others")
             saved = state_of(parallel)
     for chain in (taken.chain, [taken.own]):
-        load_state(taken.state, chain, parallel, pipeline.optimizer, None)
+        load_snapshot(taken.state, chain, parallel, pipeline.optimizer, None)
         restored = state_of(parallel)
         assert [name for name in saved if not torch.equal(restored[name], saved[name])] == []
         list(pipeline.run(batches_of(RETURNING)))  # something else is there
-    load_state(taken.state, [taken.own], parallel, pipeline.optimizer, None)
+    load_snapshot(taken.state, [taken.own], parallel, pipeline.optimizer, None)
     storage = parallel.tables.get_group("item").rows
     rows = storage.contents.row_of
     assert torch.equal(storage.weight[: len(rows)], storage.get_tensors("item")["rows"][rows])

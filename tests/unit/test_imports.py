@@ -22,7 +22,7 @@ CORE = [
     "freescale.models.heads",
     "freescale.ledger.collector",
     "freescale.pipeline.pipeline",
-    "freescale.train.checkpoint",
+    "freescale.train.state.checkpoints",
     "freescale.train.evaluate",
     "freescale.transport.connect",
 ]

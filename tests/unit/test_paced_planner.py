@@ -10,9 +10,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.train.checkpoint import paced_planner
-from freescale.train.checkpoint.paced_planner import PacedPlanner, Series
-from freescale.train.checkpoint.writing import write_tensors
+from freescale.train.state import writing as paced_planner
+from freescale.train.state.writing import PacedPlanner, Series, write_tensors
 from freescale.transport.local import LocalTransport
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from freescale.train.checkpoint import SafeReader
-from freescale.train.checkpoint.packing import Unpacker, pack
+from freescale.train.state.packing import Unpacker, pack
+from freescale.train.state.safe_reader import SafeReader
 
 CPU, THERE = torch.device("cpu"), torch.device("meta")  # stands for a GPU: unpacker needs no values
 SUMS = [torch.tensor(2.0), {"a": torch.ones(2, 3).half()}]
@@ -29,7 +29,7 @@ def saved(tmp_path):
 
 def test_what_is_packed_comes_back(saved):
     packed, path = saved
-    unpacker = Unpacker({}, SafeReader(path).read_metadata(), CPU)
+    unpacker = Unpacker({}, SafeReader(path).list_tensors(), CPU)
     value = unpacker.unpack(packed)
     dcp.load(unpacker.tensors, storage_reader=SafeReader(path), no_dist=True)
     (number, inner), (expected, expected_inner) = value.pop("sums"), VALUE["sums"]
@@ -60,7 +60,7 @@ def test_what_is_packed_comes_back(saved):
 )
 def test_tensors_are_where_they_were(saved, state, options, expected):
     packed, path = saved
-    number, inner = Unpacker(state, SafeReader(path).read_metadata(), CPU).unpack(
+    number, inner = Unpacker(state, SafeReader(path).list_tensors(), CPU).unpack(
         packed, THERE, **options
     )["sums"]
     assert (number.device, inner["a"].device) == expected
@@ -97,4 +97,4 @@ def test_what_cannot_be_held_is_refused_by_name(value, said):
 def test_a_tensor_that_is_not_there_is_said(saved):
     _, path = saved
     with pytest.raises(ValueError, match="no tensor of/other"):
-        Unpacker({}, SafeReader(path).read_metadata(), CPU).unpack({"tensor": "of/other"})
+        Unpacker({}, SafeReader(path).list_tensors(), CPU).unpack({"tensor": "of/other"})

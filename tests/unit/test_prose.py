@@ -34,11 +34,6 @@ PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of snake_case and CamelCas
 # Keys of files on disk: of a target in results, of an interval in metrics.jsonl.
 FORMATS = {"asked"}
 MEASURED = re.compile(r"<!-- measured:.*?<!-- /measured -->", re.DOTALL)
-# The text of these folders is rewritten when they are redesigned; names in them count already.
-REDESIGNED = (
-    "train/checkpoint",
-    "train/snapshot",
-)
 # docs/log.md is history: its entries up to this date stay as they were written.
 LOG, LOG_KEPT_UNTIL = ROOT / "docs" / "log.md", "2026-11-17"
 
@@ -122,10 +117,6 @@ def collect(paths: Iterable[Path], find: Callable[[Path], list[str]]) -> dict[st
     return {name_of(path): found for path in paths if (found := find(path))}
 
 
-def is_redesigned(path: Path) -> bool:
-    return any((SOURCE / folder) in path.parents for folder in REDESIGNED)
-
-
 def test_pages_avoid_them():
     assert collect(PAGES, lambda page: find_words(read_page(page))) == {}
 
@@ -135,13 +126,11 @@ def test_names_avoid_them():
 
 
 def test_messages_docstrings_and_comments_avoid_them():
-    paths = [path for path in MODULES if not is_redesigned(path)]
-    assert collect(paths, lambda path: find_bad_text(path.read_text())) == {}
+    assert collect(MODULES, lambda path: find_bad_text(path.read_text())) == {}
 
 
 def test_other_files_of_the_package_avoid_them():
-    paths = [path for path in TEXTS if not is_redesigned(path)]
-    assert collect(paths, lambda path: find_words(path.read_text())) == {}
+    assert collect(TEXTS, lambda path: find_words(path.read_text())) == {}
 
 
 def test_a_planted_word_is_found():

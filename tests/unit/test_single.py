@@ -18,7 +18,7 @@ from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.single import SerialSingle, Single
 from freescale.pipeline.staged import Staged
-from freescale.train.checkpoint import Checkpoints
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 
 STREAM = colliding(0.3, steps=6)

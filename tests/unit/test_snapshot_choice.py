@@ -6,15 +6,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from freescale.train.snapshot.choice import (
+from freescale.train.state.chain import (
     Link,
     choose_buddies,
-    choose_interval,
     choose_snapshots,
     explain_none,
     find_chains,
     must_merge,
 )
+from freescale.train.state.pace import choose_interval
 
 
 def whole(owner, step, ranks=2):

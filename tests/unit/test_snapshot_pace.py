@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 
 from freescale.config.train import TrainConfig
-from freescale.train.snapshot import pace as module
-from freescale.train.snapshot.choice import choose_affordable
-from freescale.train.snapshot.pace import BUDGET, WINDOW, Pace, StepCosts
+from freescale.train.state import pace as module
+from freescale.train.state.pace import BUDGET, WINDOW, Pace, StepCosts, choose_affordable
 
 
 @given(st.integers(1, 500), st.floats(0, 10), st.floats(0.001, 1))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from freescale.train.checkpoint import state_copies
-from freescale.train.checkpoint.state_copies import StateCopies, find_room
+from freescale.train.state import copies as state_copies
+from freescale.train.state.copies import StateCopies, find_room
 from freescale.transport.shared_gpu import PART, count_sharing
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def as_on_a_gpu(monkeypatch):
 
 def test_a_copy_keeps_its_value_and_what_is_a_copy_stays():
     copies, value = StateCopies(CPU), torch.arange(6.0)
-    copied, same = copies.take(value), copies.take(value, is_copy=True)
+    copied, same = copies.copy(value), copies.copy(value, is_copy=True)
     copies.seal()
     value.zero_()
     copies.finish()
@@ -44,9 +44,9 @@ def test_copies_of_a_gpu_have_the_values_of_their_moment(room, as_on_a_gpu):
     """Pieces of two numbers; what has room is brought when all is taken."""
     values = [torch.rand(2, 3), torch.tensor(7.0), torch.rand(5), torch.rand(4, 3).t()]
     expected, copies = [value.clone() for value in values], StateCopies(CPU, room)
-    copied = [copies.take(value) for value in values]
+    copied = [copies.copy(value) for value in values]
     kept = torch.rand(7)
-    copied.append(copies.take(kept, is_copy=True))
+    copied.append(copies.copy(kept, is_copy=True))
     copies.seal()
     for value in values:
         value.zero_()
@@ -73,7 +73,7 @@ def test_small_tensors_of_a_gpu_are_copied_together(as_on_a_gpu, monkeypatch, ro
         {name: value.clone() for name, value in values.items()},
         StateCopies(CPU, room),
     )
-    copied = copies.take_all(values)
+    copied = copies.copy_all(values)
     copies.seal()
     for value in values.values():
         value.zero_()
@@ -90,18 +90,18 @@ def test_a_gpu_is_asked_for_more_than_copies_once_had(as_on_a_gpu, monkeypatch):
     """Once, and only then."""
     asked = []
     monkeypatch.setattr(state_copies, "find_room", lambda device: asked.append(device) or 40)
-    monkeypatch.setattr(state_copies, "_taken_before", {})
+    monkeypatch.setattr(state_copies, "_used_before", {})
     gpu = torch.device("cuda", 0)
-    StateCopies(gpu).take(torch.rand(8))
+    StateCopies(gpu).copy(torch.rand(8))
     assert asked == [gpu]
     again = StateCopies(gpu)
-    again.take(torch.rand(8))
+    again.copy(torch.rand(8))
     assert asked == [gpu]
-    again.take(torch.rand(8))
+    again.copy(torch.rand(8))
     assert asked == [gpu] * 2 and again._used == 64
     more = StateCopies(gpu)
     for _ in range(5):  # for the last of them there is no room
-        more.take(torch.rand(8))
+        more.copy(torch.rand(8))
     assert asked == [gpu] * 3 and more._used == 96
 
 

@@ -8,11 +8,10 @@ import os
 import pytest
 import torch
 
-from freescale.train.checkpoint.files import Damaged
-from freescale.train.snapshot import state_file
-from freescale.train.snapshot.holder_link import is_supported
-from freescale.train.snapshot.segment import Segment
-from freescale.train.snapshot.state_file import StateFile
+from freescale.train.state import memory as state_file
+from freescale.train.state.chain import Damaged
+from freescale.train.state.holder_link import is_supported
+from freescale.train.state.memory import Segment, StateFile
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files are Linux's")
 
@@ -114,7 +113,7 @@ def test_damage_is_found_also_where_rows_are_replaced_afterwards(file, name):
 
 
 def test_a_state_that_does_not_fit_is_refused(file, monkeypatch):
-    from freescale.train.snapshot import segment
+    from freescale.train.state import memory as segment
 
     monkeypatch.setattr(segment, "get_available_memory", lambda device: 100)
     with pytest.raises(OSError, match="does not fit into the host's memory"):

@@ -21,24 +21,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
 from freescale.ledger.machine import get_gpu_name
-from freescale.train.checkpoint import Checkpoints
-from freescale.train.snapshot.pace import BUDGET
-from freescale.train.snapshot.snapshots import Snapshots
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.contents import Contents
+from freescale.train.state.pace import BUDGET
+from freescale.train.state.snapshots import Snapshots
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Destination, Row, at_least, at_most, spread, write
 from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.shapes import SHAPES, Shape
 from freescale_bench.train.trained import SMALL, Trained, prepare
-
-if TYPE_CHECKING:
-    from freescale.train.run_state import RunState
 
 EVERY = 50  # steps of a turn
 _WARMUP = 100  # steps, after which every batch size has a CUDA graph
@@ -115,7 +112,7 @@ class Measured:
         """Starts a checkpoint or a snapshot. A collective."""
         if self.plan.what != "training":
             self.snapshots.due = 0
-            self.snapshots.take_if_due(self._describe_run())
+            self.snapshots.take_if_due(self.pipeline.steps, self.model.tables, self._collect)
             return
         self._save_checkpoint()
 
@@ -135,18 +132,10 @@ class Measured:
         if taking.error is not None:
             raise taking.error
 
-    def _describe_run(self) -> RunState:
-        """The parts of a run that snapshots read."""
-        position = SimpleNamespace(step=self.pipeline.steps, pipeline=self.pipeline)
+    def _collect(self, contents: Contents) -> None:
         progress = {"step": self.pipeline.steps, "pipeline": self.pipeline.state_dict()}
-        found = SimpleNamespace(
-            model=self.model,
-            optimizer=self.optimizer,
-            position=position,
-            checkpoints=self.checkpoints,
-            describe=lambda: progress,
-        )
-        return cast("RunState", found)
+        contents.collect(self.model, self.optimizer, progress, self.pipeline.reducer)
+        contents.state["checkpoint"] = self.checkpoints.describe_parent()
 
     def time_turn(self, save: bool) -> Turn:
         """A collective."""

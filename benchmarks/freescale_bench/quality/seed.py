@@ -71,9 +71,9 @@ class Seed:
 def train_seed(seed: Seed) -> None:
     """Trains to the end and writes quality.json and ranks.csv into the folder."""
     from freescale.train.build import prepare_data
-    from freescale.train.checkpoint import Checkpoints
     from freescale.train.commands import evaluate_checkpoint
     from freescale.train.sample_ranks import SampleRanks, write_ranks
+    from freescale.train.state.checkpoints import Checkpoints
     from freescale.train.trainer import Trainer
     from freescale.transport.connect import connect
 

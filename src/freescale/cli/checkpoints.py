@@ -10,7 +10,7 @@ import click
 from freescale.cli.errors import exit_cleanly
 
 if TYPE_CHECKING:  # imports torch
-    from freescale.train.checkpoint.overview import Entry
+    from freescale.train.state.overview import Entry
 
 
 @click.command()
@@ -28,9 +28,9 @@ def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
     A full checkpoint stands for itself; a delta (--full-every) holds what changed since another
     one, and needs it.
     """
-    from freescale.train.checkpoint.files import CheckpointFolder
-    from freescale.train.checkpoint.overview import compact_last, list_checkpoints
     from freescale.train.run_folder import lock_folder
+    from freescale.train.state.disk import CheckpointFolder
+    from freescale.train.state.overview import compact_last, list_checkpoints
 
     folder = run_folder / "checkpoints"
     if not CheckpointFolder(folder).steps():

@@ -179,7 +179,7 @@ def _launch_with_restarts(
     snapshots with the run."""
     from freescale.launch.restarts import launch_with_restarts
     from freescale.train.run_folder import new_folder
-    from freescale.train.snapshot.holder_link import end_holder
+    from freescale.train.state.holder_link import end_holder
     from freescale.transport.machine import identify_machine
 
     if restarts and resume not in (None, "last", "auto"):

@@ -23,9 +23,9 @@ from freescale.torchrec.checkpoint_names import (
 )
 from freescale.torchrec.checkpoint_source import Source, Take, open_source
 from freescale.torchrec.sharded_model import ShardedModel
-from freescale.train.checkpoint.delta import mark_all_changed
-from freescale.train.checkpoint.model import collect_dense, list_state, shard_over_ranks
-from freescale.train.checkpoint.writing import write_tensors
+from freescale.train.state.contents import mark_all_changed
+from freescale.train.state.model import collect_dense, list_state, shard_over_ranks
+from freescale.train.state.writing import write_tensors
 from freescale.transport.api import Transport
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport

@@ -18,10 +18,11 @@ from freescale.data.ingest.ids import VOCABULARY, check_vocabulary, find_vocabul
 from freescale.launch.attempts import AUTO
 from freescale.launch.signals import StopSignals, choose_status
 from freescale.train.build import build_model, evaluate_part, load_histories
-from freescale.train.checkpoint import Checkpoints, Intact
 from freescale.train.metrics_log import to_json
 from freescale.train.progress import ConsoleProgress
 from freescale.train.sample_ranks import SampleRanks, write_ranks
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.intact import Intact
 from freescale.train.trainer import Trainer
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect

@@ -11,16 +11,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import spread_ids
-from freescale.train.checkpoint import (
-    Intact,
-    SafeReader,
-    explain_errors,
-    find_checkpoint,
-    verify_checkpoint,
-)
-from freescale.train.checkpoint.delta import TablePart, apply_deltas
-from freescale.train.checkpoint.overview import read_tensors
 from freescale.train.run_folder import copy_file
+from freescale.train.state.intact import Intact, find_checkpoint, verify_checkpoint
+from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
+from freescale.train.state.safe_reader import SafeReader
+from freescale.train.state.writing import explain_errors
 from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -94,7 +89,7 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
 def _read_dynamic(checkpoint: Intact, name: str, rows: int) -> dict[str, torch.Tensor]:
     """Reads `ids` [n] that have a row, ascending, and `weight` [n, width]."""
     names = {f"table/{name}/{part}": part for part in ("rows", "ids", "last_use")}
-    stored = read_tensors(checkpoint.base.path, names.__contains__)
+    stored = read_tensors(SafeReader(checkpoint.base.path), names.__contains__)
     parts = {names[label]: value.flatten(0, 1) for label, value in stored.items()}
     apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, parts)})
     used = (parts["last_use"] >= 0).nonzero().view(-1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-from freescale.train.checkpoint import Damaged
 from freescale.train.metrics_log import truncate_logs, was_tested
 from freescale.train.run import Run
-from freescale.train.snapshot.restoring import Restoring
-from freescale.train.snapshot.snapshots import Snapshots
+from freescale.train.state.found import FoundSnapshots
+from freescale.train.state.snapshots import Snapshots
 from freescale.transport.failures import run_on_rank_0
 
 
@@ -44,7 +42,7 @@ def _load(run: Run, checkpoint: str) -> None:
     found = snapshots.find(run.folder.run_id) if checkpoint == "last" else None
     if found is not None and _load_snapshot(run, found):
         return
-    if checkpoint == "last" and not _find_last_saved(run):  # it has only had snapshots
+    if checkpoint == "last" and not state.checkpoints.last_step():  # it has only had snapshots
         if not state.model.tables.placed:
             state.model.tables.place(state.position.data.batch(0))
         state.notes.append("begun anew: the run has no checkpoint")
@@ -55,40 +53,19 @@ def _load(run: Run, checkpoint: str) -> None:
         state.notes.append(f"not from memory: {found.explain_none()}")
 
 
-def _load_snapshot(run: Run, found: Restoring) -> bool:
-    """Loads the newest snapshot that is intact and complete for all ranks. False if there is none
-    or a checkpoint is newer."""
-    state, checkpoints = run.state, run.state.checkpoints
-    reducer = state.position.pipeline.reducer
-    while (choice := found.choose()) is not None:
-        if _find_last_saved(run) > choice.step and _is_newer_intact(run, choice.step):
-            return False
-        try:
-            contents = found.load(choice, state.model, state.optimizer, reducer)
-        except Damaged as error:
-            if run.transport.rank == 0:
-                warnings.warn(f"{error}. Taking one before", stacklevel=2)
-            found.refused.append(choice.step)
-            continue
-        state.go_on_from(contents["progress"])
-        checkpoints.adopt_parent(contents["checkpoint"], state.model.tables, choice.step)
-        state.notes.append(f"resumed after step {choice.step:,}, {found.describe(choice)}")
-        return True
-    return False
-
-
-def _find_last_saved(run: Run) -> int:
-    """The step of the last checkpoint by its name, or 0."""
-    steps = run.state.checkpoints.steps() if run.transport.rank == 0 else []
-    return int(run.transport.gather_bytes(b"%d" % (steps[-1] if steps else 0))[0])
-
-
-def _is_newer_intact(run: Run, step: int) -> bool:
-    try:
-        saved = run.state.checkpoints.last_intact()
-    except Damaged:
+def _load_snapshot(run: Run, found: FoundSnapshots) -> bool:
+    """Loads the newest state if it is in memory."""
+    state = run.state
+    loaded = found.load_newest(
+        state.checkpoints, state.model, state.optimizer, state.position.pipeline.reducer
+    )
+    if loaded is None:
         return False
-    return saved is not None and int(saved.state["progress"]["step"]) > step
+    choice, contents = loaded
+    state.go_on_from(contents["progress"])
+    state.checkpoints.adopt_parent(contents["checkpoint"], state.model.tables, choice.step)
+    state.notes.append(f"resumed after step {choice.step:,}, {found.describe(choice)}")
+    return True
 
 
 def give_up_later(run: Run) -> None:

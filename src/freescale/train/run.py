@@ -11,7 +11,7 @@ from freescale.train.callbacks import CallbackList
 from freescale.train.position import Position
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
-from freescale.train.snapshot.snapshots import Snapshots
+from freescale.train.state.snapshots import Snapshots
 from freescale.transport.api import Transport
 from freescale.worker_server import WorkerServer
 
@@ -68,7 +68,10 @@ class Run:
         """Begins a snapshot of this step if one is due."""
         if self.snapshots is None:
             return
-        line = self.snapshots.take_if_due(self.state, self.callbacks.failed)
+        state = self.state
+        line = self.snapshots.take_if_due(
+            self.position.step, state.model.tables, state.collect, self.callbacks.failed
+        )
         if line is not None:
             (kind,) = line
             self.callbacks.call(f"on_{kind}", {"step": self.position.step, **line})

@@ -37,7 +37,7 @@ from freescale.launch.attempts import (
     read_endings,
     read_restarts,
 )
-from freescale.train.snapshot.holder_link import RUN_ID, read_run_id
+from freescale.train.state.holder_link import RUN_ID, read_run_id
 
 if TYPE_CHECKING:  # imports torch; `new_folder` does not need it
     from freescale.transport.api import Transport
@@ -236,7 +236,7 @@ class RunFolder:
             ]
 
     def _holds_run(self, path: Path) -> bool:
-        from freescale.train.checkpoint import Checkpoints
+        from freescale.train.state.checkpoints import Checkpoints
 
         if self._remembered and (path / "config.json").exists():
             return True

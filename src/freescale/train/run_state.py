@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.train.checkpoint import Checkpoints, Intact
-from freescale.train.checkpoint.find import find_best_step
 from freescale.train.position import Position
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.contents import Contents
+from freescale.train.state.intact import Intact, find_best_step
 
 
 @dataclass
@@ -61,6 +62,13 @@ class RunState:
         if position.best is not None:
             progress["best"] = position.best.state_dict()
         return progress
+
+    def collect(self, contents: Contents) -> None:
+        """Collects the current step for a snapshot, with the checkpoint that its marks are
+        since."""
+        reducer = self.position.pipeline.reducer
+        contents.collect(self.model, self.optimizer, self.describe(), reducer)
+        contents.state["checkpoint"] = self.checkpoints.describe_parent()
 
     def load(self, name: str | Intact = "last") -> int:
         """Loads a checkpoint, by name or as `Checkpoints.find` returns it, and returns its step.

@@ -26,7 +26,6 @@ from freescale.train.build import (
     prepare_data,
 )
 from freescale.train.callbacks import Callback, CallbackList
-from freescale.train.checkpoint import Checkpoints, NotFinite
 from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog
@@ -36,7 +35,9 @@ from freescale.train.resume import begin_or_resume, complete_run, give_up_later,
 from freescale.train.run import Run
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
-from freescale.train.snapshot.snapshots import Snapshots
+from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.finite_check import NotFinite
+from freescale.train.state.snapshots import Snapshots
 from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
@@ -252,7 +253,7 @@ class Trainer:
     def _close_snapshots(self) -> None:
         """Closes the snapshots of a run that has ended and is saved."""
         if self.snapshots is not None:
-            self.snapshots.close(self.state)
+            self.snapshots.close(self.model.tables)
 
     def _open(self, signals: StopSignals) -> TrainingLoop:
         """Refuses a run without steps left; otherwise prepares the first step and opens the

@@ -15,9 +15,9 @@ from freescale.launch.signals import StopSignals
 from freescale.ledger.collector import Collector
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
-from freescale.train.checkpoint import NotFinite
 from freescale.train.resume import give_up_later
 from freescale.train.run import Run
+from freescale.train.state.finite_check import NotFinite
 from freescale.worker_server import WorkerServer, count_workers
 
 _NOTHING_SUPERVISED = "no user of {data.data} has enough events for --split {data.split}: " + WANTED

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# reduced as they are; others are small and are copied
+# Reduced as they are; others are small and are copied.
 _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PIECE = 1 << 24  # numbers that NumPy reduces at a time, without Python's lock
 _ALONE = 1 << 15  # numbers that torch reduces without other threads
@@ -23,10 +23,15 @@ class NotFinite(ValueError):
 def find_not_finite(
     tensors: Mapping[str, Tensor], untrained: Collection[str] = (), *, background: bool = False
 ) -> str | None:
-    """The name of a tensor that holds NaN or infinity in this rank's part, or None. Tensors that
-    are not trained, `untrained`, may be infinite: attention masks are. Takes one pass over each
-    tensor, without a copy; the host waits once for each device. `background`: the tensors are in
-    host memory, and training goes on: the work is done by one core, and with few calls."""
+    """The name of a tensor that holds NaN or infinity in this rank's part, or None. One pass over
+    each tensor, without a copy; the host waits once for each device.
+
+    Args:
+        tensors: by name.
+        untrained: names of those that may be infinite, as attention masks are.
+        background: the tensors are in host memory and training goes on: uses one core and few
+            calls.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -48,8 +53,8 @@ def find_not_finite(
 
 
 def _leave_out_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The small ones, and those that lie in memory which is not finite throughout. What was copied
-    together, and is a view of that, is looked at together."""
+    """The small tensors, and those in memory that is not finite throughout. Views of one copy are
+    checked together."""
     bases = {name: _find_base(values) for name, values in tensors.items()}
     large = {id(base): base for base in bases.values() if base.numel() > _ALONE}
     finite = {key for key, base in large.items() if _is_finite(base)}
@@ -62,7 +67,7 @@ def _find_base(values: Tensor) -> Tensor:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """By NumPy: torch's threads would take all cores from the lanes and the launches of a step."""
+    """Uses NumPy: torch's threads would take all cores from a step's lanes and launches."""
     for piece in torch.split(values.detach().reshape(-1), _PIECE):
         if piece.dtype == torch.bfloat16:  # the upper half of a float32
             halves = piece.view(torch.int16).numpy().view(np.uint16)

@@ -1,5 +1,5 @@
-"""A model in a checkpoint: its dense part and tables as named tensors, what else its modules
-keep, and what it is."""
+"""The model in a state: its dense part and tables as named tensors that share memory with it, what
+its modules keep in addition, and the description by which another model is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
-from freescale.train.checkpoint.packing import pack
+from freescale.train.state.packing import pack
 from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
@@ -24,19 +24,18 @@ _meshes: WeakKeyDictionary[ProcessGroupTransport, dict[str, DeviceMesh]] = WeakK
 
 
 def name_parameters(model: ShardedModel) -> dict[int, str]:
-    """Of the dense parameters, by identity."""
+    """Names of the dense parameters, by identity."""
     return {id(parameter): name for name, parameter in model.module.named_parameters()}
 
 
 def list_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state as it is, parameters as parameters."""
+    """The module's state_dict, with parameters as parameters."""
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     return state
 
 
 def collect_dense(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Named tensors that share memory with the module's: saved from, loaded into. `state`: of
-    `list_state`."""
+    """Named tensors of the result of `list_state`."""
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if _is_extra(name):
@@ -51,7 +50,7 @@ def collect_dense(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def find_untrained(state: Mapping[str, Any]) -> set[str]:
-    """Of the dense tensors: buffers and frozen parameters."""
+    """Names of those dense tensors that are buffers or frozen parameters."""
     return {
         f"dense/{name}"
         for name, value in state.items()
@@ -59,18 +58,21 @@ def find_untrained(state: Mapping[str, Any]) -> set[str]:
     }
 
 
+# ---- tables
+
+
 def share(value: Tensor) -> Tensor:
-    """In the place of a copy."""
+    """In place of a copy."""
     return value
 
 
 def collect_tables(
     tables: Tables, names: Iterable[str], copy: Callable[[Tensor], Tensor] = share
 ) -> dict[str, Tensor]:
-    """The same of the tables with these names; each is whole, over all ranks. `copy` is applied to
+    """Tensors of the tables with these names; each is whole, over all ranks. `copy` is applied to
     this rank's parts."""
     return {
-        f"table/{name}/{part}": _whole(copy(value), name, tables)
+        f"table/{name}/{part}": _make_whole(copy(value), name, tables)
         for name in names
         for part, value in tables.get_local_state(name).items()
     }
@@ -79,8 +81,7 @@ def collect_tables(
 def collect_shards(
     tables: Tables, names: Iterable[str], copy: Callable[[Tensor], Tensor] = share
 ) -> dict[str, Tensor]:
-    """The same of what virtual shards of dynamic tables hold beside their rows. Every checkpoint
-    has it whole."""
+    """What virtual shards of dynamic tables hold in addition to their rows; whole, like tables."""
     return {
         f"shards/{name}/{part}": _shard(copy(value), rules.shards, tables.transport)
         for name in names
@@ -89,7 +90,7 @@ def collect_shards(
     }
 
 
-def _whole(local: Tensor, name: str, tables: Tables) -> Tensor:
+def _make_whole(local: Tensor, name: str, tables: Tables) -> Tensor:
     """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of
     the same name and shape. A dynamic one is [virtual shards, rows of each, ...]: ranks own whole
     shards."""
@@ -117,7 +118,7 @@ def shard_over_ranks(local: Tensor, rows: int, transport: ProcessGroupTransport)
 
 
 def _get_mesh(transport: ProcessGroupTransport, device: str) -> DeviceMesh:
-    """The ranks, as torch describes them: made once, which takes milliseconds."""
+    """The ranks as torch describes them. Made once: it takes milliseconds."""
     known = _meshes.setdefault(transport, {})
     if device not in known:
         group = transport.group if device == "cuda" else transport.control
@@ -125,7 +126,7 @@ def _get_mesh(transport: ProcessGroupTransport, device: str) -> DeviceMesh:
     return known[device]
 
 
-# ---- what modules keep in addition to tensors
+# ---- extra state of modules
 
 
 def _is_extra(name: str) -> bool:
@@ -133,7 +134,7 @@ def _is_extra(name: str) -> bool:
 
 
 def pack_extra(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """By module."""
+    """Packs it by module name."""
     return {
         name.rpartition(".")[0]: pack(value, f"extra/{name}", tensors)
         for name, value in state.items()
@@ -162,14 +163,14 @@ def restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
         torch.cuda.set_rng_state(tensors[f"random/{transport.rank}/cuda"], transport.device)
 
 
-# ---- what it is
+# ---- which model it is
 
 
 def describe_model(
     model: ShardedModel, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """What a checkpoint says of the model, so that another model is refused before anything is
-    read. `state`: its module's, of `list_state`."""
+    """Describes the model, so that another one is refused before anything is read. `state`: the
+    result of `list_state`."""
     tables = model.tables
     return {
         "dense": {
@@ -190,19 +191,19 @@ def describe_model(
 
 
 def refuse_other_model(
-    path: Path,
+    path: Path | str,
     saved: Mapping[str, Any],
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
+    """ValueError if the state `saved` is not this model's; names the first difference."""
     state = list_state(model.module)
     here = describe_model(model, state, optimizer)
     other = f"{path} is a checkpoint of another model"
-    for part in ("tables", "dense"):
+    for part, what in (("tables", "table"), ("dense", "parameter")):
         for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
             there, now = saved[part].get(name), here[part].get(name)
             if there != now:
-                what = "table" if part == "tables" else "parameter"
                 found = f"{there or 'absent'} there, {now or 'absent'} here"
                 raise ValueError(f"{other}: {what} {name!r} is {found}")
     if "extra_state" in saved:

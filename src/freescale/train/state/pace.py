@@ -1,5 +1,5 @@
-"""How many steps two snapshots are apart: as many as the user sets, or the least number at which
-they cost a small share of training; in any case as many as one takes to complete."""
+"""How many steps apart snapshots are: as many as the user sets, or as few as cost a small share of
+training; in any case as many as one takes to complete."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from freescale.train.snapshot.choice import choose_affordable, choose_interval
-
 BUDGET = 0.01  # of training, for snapshots and the marks of changed rows
-_OF_SNAPSHOTS = 0.5  # of the budget: marks cost what they cost, about as much
+_OF_SNAPSHOTS = 0.5  # share of the budget; marks cost about as much
 WINDOW = 6  # steps that feel a snapshot: its copy, its thread, caches that it has emptied
-_FIRST = 10  # steps between the first ones, where nothing is known yet
+_FIRST = 10  # steps between the first ones, when nothing is known yet
 _GROWS_BY = 1.25  # at least, with auto: more steps change more rows, so that a snapshot costs more
 
 Every = int | str  # "auto", or a number
@@ -23,14 +21,14 @@ Look = dict[str, Any]  # of a rank at the last snapshot, as plain JSON
 
 
 class StepCosts:
-    """What a snapshot costs, by the processor time of this process: how much more the steps after
-    it take than others. Time of the clock would count whatever else the machine does."""
+    """What a snapshot costs: the additional processor time of this process in the steps after it.
+    Wall time would count whatever else the machine does."""
 
     def __init__(self) -> None:
         self._before = time.process_time()
         self._usual: deque[float] = deque(maxlen=50)
         self._window: list[float] | None = None  # of the steps since the last snapshot
-        self._counts = False  # whether that is a usual one
+        self._counts = False  # whether that snapshot is a usual one
         self._costs: deque[float] = deque(maxlen=3)
 
     def note_step(self) -> None:
@@ -48,29 +46,33 @@ class StepCosts:
             self._window = None
 
     def note_snapshot(self, usual: bool) -> None:
-        """One begins; `usual`: that costs what most do."""
+        """A snapshot begins; `usual`: it costs what most do."""
         self._window, self._counts = [], usual
 
     def estimate(self) -> float:
-        """Seconds that a snapshot takes of a processor, by the last ones; 0 if nothing is known."""
+        """Processor seconds of a snapshot, by the last ones; 0 if nothing is known."""
         return max(0.0, statistics.median(self._costs)) if self._costs else 0.0
 
 
 class Pace:
-    """The interval of a run. It grows and does not shrink: a slow moment must not make the next
-    ones slower."""
+    """The interval of a run. It only grows: a slow moment must not make the next ones slower."""
 
     def __init__(self, requested: Every) -> None:
         self.requested = requested
         self.interval = requested if isinstance(requested, int) else _FIRST
         self._reported = not isinstance(requested, int)  # what the interval costs
         self._last: tuple[int, float] | None = None  # the last look: step, time
-        self._fastest = 0.0  # seconds of a step, without what else may come between two looks
+        self._fastest = 0.0  # seconds of a step, without other work between two looks
 
     def look(self, step: int, busy: bool, seconds: float, processor: float) -> Look:
-        """What this rank makes of the last snapshot, after `step`. `busy`: one is under way.
-        `seconds`: that the last one took, with its copy, 0 if that says nothing; `processor`: that
-        it took of a processor."""
+        """How this rank judges the last snapshot, after `step`.
+
+        Args:
+            step: the last step.
+            busy: a snapshot is in progress.
+            seconds: of the last one, with its copy; 0 if it was no usual one.
+            processor: its processor seconds.
+        """
         now, per_step = time.perf_counter(), 0.0
         if self._last is not None and step > self._last[0]:
             per_step = (now - self._last[1]) / (step - self._last[0])
@@ -83,9 +85,9 @@ class Pace:
         return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
 
     def agree(self, looks: Sequence[Look]) -> dict[str, Any] | None:
-        """Of all ranks. Returns a line for the log if there is something to report: under
-        `snapshot_interval`, that the interval grows; under `snapshot_cost`, once, that the
-        requested one costs more than the budget."""
+        """Applies the looks of all ranks. Returns a line for the log if there is something to
+        report: `snapshot_interval`, the interval grows; `snapshot_cost`, once, the requested one
+        costs more than the budget."""
         least = max(each["steps"] for each in looks)
         grows = least > self.interval
         if grows and not isinstance(self.requested, int):
@@ -104,3 +106,21 @@ class Pace:
             self._reported = True
             return {"snapshot_cost": about}
         return None
+
+
+def choose_interval(shortest: int, snapshot_seconds: float, step_seconds: float) -> int:
+    """The least number of steps between two snapshots at which one is complete, with its copy,
+    before the next is due; at least `shortest`."""
+    if step_seconds <= 0:
+        return shortest
+    return max(shortest, math.ceil(snapshot_seconds / step_seconds))
+
+
+def choose_affordable(
+    least: int, processor_seconds: float, step_seconds: float, budget: float
+) -> int:
+    """The least number of steps between two snapshots at which `processor_seconds` of one are
+    within `budget`, a share of the time of these steps; at least `least`."""
+    if step_seconds <= 0:
+        return least
+    return max(least, math.ceil(processor_seconds / (budget * step_seconds)))

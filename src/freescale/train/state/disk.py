@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: which there are, how a new one is put in place, and what its
-state.json says.
+"""States on disk: the folder of a run's checkpoints, how a new one is put in place, and its
+state.json.
 
     .writing-00000100         being written; becomes step-00000100 by a rename
-    step-00000100.replaced    valid until a new checkpoint of the same step has taken its place
+    step-00000100.replaced    valid until a new checkpoint of the same step is in place
     .removing-00000100        being removed
-    given-up-00000100         the run went on from an earlier one; goes with the next save
+    given-up-00000100         the run continued from an earlier one; the next save removes it
 
 A process may be killed between any two operations: what is listed is whole, and the next save
 clears the rest.
@@ -22,20 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2  # 1 has no checksums, and of an optimizer's state only the tensors
-DELTA_FORMAT = 3  # of the tables only the rows that changed since the parent
+from freescale.train.state.chain import Damaged
+
+FORMAT = 2  # 1 has no checksums, and only the tensors of an optimizer's state
+DELTA_FORMAT = 3  # only those table rows that changed since the parent
 _CHUNK = 1 << 22
 _STATE = "state.json"
 _GIVEN_UP = "given-up-"
-
-
-class Damaged(ValueError):
-    """A checkpoint's files are not as they were written."""
-
-    @staticmethod
-    def advise(what: str) -> Damaged:
-        """With what the user can do."""
-        return Damaged(f"{what}: use an earlier checkpoint")
 
 
 @dataclass(frozen=True)
@@ -54,8 +47,8 @@ class CheckpointFolder:
         return sorted(steps)
 
     def parents(self) -> dict[int, int | None]:
-        """Of each step the one whose changes it holds; None of a full one, and of one whose
-        state.json cannot be read."""
+        """The parent of each step; None of a full one, and of one whose state.json cannot be
+        read."""
         return {step: self._read_parent(step) for step in self.steps()}
 
     def _read_parent(self, step: int) -> int | None:
@@ -66,7 +59,7 @@ class CheckpointFolder:
         return None if parent is None else int(parent["step"])
 
     def sum_state(self, step: int) -> int:
-        """The checksum of a checkpoint's state.json; -1, which none has, if it cannot be read."""
+        """The checksum of a checkpoint's state.json; -1, which none has, if that cannot be read."""
         try:
             return sum_state(read_state(self.path(step)))
         except (ValueError, OSError):
@@ -82,13 +75,25 @@ class CheckpointFolder:
     def _replaced(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.replaced"
 
+    def name_later(self, step: int) -> str:
+        return ", ".join(self.path(found).name for found in self.steps() if found > step)
+
+    def refuse_ahead(self, step: int) -> None:
+        """ValueError if there are checkpoints ahead of `step`: they belong to another run."""
+        if ahead := self.name_later(step):
+            raise ValueError(
+                f"{self.folder} holds checkpoints ahead of step {step} ({ahead}), "
+                "which this run did not come from: "
+                "go on from one of them (load it; --resume), remove them, or use another folder"
+            )
+
     # ---- rank 0
 
     def writing_path(self, step: int) -> Path:
         return self.folder / f".writing-{step:08d}"
 
     def begin(self, step: int) -> None:
-        """An empty folder to write in; what killed processes left is cleared."""
+        """Makes an empty folder to write in, and clears what killed processes left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear()
         for replaced in self.folder.glob("step-*.replaced"):
@@ -97,12 +102,12 @@ class CheckpointFolder:
                 continue
             if self._final(known).exists():
                 self._discard(replaced)
-            else:  # killed before the new one was in its place
+            else:  # killed before the new one was in place
                 replaced.rename(self._final(known))
         self.writing_path(step).mkdir()
 
     def finish(self, step: int) -> None:
-        """A checkpoint that is written takes its place, also that of one of the same step."""
+        """Puts a written checkpoint in place, also of one of the same step."""
         temporary = self.writing_path(step)
         final, replaced = self._final(step), self._replaced(step)
         _sync(temporary)
@@ -114,8 +119,8 @@ class CheckpointFolder:
             self._discard(replaced)
 
     def give_up_after(self, step: int) -> None:
-        """Renames the checkpoints after `step`, so that nothing finds them. The last ones first, as
-        in `remove`."""
+        """Renames the checkpoints after `step`, the last ones first, as in `remove`. From then on
+        nothing finds them."""
         later = [found for found in self.steps() if found > step]
         for found in reversed(later):
             given_up = self.folder / f"{_GIVEN_UP}{found:08d}"
@@ -133,7 +138,7 @@ class CheckpointFolder:
                 _remove(path)
 
     def remove(self, steps: Iterable[int]) -> None:
-        """The last ones first: a kill in between leaves no delta without its parent."""
+        """Removes the last ones first: a kill in between leaves no delta without its parent."""
         for step in sorted(steps, reverse=True):
             self._discard(self._final(step))
 
@@ -143,14 +148,14 @@ class CheckpointFolder:
                 _remove(leftover)
 
     def _discard(self, path: Path) -> None:
-        """Half removed, it must not count."""
+        """Removes a checkpoint under another name: half removed, it must not count."""
         going = path.with_name(f".removing-{path.name.removeprefix('step-')}")
         path.rename(going)
         _remove(going)
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder. If it is a link, as to a checkpoint on another disk, the target stays."""
+    """Removes a folder. If it is a link, for instance to another disk, the target stays."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -158,8 +163,7 @@ def _remove(path: Path) -> None:
 
 
 def parse_step(path: Path) -> int | None:
-    """Of a checkpoint's folder; of copies that somebody made beside them, and whatever else,
-    None."""
+    """The step of a checkpoint's folder; None for copies next to it, and anything else."""
     match = re.fullmatch(r"step-([0-9]{8,})(\.replaced)?", path.name)
     step = int(match[1]) if match else -1
     return step if match and match[1] == f"{step:08d}" else None
@@ -177,10 +181,10 @@ def _sync(folder: Path) -> None:
 
 
 def compute_checksum(path: Path) -> list[int]:
-    """[bytes, CRC-32]. It finds what disks, memory and copies do to a file, about as fast as a disk
-    reads it; SHA-256 would take several times as long, and keep out only who may not write the
-    other files either. Reads into memory of its own, so that a thread which trains meanwhile seldom
-    waits for the interpreter."""
+    """[bytes, CRC-32]. Detects damage by disks, memory and copies, about as fast as a disk reads;
+    SHA-256 would take several times as long, and would not stop whoever can write the other files.
+    Reads into memory of its own: a thread that trains meanwhile seldom waits for the
+    interpreter."""
     size = total = 0
     room = memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
@@ -190,17 +194,17 @@ def compute_checksum(path: Path) -> list[int]:
 
 
 def sum_state(state: dict[str, Any]) -> int:
-    """The checksum of a state.json, and of all files that it names: deltas name their parent by
+    """The checksum of a state.json and of all files that it names. Deltas name their parent by
     it."""
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> int:
-    """With the checksum of everything else in it, which is returned."""
+    """Writes a state.json, with a checksum of everything else in it, and returns that."""
     plain = json.loads(json.dumps(state))  # as it will be read: keys are text
     checksum = sum_state(plain)
-    # A line for each entry, and not indented: that is written in Python, for tens of milliseconds
-    # which a step meanwhile has to wait.
+    # A line for each entry, and no indentation: json indents in Python, for tens of milliseconds in
+    # which a step has to wait.
     lines = (f"{json.dumps(key)}: {json.dumps(of)}" for key, of in plain.items())
     with open(folder / _STATE, "w", encoding="utf-8") as file:
         file.write(",\n".join([f'{{"checksum": {checksum}', *lines]) + "}")
@@ -219,8 +223,8 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise Damaged.advise(f"{path}/{_STATE} is damaged (not a JSON object)")
     form, checksum = state.get("format"), state.pop("checksum", None)
-    # Format 1 has no checksum. All others do, also those of newer versions: that tells a newer
-    # checkpoint from a damaged one.
+    # Format 1 has no checksum. All others do, also those of newer versions, so a newer checkpoint
+    # is not mistaken for a damaged one.
     if checksum != (None if checksum is None and form == 1 else sum_state(state)):
         raise Damaged.advise(f"{path}/{_STATE} is damaged (its checksum does not match)")
     if form not in (1, FORMAT, DELTA_FORMAT):

@@ -1,29 +1,25 @@
-"""The checkpoints of a run as one process sees them: which there are, whether they are intact, and
-a chain made into one full checkpoint."""
+"""The checkpoints of a run as one process sees them: lists them, verifies them, and makes a chain
+one full checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.train.checkpoint.chain import Intact, find_needed, verify_checkpoint
-from freescale.train.checkpoint.contents import Contents
-from freescale.train.checkpoint.delta import TablePart, apply_deltas
-from freescale.train.checkpoint.errors import explain_errors
-from freescale.train.checkpoint.files import FORMAT, CheckpointFolder, Damaged, read_state
-from freescale.train.checkpoint.find import find_best_step
-from freescale.train.checkpoint.safe_reader import SafeReader
-from freescale.train.checkpoint.writing import write_checkpoint
+from freescale.train.state.chain import find_needed
+from freescale.train.state.contents import DiskContents, group_tables
+from freescale.train.state.disk import FORMAT, CheckpointFolder, read_state
+from freescale.train.state.intact import Intact, Known, find_best_step, verify_checkpoint
+from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
+from freescale.train.state.safe_reader import SafeReader
+from freescale.train.state.writing import write_checkpoint
 from freescale.transport.local import LocalTransport
 
 _STATIC = 4  # entries about a table that is not dynamic
-_OF_DELTAS = ("parent", "changed", "files")  # what a full checkpoint does not say, or says anew
+_OF_DELTAS = ("parent", "changed", "files")  # not in a full checkpoint, or written anew
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Entry:
     saved: float  # seconds since 1970
     ranks: int
     best: bool
-    problem: str = ""  # what is wrong with it, where one looked
+    problem: str = ""  # what is wrong with it, if that was checked
 
 
 def list_checkpoints(folder: Path, verify: bool = False) -> Iterator[Entry]:
@@ -44,7 +40,7 @@ def list_checkpoints(folder: Path, verify: bool = False) -> Iterator[Entry]:
     files, transport = CheckpointFolder(folder), LocalTransport()
     steps = files.steps()
     best = _find_best(files)
-    known: dict[Path, Intact | Damaged] = {}
+    known: Known = {}
     for step in steps:
         path = files.path(step)
         state, problem = {}, ""
@@ -67,7 +63,7 @@ def list_checkpoints(folder: Path, verify: bool = False) -> Iterator[Entry]:
 
 
 def _find_best(files: CheckpointFolder) -> int | None:
-    """The best one, as the last that can be read has it."""
+    """The best one, as named by the last one that can be read."""
     for step in reversed(files.steps()):
         try:
             return find_best_step(read_state(files.path(step))["progress"])
@@ -78,8 +74,8 @@ def _find_best(files: CheckpointFolder) -> int | None:
 
 def compact_last(folder: Path) -> tuple[Path, list[int]]:
     """Makes the last checkpoint, a delta, a full one, and removes what only it depended on. The
-    full one takes the delta's place when it is complete; a kill leaves one of the two. Needs host
-    memory for a full checkpoint, and for no model.
+    full one replaces the delta when it is complete; a kill leaves one of the two. Needs host memory
+    for a full checkpoint, but no model.
 
     Args:
         folder: of the checkpoints, which no run uses.
@@ -100,8 +96,9 @@ def compact_last(folder: Path) -> tuple[Path, list[int]]:
     tensors = _read_whole(found)
     state = {key: value for key, value in found.state.items() if key not in _OF_DELTAS}
     state["format"] = FORMAT
-    # was finite when it was saved, but for what may be infinite
-    write_checkpoint(files, Contents(tensors, state, set(tensors), None), transport)
+    # was finite when it was saved, except what may be infinite
+    contents = DiskContents(tensors=tensors, state=state, untrained=set(tensors))
+    write_checkpoint(files, contents, transport)
     parents, best = files.parents(), _find_best(files)
     chain = {int(link.state["progress"]["step"]) for link in found.ancestors}
     others = [step for step in parents if step not in chain or step == best]
@@ -112,28 +109,11 @@ def compact_last(folder: Path) -> tuple[Path, list[int]]:
 
 def _read_whole(found: Intact) -> dict[str, Tensor]:
     """All tensors of a full checkpoint of the same state."""
-    own = read_tensors(found.path, lambda name: not name.startswith("changed/"))
-    tables = read_tensors(found.base.path, lambda name: name.startswith("table/"))
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in found.state["tables"]}
-    for label, value in tables.items():
-        name, _, part = label.removeprefix("table/").rpartition("/")
-        # a dynamic table is [virtual shards, rows of each, ...]
-        dynamic = len(found.state["tables"][name]) > _STATIC
-        parts[name][part] = value.flatten(0, 1) if dynamic else value
-    for name, tensors in parts.items():
-        rows = int(found.state["tables"][name][0])
-        apply_deltas(found.deltas, {name: TablePart(0, rows, tensors)})
+    own = read_tensors(SafeReader(found.path), lambda name: not name.startswith("changed/"))
+    tables = read_tensors(SafeReader(found.base.path), lambda name: name.startswith("table/"))
+    for name, parts in group_tables(tables).items():
+        rows, *description = found.state["tables"][name]
+        if len(description) >= _STATIC:  # a dynamic table is [virtual shards, rows of each, ...]
+            parts = {part: value.flatten(0, 1) for part, value in parts.items()}
+        apply_deltas(found.deltas, {name: TablePart(0, int(rows), parts)})
     return own | tables
-
-
-def read_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names are `wanted`, whole, as they were saved."""
-    reader = SafeReader(path)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if wanted(name) and isinstance(entry, TensorStorageMetadata)
-    }
-    with explain_errors(f"checkpoint {path} could not be read"):
-        load(tensors, storage_reader=reader, no_dist=True)
-    return tensors

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -14,11 +13,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from freescale.train.snapshot import holder
+from freescale.train.state import holder
 
-PATIENCE = 600.0  # seconds that a holder stays when all ranks of its machine are gone
-RUN_ID = ".run-id"  # a run's file with the name that its snapshots have
-_SECONDS = 30.0  # that an answer may take
+PATIENCE = 600.0  # seconds that a holder stays after all ranks of its machine have left
+RUN_ID = ".run-id"  # file in a run's folder with the name of its snapshots
+_SECONDS = 30.0  # limit for an answer
 
 
 def is_supported() -> bool:
@@ -27,7 +26,7 @@ def is_supported() -> bool:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Under which the run in `folder` keeps snapshots, if it has begun."""
+    """The name under which the run in `folder` keeps snapshots; None before it has begun."""
     with suppress(OSError):
         return (folder / RUN_ID).read_text(encoding="utf-8").strip() or None
     return None
@@ -35,13 +34,12 @@ def read_run_id(folder: Path) -> str | None:
 
 def name_holder(run: str, machine: bytes) -> str:
     """The socket of a run's holder on a machine. Network namespaces of one kernel count as machines
-    and cannot reach each other's."""
-    return f"freescale-keeper-{run}-{hashlib.sha256(machine).hexdigest()[:12]}"
+    and cannot reach each other's sockets."""
+    return f"freescale-holder-{run}-{hashlib.sha256(machine).hexdigest()[:12]}"
 
 
 class HolderLink:
-    """A connection to a holder, which stays as long as there is one. Used by one thread at a
-    time."""
+    """A connection to a holder, which stays as long as it has one. Used by one thread at a time."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -57,14 +55,14 @@ class HolderLink:
         except OSError:
             connection.close()
             return None
-        if not holder.is_own(connection):
+        if not holder.read_peer(connection)[1]:
             connection.close()
             return None
         return HolderLink(connection)
 
     @staticmethod
     def start(name: str, patience: float = PATIENCE) -> HolderLink:
-        """Connects to the holder, which is started if there is none. OSError if it cannot be."""
+        """Connects to the holder, and starts it if there is none. OSError if that fails."""
         found = HolderLink.connect(name)
         if found is not None:
             return found
@@ -79,9 +77,9 @@ class HolderLink:
             cwd="/",
         )
         assert process.stdout is not None
-        process.stdout.readline()  # it listens, or another does, or it has failed
+        process.stdout.readline()  # it listens, another one does, or it has failed
         process.stdout.close()
-        # Whoever started it does not wait for it.
+        # Reaps it when it ends.
         threading.Thread(target=process.wait, name="freescale holder", daemon=True).start()
         found = HolderLink.connect(name)
         if found is None:
@@ -90,10 +88,8 @@ class HolderLink:
 
     @property
     def process(self) -> int:
-        """The holder's process: with it, the memory ends."""
-        kind = struct.calcsize("3i")
-        found = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, kind)
-        return int(struct.unpack("3i", found)[0])
+        """The holder's process id: its memory ends with it."""
+        return holder.read_peer(self._connection)[0]
 
     def put(self, name: str, file: int) -> None:
         """Hands a memory file over; the caller's own descriptor stays open."""
@@ -110,7 +106,7 @@ class HolderLink:
         return [str(name) for name in answer["names"]]  # type: ignore[attr-defined]
 
     def drop(self, names: Sequence[str]) -> None:
-        """Lets memory files go."""
+        """Removes memory files."""
         for begin in range(0, len(names), 1000):
             self._ask({"do": "drop", "names": list(names[begin : begin + 1000])})
 
@@ -122,7 +118,7 @@ class HolderLink:
         self.close()
 
     def close(self) -> None:
-        """Leaves the holder, which stays for a while."""
+        """Disconnects; the holder stays for a while."""
         self._connection.close()
 
     def _ask(

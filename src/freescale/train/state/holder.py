@@ -1,4 +1,4 @@
-"""The snapshot holder: a process that holds memory files for the ranks of a run on this machine.
+"""The snapshot holder: a process that holds memory files for the ranks of a run on its machine.
 The files outlive the ranks.
 
 It is started by its path and imports nothing but the standard library. It listens on an abstract
@@ -30,11 +30,12 @@ import time
 LARGEST = 1 << 17  # bytes of a message
 
 
-def is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to the same user: an abstract socket has no
+def read_peer(connection: socket.socket) -> tuple[int, bool]:
+    """(process id of the other end, whether it belongs to the same user): an abstract socket has no
     permissions."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", found)[1] == os.getuid())
+    process, user, _ = struct.unpack("3i", found)
+    return process, user == os.getuid()
 
 
 class SnapshotHolder:
@@ -44,10 +45,10 @@ class SnapshotHolder:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._connected = 0
-        self._last = time.monotonic()  # that somebody was there
+        self._last = time.monotonic()  # when somebody was connected
 
     def run(self) -> None:
-        """Serves until a message ends it, or nobody has been connected for long."""
+        """Serves until a message ends it, or nobody has been connected for `patience` seconds."""
         while True:
             left = self._last + self._patience - time.monotonic()
             if not self._connected and left <= 0:
@@ -60,7 +61,7 @@ class SnapshotHolder:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        if not is_own(connection):
+        if not read_peer(connection)[1]:
             connection.close()
             return
         connection.setblocking(False)  # a rank that is stopped must not hold up the others
@@ -68,7 +69,7 @@ class SnapshotHolder:
         self._connected += 1
 
     def _serve(self, connection: socket.socket) -> bool:
-        """Answers a message. Returns whether the holder goes on."""
+        """Answers a message. Returns whether to continue."""
         files: list[int] = []
         ends = False
         try:
@@ -102,7 +103,7 @@ class SnapshotHolder:
             return {"names": list(self._files)}, []
         elif what == "get":
             return {}, [self._files[name]] if name in self._files else []
-        elif what == "end":  # before the answer: whoever gets it no longer finds the holder
+        elif what == "end":  # before the answer: its receiver no longer finds the holder
             self._listener.close()
         else:
             raise ValueError(what)
@@ -121,9 +122,9 @@ def main(name: str, patience: float) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        return  # there is one
+        return  # another holder listens
     listener.listen(256)
-    # What ends the ranks, a terminal's Ctrl-C or its end, must not end it with them.
+    # Ctrl-C and the end of a terminal end the ranks, but not the holder.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

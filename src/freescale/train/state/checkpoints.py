@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,29 @@ from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.checkpoint.chain import Intact, find_expired, last_intact, verify_checkpoint
-from freescale.train.checkpoint.contents import Contents, refuse_unsavable
-from freescale.train.checkpoint.delta import Parent, follow_changes, is_followed
-from freescale.train.checkpoint.files import CheckpointFolder, parse_step
-from freescale.train.checkpoint.find import find_checkpoint
-from freescale.train.checkpoint.loading import load_checkpoint
-from freescale.train.checkpoint.paced_planner import PacedPlanner
-from freescale.train.checkpoint.writing import Background, begin_copies, write_checkpoint
+from freescale.train.state.chain import find_expired
+from freescale.train.state.contents import (
+    DiskContents,
+    follow_changes,
+    is_followed,
+    refuse_unsavable,
+)
+from freescale.train.state.copies import Job, StateCopies
+from freescale.train.state.disk import DELTA_FORMAT, FORMAT, CheckpointFolder, parse_step
+from freescale.train.state.intact import (
+    Intact,
+    Parent,
+    find_checkpoint,
+    last_intact,
+    verify_checkpoint,
+)
+from freescale.train.state.restore import load_checkpoint
+from freescale.train.state.writing import PacedPlanner, Series, write_checkpoint
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
+from freescale.transport.process_group import ProcessGroupTransport
 
-
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written."""
-
-    step: int
-    protected: tuple[int, ...]
-    parent: Parent  # of the next one, once this one is in its place
+_Write = Callable[..., None]  # writes with a transport, and perhaps a planner
 
 
 class Checkpoints:
@@ -47,8 +50,8 @@ class Checkpoints:
         folder: where the checkpoints are, one folder `step-00000100` each.
         transport: what `connect` returned; `sharded.transport`.
         keep: how many checkpoints stay, and what they depend on; a save removes older ones.
-        full_every: write a full checkpoint every so many; the others are deltas, which hold of the
-            tables only the rows that changed since the one before.
+        full_every: write a full checkpoint every so many; the others are deltas, which hold only
+            those table rows that changed since the one before.
         asynchronous: `save` copies what it writes into host memory and returns; writing happens
             during training. The next save, or `wait`, raises what went wrong.
 
@@ -74,11 +77,13 @@ class Checkpoints:
         self.keep = keep
         self.full_every = full_every
         self.asynchronous = asynchronous
-        self._restored: int | None = None  # the step that was loaded, to go on from
+        self._restored: int | None = None  # the step that was loaded, to continue from
         self._parent: Parent | None = None
-        self._saving: _Saving | None = None
+        self._saving: Parent | None = None  # of the next one, once this one is in place
+        self._job = Job()  # which writes an asynchronous one
         self._finished: Path | None = None  # since `wait` was last called
-        self._background: Background | None = None
+        self._control: Transport | None = None  # of the thread that writes
+        self._series = Series()
 
     def __repr__(self) -> str:
         steps = self.steps()
@@ -91,7 +96,7 @@ class Checkpoints:
 
     @property
     def _consumer(self) -> str:
-        """Under which rows are marked as changed."""
+        """The name for which rows are marked as changed."""
         return f"checkpoints in {self.folder.absolute()}"
 
     # ---- which there are
@@ -112,6 +117,11 @@ class Checkpoints:
         found = self.transport.rank == 0 and step in self.steps()
         return bool(self.transport.gather_bytes(b"1" if found else b"")[0])
 
+    def last_step(self) -> int:
+        """The last step by its name, 0 if there is none. A collective: rank 0 looks."""
+        steps = self.steps() if self.transport.rank == 0 else []
+        return int(self.transport.gather_bytes(b"%d" % (steps[-1] if steps else 0))[0])
+
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
         self._complete_or_warn()
@@ -129,7 +139,7 @@ class Checkpoints:
         self, model: ShardedModel, optimizer: torch.optim.Optimizer, step: int | None = 0
     ) -> None:
         """Refuses, before training, what could not be saved later. Gives up the checkpoints after
-        one that was loaded: if the run ends before its next one, it goes on from that.
+        one that was loaded: if the run ends before its next one, it continues from that.
 
         Args:
             model: to be saved.
@@ -141,8 +151,7 @@ class Checkpoints:
         """
         if step is not None:
             self.give_up_later()
-            self._run_on_rank_0(lambda: self._refuse_ahead(step))
-
+            self._run_on_rank_0(lambda: self.files.refuse_ahead(step))
         run_on_all_ranks(self.transport, lambda: refuse_unsavable(model, optimizer))
 
     def save(
@@ -153,15 +162,15 @@ class Checkpoints:
         reducer: Reducer | None = None,
         protected: Collection[int] = (),
     ) -> Path:
-        """Writes a checkpoint, or begins to if the folder's are asynchronous. A collective.
+        """Writes a checkpoint, or begins to if they are asynchronous. A collective.
 
         Args:
             model: what `parallelize` returned.
             optimizer: of its dense parameters.
             progress: plain JSON with at least `step` (`pipeline.steps`): where the run stands, for
                 instance `pipeline.state_dict()` and the position of the data.
-            reducer: `pipeline.reducer`: carries the order of sums, and errors where it compresses,
-                from step to step.
+            reducer: `pipeline.reducer`: carries the order of sums, and errors of compression, from
+                step to step.
             protected: steps whose checkpoints stay in addition to the last `keep`.
 
         Returns:
@@ -179,59 +188,65 @@ class Checkpoints:
         self._complete()
         self._finished = None
         self.give_up_later()
-        step = int(progress["step"])
-        parent = self._choose_parent(model.tables, step)
-        deltas = parent.deltas + 1 if parent is not None else 0
-        saving = _Saving(step, tuple(protected), Parent(step, 0, deltas, model.tables))
+        step, tables = int(progress["step"]), model.tables
+        parent = self._choose_parent(tables, step)
+        contents = DiskContents(
+            copies=StateCopies(self.transport.device) if self.asynchronous else None,
+            consumer=self._consumer if self.full_every > 1 else None,
+            spans=None if parent is None else {},
+        )
 
-        def collect() -> Contents:
-            contents = Contents.collect(
-                model,
-                optimizer,
-                progress,
-                reducer,
-                consumer=self._consumer if self.full_every > 1 else None,
-                delta=parent is not None,
-                copy=self.asynchronous,
-            )
+        def collect() -> None:
+            contents.collect(model, optimizer, progress, reducer)
+            contents.state["format"] = FORMAT if parent is None else DELTA_FORMAT
             if parent is not None:
                 contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
-            return contents
+
+        saving = Parent(step, 0, 0 if parent is None else parent.deltas + 1, tables)
+
+        def write(transport: Transport, planner: PacedPlanner | None = None) -> None:
+            saving.checksum = write_checkpoint(self.files, contents, transport, planner)
+            self._run_on_rank_0(lambda: self._remove_old(step, protected), transport)
 
         if self.asynchronous:
-            self._save_in_background(saving, collect)
+            self._save_in_background(saving, contents, collect, write)
         else:
-            self._save_now(saving, collect)
+            self._save_now(saving, contents, collect, write)
         return self.path(step)
 
-    def _save_now(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
-        transport = self.transport
-        self._run_on_rank_0(lambda: self._refuse_ahead(saving.step))
-        saving.parent.tables.lease.flush()
-        contents = run_on_all_ranks(transport, collect)
-        self._begin(saving)
-        contents.add_sharded()
-        self._finish(lambda: self._write(contents, transport))
+    def _save_now(
+        self, saving: Parent, contents: DiskContents, collect: Callable[[], None], write: _Write
+    ) -> None:
+        self._run_on_rank_0(lambda: self.files.refuse_ahead(saving.step))
+        saving.tables.lease.flush()
+        run_on_all_ranks(self.transport, collect)
 
-    def _save_in_background(self, saving: _Saving, collect: Callable[[], Contents]) -> None:
-        """No rank waits for another here: the thread that writes tells them what went wrong, once
-        it has the rows. Until then it leaves the interpreter to the step."""
-        if self._background is None:
-            self._background = Background(self.transport)
-        control, planner = self._background.transport, self._background.make_planner()
-        ready = begin_copies(saving.parent.tables, collect)
+        def finish() -> None:
+            contents.add_sharded()
+            write(self.transport)
 
-        def write() -> None:
-            contents = run_on_all_ranks(control, ready)
-            run_on_rank_0(control, lambda: self._refuse_ahead(saving.step), str(self.folder))
-            self._write(contents, control, planner)
-
-        self._begin(saving)
-        self._background.start(write)
-
-    def _begin(self, saving: _Saving) -> None:
-        """Until it is in its place, nothing counts as changed since it."""
         self._parent, self._saving = None, saving
+        self._finish(finish)
+
+    def _save_in_background(
+        self, saving: Parent, contents: DiskContents, collect: Callable[[], None], write: _Write
+    ) -> None:
+        """No rank waits for another here: the thread that writes reports what went wrong, once it
+        has the rows. Until then it leaves the interpreter to the step."""
+        if self._control is None:  # a group for the thread's control messages
+            self._control = self.transport
+            if isinstance(self.transport, ProcessGroupTransport):
+                self._control = self.transport.open_control()
+        control, planner, self._job = self._control, PacedPlanner(self._series), Job()
+        ready = self._job.copy(saving.tables, collect, contents)
+
+        def finish() -> None:
+            run_on_all_ranks(control, ready)
+            self._run_on_rank_0(lambda: self.files.refuse_ahead(saving.step), control)
+            write(control, planner)
+
+        self._parent, self._saving = None, saving
+        self._job.start("checkpoint", finish)
 
     def wait(self) -> Path | None:
         """Waits for the checkpoint that is being written. A collective.
@@ -248,40 +263,32 @@ class Checkpoints:
         return finished
 
     def _complete(self) -> None:
-        if self._background is not None and self._saving is not None:
-            self._saving.parent.tables.lease.finish_captures()
-            self._finish(self._background.wait)
+        if self._saving is not None:
+            self._saving.tables.lease.finish_captures()
+            self._finish(self._job.wait)
 
     def _complete_or_warn(self) -> None:
-        """Before a checkpoint is looked for: one that cannot be written leaves those before it."""
+        """Before a search: a checkpoint that cannot be written leaves those before it."""
         try:
             self._complete()
         except ValueError as error:  # on all ranks
             if self.transport.rank == 0:
                 warnings.warn(f"{error}. Taking one before", stacklevel=4)
 
-    def _write(
-        self, contents: Contents, transport: Transport, planner: PacedPlanner | None = None
-    ) -> None:
-        """On the main thread, or in the background: then nothing else uses what it does."""
-        saving = self._saving
-        assert saving is not None
-        saving.parent.checksum = write_checkpoint(self.files, contents, transport, planner)
-        run_on_rank_0(transport, lambda: self._remove_old(saving), str(self.folder))
-
     def _finish(self, write: Callable[[], None]) -> None:
-        """Once the checkpoint is in its place, the next one may hold what changes from here on."""
+        """Once the checkpoint is in place, the next one may hold what changes from here on; until
+        then, nothing counts as changed since it."""
         saving = self._saving
         assert saving is not None
         try:
             write()
         finally:
             self._saving = None
-        self._parent, self._finished = saving.parent, self.path(saving.step)
+        self._parent, self._finished = saving, self.path(saving.step)
 
     def _choose_parent(self, tables: Tables, step: int) -> Parent | None:
-        """The checkpoint whose changes the next one holds; None for a full one. A collective, where
-        some are deltas: rank 0 sees the folder."""
+        """The parent of the next checkpoint; None for a full one. A collective if some are deltas:
+        rank 0 sees the folder."""
         if self.full_every == 1:
             return None
         parent, known = self._parent, b""
@@ -291,21 +298,16 @@ class Checkpoints:
             known = b"1" * parent.is_in_place(self.files)
         return parent if self.transport.gather_bytes(known)[0] else None
 
-    def _run_on_rank_0(self, work: Callable[[], object]) -> None:
-        run_on_rank_0(self.transport, work, str(self.folder))
+    def _run_on_rank_0(
+        self, work: Callable[[], object], transport: Transport | None = None
+    ) -> None:
+        run_on_rank_0(transport or self.transport, work, str(self.folder))
 
-    def _refuse_ahead(self, step: int) -> None:
-        if ahead := self._name_later(step):
-            raise ValueError(
-                f"{self.folder} holds checkpoints ahead of step {step} ({ahead}), "
-                "which this run did not come from: "
-                "go on from one of them (load it; --resume), remove them, or use another folder"
-            )
-
-    def _remove_old(self, saving: _Saving) -> None:
-        """Those given up, and all but the last `keep`, the protected, and what these depend on."""
+    def _remove_old(self, saved: int, protected: Collection[int]) -> None:
+        """Removes those given up, and all except the last `keep`, the protected, and what these
+        depend on."""
         files = self.files
-        files.remove(find_expired(files.parents(), saving.step, self.keep, saving.protected))
+        files.remove(find_expired(files.parents(), saved, self.keep, protected))
         files.remove_given_up()
 
     # ---- for snapshots, which hold the marks of changed rows
@@ -314,7 +316,7 @@ class Checkpoints:
         """The checkpoint since which changes of rows are marked, for a snapshot of this step. One
         that is being written has no checksum yet."""
         if self._saving is not None:
-            return {"step": self._saving.step, "deltas": self._saving.parent.deltas}
+            return {"step": self._saving.step, "deltas": self._saving.deltas}
         if self._parent is None:
             return None
         parent = self._parent
@@ -348,8 +350,8 @@ class Checkpoints:
             model: the model, on any number of ranks.
             optimizer: of its dense parameters. Its settings (learning rate, weight decay, ...) stay
                 as they are: they may have changed on purpose.
-            reducer: `pipeline.reducer`, for errors of compression and the order of sums; where they
-                were not saved it begins anew.
+            reducer: `pipeline.reducer`, for errors of compression and the order of sums; it begins
+                anew if they were not saved.
 
         Returns:
             The progress that was saved.
@@ -373,12 +375,13 @@ class Checkpoints:
             return
         if self.full_every > 1 and checkpoint.state["format"] > 1:
             follow_changes(tables, self._consumer)
-            self._parent = Parent.of(step, checkpoint, tables)
+            deltas = len(checkpoint.ancestors)
+            self._parent = Parent(step, checkpoint.checksum, deltas, tables)
         self._note_restored(step)
 
     def _note_restored(self, step: int) -> None:
         self._restored = step
-        if self.transport.rank == 0 and (later := self._name_later(step)):
+        if self.transport.rank == 0 and (later := self.files.name_later(step)):
             warnings.warn(
                 f"going on after step {step}: {later} will be given up, renamed to given-up-*, and "
                 "removed when the next checkpoint is saved",
@@ -386,11 +389,8 @@ class Checkpoints:
             )
 
     def give_up_later(self) -> None:
-        """Before the first step after one that was loaded: no attempt may come back to what was
-        saved after that. A collective."""
+        """Before the first step after one that was loaded: no attempt may resume from one that
+        was saved after that. A collective."""
         step, self._restored = self._restored, None
         if step is not None:
             self._run_on_rank_0(lambda: self.files.give_up_after(step))
-
-    def _name_later(self, step: int) -> str:
-        return ", ".join(self.path(found).name for found in self.steps() if found > step)

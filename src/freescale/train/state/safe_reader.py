@@ -1,9 +1,8 @@
-"""Reading without executing: torch's metadata is a pickle, which could build anything and call
-anything.
+"""Reads checkpoints without executing anything: torch's metadata is a pickle, which could build and
+call anything.
 
-What may be built are the classes that torch's metadata consists of, with the fields that they have;
-what may be called are the few functions that their values are pickled with. Everything else in a
-pickle is refused before it happens.
+Only the classes of torch's metadata may be built, with the fields that they have, and only the few
+functions that pickle their values may be called. Everything else is refused before it happens.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.serialization import _get_layout
 
-# Made empty, then given their fields.
+# Built empty, then given their fields.
 _RECORDS: tuple[type, ...] = (
     meta.Metadata,
     meta.StorageMeta,
@@ -33,8 +33,8 @@ _RECORDS: tuple[type, ...] = (
 _FIELDS = {record: {field.name for field in fields(record)} for record in _RECORDS}
 _CALLED = (meta._MEM_FORMAT_ENCODING, _get_layout, torch.Size, PurePosixPath)
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
-# By the names under which they are pickled. A path is one without a file system, wherever this
-# version of Python has it.
+# By the names under which they are pickled. Paths become PurePosixPath, whichever module this
+# version of Python has them in.
 _KNOWN: dict[tuple[str, str], Any] = {
     (value.__module__, value.__name__): value for value in (*_RECORDS, meta._MEM_FORMAT_ENCODING)
 }
@@ -56,7 +56,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """The interpreter's own in Python, whose verbs can be replaced one by one."""
+    """The interpreter's unpickler in Python, whose opcodes can be replaced one by one."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
@@ -128,6 +128,14 @@ class SafeReader(FileSystemReader):
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
+    def list_tensors(self) -> dict[str, Tensor]:
+        """Tensors without memory that have the shapes and types of those in the checkpoint."""
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in self.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, meta.TensorStorageMetadata)
+        }
+
     def _read(self) -> meta.Metadata:
         try:
             with open(Path(self.path) / ".metadata", "rb") as file:
@@ -135,7 +143,7 @@ class SafeReader(FileSystemReader):
             self._check(metadata)
         except (_Refused, OSError):
             raise
-        # whatever else a pickle that is none, or lacks fields, may run into
+        # any other failure of bytes that are not a pickle, or lack fields
         except Exception as error:
             raise ValueError(
                 f"the metadata of checkpoint {self.path} is damaged "

@@ -1,0 +1,18 @@
+"""The state of a run, on disk and in memory: a checkpoint outlives the machines, a snapshot in
+memory only the ranks. Both are chains of a full state and deltas, and are restored the same way.
+
+contents.py       what a run's state is; model.py and packing.py: of its model and optimizer
+chain.py          full states and deltas: what is complete, what expires, which one a restart uses
+restore.py        a state, from either store, back into what trains it
+copies.py         copies of one moment, and the thread that saves them
+disk.py           the folder of checkpoints: atomic publication, checksums
+checkpoints.py    saves and loads; writing.py, intact.py, overview.py: writes, verifies, lists
+safe_reader.py    reads torch's metadata without executing anything
+memory.py         memory files with checksums; transfers.py: read by threads, sent between ranks
+holder.py         the process that holds them; holder_link.py, held.py: its clients and chains
+snapshots.py      takes snapshots; found.py: restores them; pace.py: how often
+
+A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. Tables
+are stored whole in spread order (embedding/layout.py), everything else by name: independent of
+ranks and placement, and free of pickled code.
+"""

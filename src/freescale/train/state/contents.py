@@ -1,0 +1,321 @@
+"""The contents of a state: everything that a run needs to continue, as named tensors and JSON.
+
+    dense/NAME, optimizer/..., extra/...    the dense part and what trains it
+    random/RANK/..., carried/RANK/...       random state and what compression carries, of each rank
+    table/TABLE/PART                        [rows, ...]: rows, and each tensor of their optimizer
+    shards/TABLE/PART                       [virtual shards, ...]: of dynamic tables
+    changed/...                             in place of table/...: only rows that have changed
+
+A checkpoint has each tensor once, for all ranks. A snapshot is a rank's own: its part of sharded
+tables, everything that all ranks have alike, and the marks of changed rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freescale.embedding.changed_rows import ChangedRows
+from freescale.embedding.layout import ShardLayout
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.embedding.tables import Tables
+from freescale.pipeline.dense.reducer import Reducer
+from freescale.train.state.copies import StateCopies
+from freescale.train.state.memory import StateFile
+from freescale.train.state.model import (
+    collect_dense,
+    collect_random,
+    collect_shards,
+    collect_tables,
+    describe_model,
+    find_untrained,
+    list_state,
+    name_parameters,
+    pack_extra,
+    share,
+)
+from freescale.train.state.packing import CompressionState, pack_optimizer, refuse_before_it_steps
+
+CONSUMER = "snapshots"  # prefix of the consumers of row marks that belong to snapshots
+SENT = f"{CONSUMER}/sent"
+
+Span = list[int]  # [count, first position, last position] of a rank's changed rows of a table
+
+
+@dataclass(kw_only=True)
+class Contents:
+    """A rank's part of a state. `collect` reads what the main thread updates, between two steps;
+    `add_sharded` the rows of sharded tables, once no gradients are deferred."""
+
+    copies: StateCopies | None = None  # the tensors have their values once it is finished
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)  # plain JSON
+    untrained: set[str] = field(default_factory=set)  # tensors that may be infinite
+    _model: ShardedModel | None = field(default=None, repr=False)  # until all is collected
+    _mark: list[int] = field(default_factory=list)  # the step, for tables whose rows come and go
+
+    def collect(
+        self,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, Any],
+        reducer: Reducer | None,
+    ) -> None:
+        """Everything but the rows of sharded tables. From now on changes of rows are marked.
+        ValueError names what a state cannot hold."""
+        self._begin()
+        listed = list_state(model.module)
+        shared, state = _collect_rest(model, listed, optimizer, progress, reducer)
+        self.state |= state
+        self.tensors |= self.copies.copy_all(shared) if self.copies is not None else shared
+        self.tensors |= collect_random(model.transport)  # copies
+        self.untrained = find_untrained(listed)
+        self._model, self._mark = model, model.tables.lease.mark_state()
+        self._add("replicated")
+
+    def add_sharded(self) -> None:
+        """The rows of sharded tables, as they are now. On the caller's thread and stream."""
+        assert self._model is not None
+        with self._model.tables.lease.looking_back(self._mark):
+            self._add("sharded")
+        self._model = None
+
+    def _add(self, kind: str) -> None:
+        assert self._model is not None
+        tables = self._model.tables
+        names = [name for name in tables.specs if tables.placements[name].kind == kind]
+        self._add_tables(tables, names)
+        if self.copies is not None:
+            self.copies.seal()
+
+    def _begin(self) -> None:
+        """Before anything is collected."""
+
+    def _add_tables(self, tables: Tables, names: list[str]) -> None:
+        """Tables of one kind of placement, which are all those of their groups."""
+        raise NotImplementedError
+
+    def _keep(self, value: Tensor) -> Tensor:
+        """A tensor that is a copy already."""
+        return value if self.copies is None else self.copies.copy(value, is_copy=True)
+
+
+@dataclass(kw_only=True)
+class DiskContents(Contents):
+    """What a rank writes into a checkpoint.
+
+    A delta names changed rows by their positions in the spread order of the table
+    (embedding/layout.py), which depends on neither ranks nor placement:
+
+        changed/RANK/TABLE/positions    [n], ascending; int32 if that is enough
+        changed/RANK/TABLE/rows         [n, width], and likewise each tensor of the row optimizer
+
+    `spans` become part of its state.json: a rank that restores reads only what overlaps its own.
+    """
+
+    consumer: str | None = None  # changes of rows are marked for it from now on
+    spans: dict[str, Span] | None = None  # of a delta: which rows of each table this rank writes
+
+    def _add_tables(self, tables: Tables, names: list[str]) -> None:
+        copy = self.copies.copy if self.copies is not None else share
+        if self.spans is None:
+            self.tensors |= collect_tables(tables, names, copy)
+        else:
+            for name in names:
+                self.spans[name] = self._add_changes(tables, name)
+        self.tensors |= collect_shards(tables, names, copy)
+        if self.consumer is not None:
+            follow_changes(tables, self.consumer, names)
+
+    def _add_changes(self, tables: Tables, name: str) -> Span:
+        """The marked rows that this rank answers for: its own of a sharded table, an equal share of
+        the positions of a replicated one."""
+        spec, transport = tables.specs[name], tables.transport
+        storage = tables.get_group(name).rows
+        own = storage.get_range(name)
+        first, last = own.first, own.last
+        if tables.placements[name].kind == "replicated":
+            first, last = ShardLayout((spec,), transport.world).get_owned_range(0, transport.rank)
+        begin = own.base + first - own.first
+        assert self.consumer is not None
+        local = storage.changed.find(self.consumer, slice(begin, begin + last - first))
+        if not local.numel():
+            return [0, 0, 0]
+        span = [local.numel(), first + int(local[0]), first + int(local[-1])]
+        label = f"changed/{transport.rank}/{name}"
+        kind = torch.int32 if spec.rows <= 1 << 31 else torch.int64
+        self.tensors[f"{label}/positions"] = self._keep((local + first).to(kind))
+        rows = local + (first - own.first)
+        for part, value in storage.get_tensors(name).items():
+            changed = value.index_select(0, rows.to(value.device))
+            self.tensors[f"{label}/{part}"] = self._keep(changed)
+        return span
+
+
+@dataclass(kw_only=True)
+class MemoryContents(Contents):
+    """What a rank puts into a snapshot. Its own file has every table whole: on CPUs rows are
+    written straight into it, from a GPU they wait in host memory until `write`. A buddy that has
+    the snapshot before receives only what changed:
+
+        changed/TABLE/positions     [n], among this rank's rows; /PART: [n, ...], the new values
+        marks/GROUP/NUMBER          bits: changed rows, for each consumer except snapshots
+    """
+
+    file: StateFile
+    spare: StateFile | None  # becomes a copy of `file`, if it is not current
+    sends: str  # to a buddy: "nothing", "changes", "whole"
+    sent: dict[str, Tensor] = field(default_factory=dict)  # by table: the rows that go there
+    marks: dict[str, Tensor] = field(default_factory=dict)  # [rows], not yet as bits
+    _changes: bool = False  # the file needs only the rows that have changed
+    _waiting: list[tuple[str, Tensor | None, Tensor]] = field(default_factory=list)
+
+    def _begin(self) -> None:
+        self._changes = self.file.current
+        self.file.begin()
+        self.state["marks"] = []
+
+    def write(self) -> None:
+        """Writes waiting rows into the file and packs marks, once the copies are finished."""
+        for name, rows, value in self._waiting:
+            if rows is None:
+                self.file.fill(name, value)
+            else:
+                self.file.replace(name, rows, value, packed=True)
+        self._waiting = []
+        for name, marks in self.marks.items():
+            self.tensors[name] = torch.from_numpy(np.packbits(marks.numpy()))
+        self.marks = {}
+
+    def list_changes(self) -> dict[str, Tensor]:
+        """What a buddy lacks that has the snapshot before; once all is written."""
+        found = dict(self.tensors)
+        for name, rows in self.sent.items():
+            if not rows.numel():
+                continue
+            kind = torch.int32 if rows[-1] < 1 << 31 else torch.int64
+            found[f"changed/{name}/positions"] = rows.to(kind)
+            for part, value in group_tables(self.file.tables)[name].items():
+                found[f"changed/{name}/{part}"] = value.index_select(0, rows)
+        return found
+
+    def _add_tables(self, tables: Tables, names: list[str]) -> None:
+        assert self.copies is not None
+        for name in names:
+            storage = tables.get_group(name).rows
+            part_of_all, changed = storage.get_range(name).slice, storage.changed
+            rows = changed.find(self.file.consumer, part_of_all) if self._changes else None
+            if self.sends == "changes":
+                self.sent[name] = self._keep(changed.find(SENT, part_of_all))
+            found = {f"table/{name}/{part}": of for part, of in storage.get_tensors(name).items()}
+            self.file.reserve(found)
+            for label, value in found.items():
+                self._put(label, value, rows)
+            for part, value in storage.get_shard_tensors().items():
+                self.tensors[f"shards/{name}/{part}"] = self.copies.copy(value)
+        for number, group in enumerate(tables.groups):
+            if any(tables.get_group(name) is group for name in names):
+                self._add_marks(number, group.rows.changed)
+
+    def _put(self, label: str, value: Tensor, rows: Tensor | None) -> None:
+        assert self.copies is not None
+        if not _is_on_host(value):
+            if rows is None:
+                self._waiting.append((label, None, self.copies.copy(value)))
+            else:
+                changed = self._keep(value.index_select(0, rows))
+                self._waiting.append((label, self._keep(rows), changed))
+        elif rows is None:
+            self.file.fill(label, value)
+        else:
+            self.file.replace(label, rows.to("cpu"), value)
+
+    def _add_marks(self, number: int, changed: ChangedRows) -> None:
+        """Keeps the marks of other consumers; those of snapshots begin anew."""
+        for consumer in changed.consumers:
+            if not consumer.startswith(CONSUMER):
+                label = f"marks/{number}/{len(self.state['marks'])}"
+                self.state["marks"].append([number, consumer, label])
+                self.marks[label] = self._keep(changed.get_marks(consumer))
+        changed.follow(self.file.consumer)
+        if self.spare is not None:
+            changed.follow(self.spare.consumer)
+        if self.sends != "nothing":
+            changed.follow(SENT)
+
+
+def _is_on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
+
+
+def group_tables(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of tables, by name and part."""
+    tables: dict[str, dict[str, Tensor]] = {}
+    for label, value in tensors.items():
+        if label.startswith("table/"):
+            name, _, part = label.removeprefix("table/").rpartition("/")
+            tables.setdefault(name, {})[part] = value
+    return tables
+
+
+def refuse_unsavable(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError that names what a state cannot hold, before training."""
+    listed = list_state(model.module)
+    collect_dense(listed)
+    pack_extra(listed, {})
+    refuse_before_it_steps(optimizer, name_parameters(model))
+
+
+def _collect_rest(
+    model: ShardedModel,
+    listed: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    progress: Mapping[str, Any],
+    reducer: Reducer | None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything except rows and random state: (tensors that share memory with the model's, plain
+    JSON). `listed`: the result of `list_state`."""
+    try:
+        json.dumps(dict(progress))
+    except TypeError as error:
+        raise ValueError(f"progress must be plain JSON: {error}") from None
+    transport, names = model.transport, name_parameters(model)
+    tensors: dict[str, Tensor] = {}
+    extra = pack_extra(listed, tensors)
+    own, shared = pack_optimizer(optimizer, names, tensors)
+    carried = CompressionState(reducer, names)
+    state = describe_model(model, listed, optimizer) | {"progress": dict(progress)}
+    state |= {"ranks": transport.world, "device": transport.device.type}
+    state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
+    if transport.device.type != "cpu":
+        state["on_host"] = [name for name, value in tensors.items() if value.device.type == "cpu"]
+    state |= {"carried": carried.names} if carried.names else {}
+    return collect_dense(listed) | tensors | carried.tensors(transport.rank), state
+
+
+# ---- which rows have changed
+
+
+def follow_changes(tables: Tables, consumer: str, names: Iterable[str] | None = None) -> None:
+    """From now on row updates are marked for `consumer`; marks that it had are cleared. `names`:
+    only these tables, which are all those of their groups."""
+    for name in tables.specs if names is None else names:
+        tables.get_group(name).rows.changed.follow(consumer)
+
+
+def is_followed(tables: Tables, consumer: str) -> bool:
+    return bool(tables.groups) and all(
+        group.rows.changed.is_followed(consumer) for group in tables.groups
+    )
+
+
+def mark_all_changed(tables: Tables) -> None:
+    """Marks all rows for all consumers: the tables are replaced."""
+    for group in tables.groups:
+        group.rows.changed.mark_all()

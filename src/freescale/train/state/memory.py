@@ -1,0 +1,263 @@
+"""States in memory: named tensors and plain JSON with checksums, in files that outlive a rank.
+
+    preamble     magic, place, length and checksum of the JSON: written last
+    tensors      each starts at a multiple of 64 bytes
+    JSON         {"tensors": {name: [dtype, shape, place, checksum]}, ...}
+
+A file without its preamble is half written. The checksum of a tensor is the CRC-32 of the sums of
+its blocks (kernels/checksums/reference.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freescale.embedding.memory import get_available_memory
+from freescale.kernels.checksums.reference import Words, as_bytes
+from freescale.kernels.dispatch.checksums import choose_checksums
+from freescale.train.state.chain import Damaged
+from freescale.train.state.transfers import FileReads, create_file
+
+_PREAMBLE = struct.Struct("<8sQQI")
+_MAGIC = b"FSSNAP01"
+_ALIGN = 64
+_RESERVE = 0.95  # share of the free memory that a file may take
+
+Entries = dict[str, list[Any]]  # of the JSON
+
+
+def sum_tensor(value: Tensor) -> int:
+    """The checksum of a contiguous tensor on the host."""
+    return _join_sums(choose_checksums().sum_blocks(value))
+
+
+def _join_sums(blocks: Words) -> int:
+    return zlib.crc32(blocks.data)
+
+
+@dataclass
+class Segment:
+    """A memory file that is complete."""
+
+    file: int
+    size: int
+    header: dict[str, Any]
+
+    @staticmethod
+    def open(file: int, label: str) -> Segment:
+        """Takes over a descriptor. Damaged, with `label`, if the file is half written."""
+        try:
+            size = os.fstat(file).st_size
+            found = os.pread(file, _PREAMBLE.size, 0)
+            magic, place, length, checksum = (
+                _PREAMBLE.unpack(found) if len(found) == _PREAMBLE.size else (b"", 0, 0, 0)
+            )
+            text = os.pread(file, length, place) if place + length <= size else b""
+            if magic != _MAGIC or len(text) != length or zlib.crc32(text) != checksum:
+                raise Damaged(f"{label} is half written, or damaged")
+            return Segment(file, size, json.loads(text))
+        except BaseException:
+            os.close(file)
+            raise
+
+    @property
+    def data(self) -> Tensor:
+        """The bytes of the file [size], shared with it. Pages are mapped when they are read."""
+        return _map(self.file, self.size, populate=False)
+
+    def read(self) -> dict[str, Tensor]:
+        """All tensors, which share memory with the file."""
+        return _view_tensors(self.data, self.header["tensors"])
+
+    def verify(self, label: str, threads: int = 1) -> dict[str, Tensor]:
+        """As `read`; Damaged, with `label`, if a tensor is not as it was written."""
+        tensors = self.read()
+        for name, (_, _, place, checksum) in self.header["tensors"].items():
+            sums = choose_checksums().sum_file(self.file, place, tensors[name].nbytes, threads)
+            if _join_sums(sums) != checksum:
+                raise Damaged(f"{label} is damaged (the checksum of {name} does not match)")
+        return tensors
+
+    def copy(self, name: str, to: Tensor, reads: FileReads) -> None:
+        """Copies a tensor into `to`; on a GPU on the current stream, which may still be copying
+        when this returns."""
+        dtype, shape, place, _ = self.header["tensors"][name]
+        alike = to.dtype == getattr(torch, dtype) and list(to.shape) == shape
+        if alike and to.is_contiguous():
+            reads.read(self.file, place, to)
+        else:
+            to.copy_(self.read()[name])
+
+    def close(self) -> None:
+        """The memory stays as long as a holder or a tensor uses it."""
+        os.close(self.file)
+
+
+def write_segment(
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    amend: Callable[[dict[str, Tensor]], None] | None = None,
+) -> Segment:
+    """Writes a memory file of tensors on the host; the header is plain JSON. `amend` changes the
+    tensors of the file before they are sealed. OSError if there is not enough memory."""
+    entries, end = _lay_out(tensors)
+    _check_room(end)
+    file = create_file(end)
+    try:
+        _write_tensors(file, entries, tensors, sums=amend is None)
+        if amend is not None:
+            written = _view_tensors(_map(file, end), entries)
+            amend(written)
+            for name, value in written.items():
+                entries[name][3] = sum_tensor(value)
+        return _seal(file, header, entries, end)
+    except BaseException:
+        os.close(file)
+        raise
+
+
+class StateFile:
+    """A memory file with a rank's whole state, which the next snapshot but one updates in place:
+    rows that have changed are replaced, and nothing else of the tables is touched. Tables have
+    their names in the file.
+
+    A rank has two of them and uses them in turn, so that one is always complete; the second one
+    begins as a copy of the first. They keep their memory from the first snapshot on: fresh pages
+    would take longer than the copies.
+    """
+
+    def __init__(self, consumer: str) -> None:
+        self.consumer = consumer  # rows that changed since it was written are marked for it
+        self.current = False  # whether it lacks nothing except these
+        self.tables: dict[str, Tensor] = {}  # share memory with it
+        self._entries: Entries = {}
+        self._end = 0
+        self._file = create_file(0)
+        self._close = weakref.finalize(self, os.close, self._file)
+        self._sums: dict[str, Words] = {}
+
+    def reserve(self, tables: Mapping[str, Tensor]) -> None:
+        """Makes room for tables (any device), unless it is there. OSError if they do not fit."""
+        if tables.keys() <= self.tables.keys():
+            return
+        begin = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
+        entries, end = _lay_out(tables, begin or _ALIGN)
+        _check_room(end - begin)
+        os.ftruncate(self._file, end)
+        self.tables |= _view_tensors(_map(self._file, end, begin), entries, begin)
+        self._entries, self._end = self._entries | entries, end
+
+    def begin(self) -> None:
+        """From now on it is half written."""
+        self.current = False
+        os.pwrite(self._file, bytes(_PREAMBLE.size), 0)
+
+    def fill(self, name: str, value: Tensor) -> None:
+        """Writes a table, on the host."""
+        self._sums[name] = choose_checksums().copy_blocks(value.contiguous(), self.tables[name])
+
+    def replace(self, name: str, rows: Tensor, source: Tensor, packed: bool = False) -> None:
+        """Writes rows [n] of a table on the host, or if `packed`, of [n, ...]."""
+        into, sums = self.tables[name], self._sums[name]
+        choose_checksums().replace_rows(into, sums, rows, source, packed)
+
+    def copy_tables(self, other: StateFile) -> None:
+        """Copies another file of the same tables, which is complete; from then on it lacks only the
+        rows marked for it. OSError if they do not fit."""
+        self.begin()
+        self.reserve(other.tables)
+        for name, value in other.tables.items():
+            self.tables[name].copy_(value)
+            self._sums[name] = other._sums[name].copy()
+        self.current = True
+
+    def seal(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
+        """Adds the other tensors, once the tables are written. The segment has a descriptor of its
+        own."""
+        assert self._sums.keys() == self.tables.keys()
+        entries, end = _lay_out(tensors, self._end or _ALIGN)
+        _write_tensors(self._file, entries, tensors)
+        for name, sums in self._sums.items():
+            self._entries[name][3] = _join_sums(sums)
+        segment = _seal(os.dup(self._file), header, self._entries | entries, end)
+        self.current = True
+        return segment
+
+    def close(self) -> None:
+        """The memory stays as long as a holder has it."""
+        self._close()
+        self.tables.clear()
+
+
+# ---- the parts of a file
+
+
+def _check_room(size: int) -> None:
+    """OSError if there is not enough memory."""
+    if size > _RESERVE * get_available_memory(torch.device("cpu")):
+        raise OSError(f"a snapshot of {size / 1e9:.1f} GB does not fit into the host's memory")
+
+
+def _lay_out(tensors: Mapping[str, Tensor], place: int = _ALIGN) -> tuple[Entries, int]:
+    """(entries without checksums of tensors that lie one after the other from `place` on, their
+    end)."""
+    entries: Entries = {}
+    for name, value in tensors.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        entries[name] = [dtype, list(value.shape), place, 0]
+        place += -(-value.numel() * value.element_size() // _ALIGN) * _ALIGN
+    return entries, place
+
+
+def _map(file: int, end: int, begin: int = 0, *, populate: bool = True) -> Tensor:
+    """Bytes [begin, end) of a memory file, shared with it; `begin` is a multiple of the page size.
+    `populate`: all pages are mapped at once."""
+    how = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    memory = mmap.mmap(file, end - begin, flags=how, offset=begin)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _view_tensors(data: Tensor, entries: Entries, begin: int = 0) -> dict[str, Tensor]:
+    """The tensors in the bytes of a file, from `begin` on."""
+    found = {}
+    for name, (dtype, shape, place, _) in entries.items():
+        kind: torch.dtype = getattr(torch, dtype)
+        size = math.prod(shape) * kind.itemsize
+        found[name] = data[place - begin : place - begin + size].view(kind).view(shape)
+    return found
+
+
+def _write_tensors(
+    file: int, entries: Entries, tensors: Mapping[str, Tensor], sums: bool = True
+) -> None:
+    """Writes tensors where their entries say, and with `sums` their checksums into the entries.
+    Into fresh memory this takes half the time of a copy page by page."""
+    for name, given in tensors.items():
+        value = given.contiguous()
+        left, place = as_bytes(value).data, entries[name][2]
+        while left:
+            count = os.pwrite(file, left[: 1 << 30], place)
+            left, place = left[count:], place + count
+        if sums:
+            entries[name][3] = sum_tensor(value)
+
+
+def _seal(file: int, header: Mapping[str, Any], entries: Entries, end: int) -> Segment:
+    """Writes the JSON after the tensors, then the preamble. The segment takes the descriptor."""
+    text = json.dumps(dict(header) | {"tensors": entries}).encode()
+    os.ftruncate(file, end + len(text))  # the file may have been longer
+    os.pwrite(file, text, end)
+    os.pwrite(file, _PREAMBLE.pack(_MAGIC, end, len(text), zlib.crc32(text)), 0)
+    return Segment(file, end + len(text), json.loads(text))

@@ -1,0 +1,235 @@
+"""What trains the dense part, as JSON and named tensors, so that nothing has to be pickled: nested
+values, the optimizer's state and what compression carries from step to step.
+
+{"step": 3, "sums": [tensor, tensor]}
+->  {"dict": [["step", 3], ["sums", {"list": [{"tensor": "a/sums/0"}, ...]}]]}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from freescale.pipeline.dense.reducer import Reducer
+from freescale.pipeline.dense.thresholded import ThresholdedGradients
+
+Packed = dict[str, Any]  # by parameter name
+Names = Mapping[int, str]  # of the model's parameters, by identity
+Carried = dict[nn.Parameter, dict[str, Tensor]]
+
+
+def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Returns JSON and adds tensors to `tensors`, by names below `name`. ValueError names what is
+    neither a tensor nor plain."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise ValueError(
+                f"{name} is a tensor of layout {value.layout}, which a checkpoint cannot hold"
+            )
+        if name in tensors:
+            raise ValueError(f"two tensors of a checkpoint would have the name {name}")
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if value is None or (
+        isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)
+    ):
+        return value
+    if type(value) in (list, tuple):
+        inner = [pack(each, f"{name}/{place}", tensors) for place, each in enumerate(value)]
+        return {type(value).__name__: inner}
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        items = [[key, pack(each, f"{name}/{key}", tensors)] for key, each in value.items()]
+        return {"dict": items}
+    raise ValueError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold: it holds tensors, "
+        "numbers, text, None, and lists, "
+        "tuples and dicts of them"
+    )
+
+
+class Unpacker:
+    """Rebuilds packed values with empty tensors, which it collects in `tensors`, to be read into.
+
+    Args:
+        state: JSON of the saved state.
+        saved: tensors with the shapes and types of the saved ones; a checkpoint's have no memory.
+        device: where tensors go that were not on the host.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], saved: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.saved, self._device = saved, device
+        self._on_host = set(state["on_host"]) if "on_host" in state else None
+
+    def unpack(
+        self, packed: Any, device: torch.device | None = None, never_on_host: bool = False
+    ) -> Any:
+        """The value that was packed, with tensors still to be filled: on `device`, or on the host
+        if they were. A checkpoint from a CPU has no list of those: single numbers are on the host,
+        where torch's optimizers keep them unless capturable or fused."""
+        if not isinstance(packed, dict):
+            return packed
+        ((kind, inner),) = packed.items()
+        if kind == "tensor":
+            return self._allocate(inner, device or self._device, never_on_host)
+        if kind == "dict":
+            return {key: self.unpack(value, device, never_on_host) for key, value in inner}
+        values = [self.unpack(value, device, never_on_host) for value in inner]
+        return tuple(values) if kind == "tuple" else values
+
+    def _allocate(self, name: str, device: torch.device, never_on_host: bool) -> Tensor:
+        saved = self.saved.get(name)
+        if saved is None:
+            raise ValueError(f"the checkpoint has no tensor {name}, which its state.json names")
+        host = name in self._on_host if self._on_host is not None else not saved.shape
+        where = torch.device("cpu") if host and not never_on_host else device
+        self.tensors[name] = torch.empty(saved.shape, dtype=saved.dtype, device=where)
+        return self.tensors[name]
+
+
+# ---- the optimizer's state, by parameter name. Saving creates none.
+
+
+def pack_optimizer(
+    optimizer: Optimizer, names: Names, tensors: dict[str, Tensor]
+) -> tuple[Packed, Packed]:
+    """(state of each parameter, state that belongs to no parameter)."""
+    _refuse_other_parameters(optimizer, names)
+    own: Packed = {}
+    shared: Packed = {}
+    for key, entries in optimizer.state.items():
+        if isinstance(key, str):
+            shared[key] = pack(entries, f"optimizer-shared/{key}", tensors)
+        elif id(key) in names:
+            own[names[id(key)]] = pack(entries, f"optimizer/{names[id(key)]}", tensors)
+        else:
+            raise ValueError(
+                f"the optimizer has state for a {type(key).__name__} that is no "
+                "parameter of the model"
+            )
+    return own, shared
+
+
+def _refuse_other_parameters(optimizer: Optimizer, names: Names) -> None:
+    for parameter in _list_parameters(optimizer):
+        if id(parameter) not in names:
+            shape = tuple(parameter.shape)
+            raise ValueError(
+                f"the optimizer has a parameter of shape {shape} that is not the "
+                "model's: give it dense_parameters()"
+            )
+
+
+def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def refuse_before_it_steps(optimizer: Optimizer, names: Names) -> None:
+    """Names what the optimizer will keep from step to step that a checkpoint cannot hold. torch's
+    own optimizers keep nothing of that kind; for others a copy makes a step. One that cannot be
+    copied, or cannot step like this, is refused at the first save."""
+    _refuse_other_parameters(optimizer, names)
+    if optimizer.state or type(optimizer).__module__.startswith("torch.optim."):
+        pack_optimizer(optimizer, names, {})
+        return
+    devices = {p.device for p in _list_parameters(optimizer) if p.device.type == "cuda"}
+    with torch.random.fork_rng([*devices]):
+        try:
+            tried = copy.deepcopy(optimizer)
+            for parameter in _list_parameters(tried):
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            tried.step()
+        except Exception:
+            return
+    pairs = zip(_list_parameters(tried), _list_parameters(optimizer), strict=True)
+    pack_optimizer(tried, {id(copied): names[id(parameter)] for copied, parameter in pairs}, {})
+
+
+def unpack_optimizer(
+    optimizer: Optimizer, names: Names, state: Mapping[str, Any], unpacker: Unpacker
+) -> dict[Any, Any]:
+    """The optimizer's whole state, with tensors still to be filled. `state`: the saved JSON."""
+    _refuse_other_parameters(optimizer, names)
+    own = state.get("optimizer_state")
+    if own is None:
+        own = _name_format_1(unpacker.saved)
+    values: dict[Any, Any] = {}
+    for group in optimizer.param_groups:
+        never_on_host = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            if (packed := own.get(names[id(parameter)])) is not None:
+                values[parameter] = unpacker.unpack(packed, parameter.device, never_on_host)
+    shared = state.get("optimizer_shared", {})
+    return values | {key: unpacker.unpack(packed) for key, packed in shared.items()}
+
+
+def _name_format_1(saved: Iterable[str]) -> Packed:
+    """Checkpoints of format 1 hold only the tensors of an optimizer's state."""
+    own: dict[str, list[Any]] = {}
+    for name in saved:
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            parameter, _, key = rest.rpartition("/")
+            own.setdefault(parameter, []).append([key, {"tensor": name}])
+    return {parameter: {"dict": entries} for parameter, entries in own.items()}
+
+
+# ---- the reducer's state
+
+
+class CompressionState:
+    """What a schedule's reducer carries from step to step, by parameter name: with compression,
+    each rank's own errors and thresholds; with exact sums, the order of the buckets. Empty if the
+    reducer carries nothing."""
+
+    def __init__(self, reducer: Reducer | None, names: Names) -> None:
+        self._reducer = reducer if isinstance(reducer, ThresholdedGradients) else None
+        self._state: Carried = self._reducer.state if self._reducer is not None else {}
+        self._name = {parameter: names[id(parameter)] for parameter in self._state}
+        self._saved: list[Carried] = []
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._name.values())
+
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """To be saved by this rank."""
+        return self._label(self._state, rank)
+
+    def allocate(
+        self, saved: Iterable[str], rank: int, world: int, ranks: int
+    ) -> dict[str, Tensor]:
+        """What this rank, of `world`, reads of the state that `ranks` ranks saved for the
+        parameters `saved`. Each old rank's state goes to exactly one new rank."""
+        known = set(saved)
+        tensors: dict[str, Tensor] = {}
+        for old in range(rank, ranks, world):
+            copied = {
+                parameter: {key: torch.empty_like(value) for key, value in entries.items()}
+                for parameter, entries in self._state.items()
+                if self._name[parameter] in known
+            }
+            self._saved.append(copied)
+            tensors |= self._label(copied, old)
+        return tensors
+
+    def restore(self, same_ranks: bool) -> None:
+        """Hands what was read to the reducer, which begins without errors if nothing was saved."""
+        if self._reducer is not None:
+            self._reducer.adopt(self._saved, same_ranks)
+
+    def _label(self, state: Carried, rank: int) -> dict[str, Tensor]:
+        return {
+            f"carried/{rank}/{self._name[parameter]}/{key}": value
+            for parameter, entries in state.items()
+            for key, value in entries.items()
+        }

@@ -1,0 +1,249 @@
+"""Restores a run's state, from disk or from memory, into what trains it. All ranks restore
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from freescale.embedding.dynamic_rules import SHARDS
+from freescale.embedding.sharded_model import ShardedModel
+from freescale.pipeline.dense.reducer import Reducer
+from freescale.train.state.chain import write_rows
+from freescale.train.state.contents import Span, mark_all_changed
+from freescale.train.state.held import apply_changes
+from freescale.train.state.intact import Intact
+from freescale.train.state.model import (
+    collect_dense,
+    collect_random,
+    collect_shards,
+    collect_tables,
+    list_state,
+    name_parameters,
+    refuse_other_model,
+    restore_extra,
+    restore_random,
+)
+from freescale.train.state.packing import CompressionState, Unpacker, unpack_optimizer
+from freescale.train.state.safe_reader import SafeReader
+from freescale.train.state.writing import coordinate, explain_errors
+from freescale.transport.api import Transport
+from freescale.transport.failures import run_on_all_ranks
+
+
+class Restore:
+    """A restore in two steps: `tensors`, everything but the tables, is to be filled by the store;
+    `finish` puts it into its place.
+
+    Args:
+        state: JSON of the saved state.
+        saved: tensors with the shapes and types of the saved ones.
+        model: the model, with placed tables. Deferred gradients are forgotten.
+        optimizer: of its dense parameters; its settings stay. None: weights and tables only.
+        reducer: of the schedule.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        saved: Mapping[str, Tensor],
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        reducer: Reducer | None,
+    ) -> None:
+        self._state, self._model, self._optimizer = state, model, optimizer
+        transport, names = model.transport, name_parameters(model)
+        unpacker = Unpacker(state, saved, transport.device)
+        self._extra = {
+            name: unpacker.unpack(packed) for name, packed in state.get("extra_state", {}).items()
+        }
+        self._kept: dict[Any, Any] = {}
+        if optimizer is not None:
+            self._kept = unpack_optimizer(optimizer, names, state, unpacker)
+        # Other ranks or devices have other random states; each rank keeps its own.
+        ranks = state["ranks"]
+        alike = ranks == transport.world and state["device"] == transport.device.type
+        self._random = collect_random(transport) if optimizer is not None and alike else {}
+        self._carried = CompressionState(reducer, names)
+        errors = self._carried.allocate(
+            state.get("carried", ()), transport.rank, transport.world, ranks
+        )
+        dense = collect_dense(list_state(model.module))
+        self.tensors = dense | unpacker.tensors | self._random | errors
+        model.tables.lease.discard()
+
+    def finish(self) -> dict[str, Any]:
+        """Returns the progress that was saved."""
+        model, state = self._model, self._state
+        model.tables.reload()
+        restore_extra(model.module, self._extra)
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+            self._optimizer.state.update(self._kept)
+        if self._random:
+            restore_random(self._random, model.transport)
+        self._carried.restore(same_ranks=state["ranks"] == model.transport.world)
+        progress: dict[str, Any] = state["progress"]
+        return progress
+
+
+# ---- from disk
+
+
+def load_checkpoint(
+    checkpoint: Intact,
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer | None,
+    reducer: Reducer | None,
+) -> dict[str, Any]:
+    """As `Checkpoints.load`. A collective; returns the progress that was saved."""
+    path, state, transport = checkpoint.path, checkpoint.state, model.transport
+    if not model.tables.placed:
+        model.tables.place(recorded=state["placement"])
+    refuse_other_model(path, state, model, optimizer)
+    reader = SafeReader(path)
+    saved = run_on_all_ranks(transport, reader.list_tensors)
+    restore = Restore(state, saved, model, optimizer, reducer)
+    tables = collect_tables(model.tables, model.tables.specs)
+    own = restore.tensors | collect_shards(model.tables, model.tables.specs)
+    mark_all_changed(model.tables)
+    if checkpoint.ancestors:
+        _load_tensors(SafeReader(checkpoint.base.path), tables, transport)
+        run_on_all_ranks(transport, lambda: apply_deltas(checkpoint.deltas, _list_parts(model)))
+    else:
+        own |= tables
+    _load_tensors(reader, own, transport)
+    return restore.finish()
+
+
+def _load_tensors(reader: SafeReader, tensors: dict[str, Tensor], transport: Transport) -> None:
+    saved = run_on_all_ranks(transport, reader.list_tensors)
+    finer = {
+        name: torch.empty_like(saved[name], device="cpu")
+        for name, value in tensors.items()
+        if name in saved
+        and name.startswith(("table/", "shards/"))
+        and saved[name].shape[0] == SHARDS > value.shape[0]
+    }
+    with explain_errors(f"checkpoint {reader.path} could not be read"):
+        load(tensors | finer, storage_reader=reader, **coordinate(transport))
+    for name, whole in finer.items():
+        _join_shards(tensors[name], whole, transport)
+
+
+def _join_shards(value: Tensor, whole: Tensor, transport: Transport) -> None:
+    """Copies this rank's part of a small dynamic table that an earlier version saved in as many
+    shards as a large one has. Its own shards are runs of those: rows keep their positions. Only the
+    number of batches, the same in all shards, has fewer elements than before."""
+    joined = whole.view(-1)[: value.numel()].view(value.shape)
+    block = -(-value.shape[0] // transport.world)  # as DynamicLayout and torch divide shards
+    own = joined[transport.rank * block : (transport.rank + 1) * block]
+    (value.to_local() if isinstance(value, DTensor) else value).copy_(own)
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Rows [first, last) of a table in spread order: `rows`, and each tensor of their optimizer."""
+
+    first: int
+    last: int
+    tensors: Mapping[str, Tensor]
+
+
+def _list_parts(model: ShardedModel) -> dict[str, TablePart]:
+    """This rank's part of each table."""
+    parts, tables = {}, model.tables
+    for name in tables.specs:
+        own = tables.get_group(name).rows.get_range(name)
+        parts[name] = TablePart(own.first, own.last, tables.get_local_state(name))
+    return parts
+
+
+def apply_deltas(deltas: Iterable[Intact], parts: Mapping[str, TablePart]) -> None:
+    """Writes the changes of each delta, in this order, into parts that hold the state before
+    them."""
+    for delta in deltas:
+        reader = SafeReader(delta.path)
+        for rank, spans in enumerate(delta.state["changed"]):
+            for name, part in parts.items():
+                _apply_span(reader, f"changed/{rank}/{name}", spans[name], part)
+
+
+def _apply_span(reader: SafeReader, label: str, span: Span, part: TablePart) -> None:
+    count, first, last = span
+    if not count or last < part.first or first >= part.last:
+        return
+    names = {f"{label}/{name}": name for name in ("positions", *part.tensors)}
+    for missing in names.keys() - reader.list_tensors().keys():
+        raise ValueError(f"{reader.path} has no tensor {missing}, which its state.json names")
+    read = read_tensors(reader, names.__contains__)
+    values = {name: read[label] for label, name in names.items()}
+    positions = values.pop("positions").long()
+    inside = ((positions >= part.first) & (positions < part.last)).nonzero().view(-1)
+    values = {name: value.index_select(0, inside) for name, value in values.items()}
+    write_rows(part.tensors, positions[inside] - part.first, values)
+
+
+def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names are `wanted`, whole, as they were saved. Not a
+    collective."""
+    saved = reader.list_tensors()
+    tensors = {name: torch.empty_like(saved[name], device="cpu") for name in saved if wanted(name)}
+    with explain_errors(f"checkpoint {reader.path} could not be read"):
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+# ---- from memory
+
+
+def load_snapshot(
+    state: Mapping[str, Any],
+    chain: Sequence[Mapping[str, Tensor]],
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer | None,
+    copy_whole: Callable[[str, Tensor], None] | None = None,
+) -> dict[str, Any]:
+    """Restores a rank from the state of the last memory file and the tensors of each. A collective;
+    returns the progress that was saved. `copy_whole`: (name, to) -> copies a large tensor of the
+    first file; None: torch does."""
+    tables, last = model.tables, chain[-1]
+    restore = Restore(state, last, model, optimizer, reducer)
+    with torch.no_grad():
+        for name, to in restore.tensors.items():
+            to.copy_(last[name])
+        parts = {name: tables.get_local_state(name) for name in tables.specs}
+        for name, of in parts.items():
+            for part, value in of.items():
+                if copy_whole is not None:
+                    copy_whole(f"table/{name}/{part}", value)
+                else:
+                    value.copy_(chain[0][f"table/{name}/{part}"])
+            for part, value in tables.get_group(name).rows.get_shard_tensors().items():
+                value.copy_(last[f"shards/{name}/{part}"])
+        for tensors in chain[1:]:
+            apply_changes(parts, tensors)
+    progress = restore.finish()
+    _restore_marks(state, last, model)
+    return progress
+
+
+def _restore_marks(
+    state: Mapping[str, Any], tensors: Mapping[str, Tensor], model: ShardedModel
+) -> None:
+    """Restores what had changed for each consumer: its next delta holds everything since its
+    last."""
+    groups = model.tables.groups
+    mark_all_changed(model.tables)
+    for number, consumer, label in state["marks"]:
+        rows = groups[number].rows
+        marks = np.unpackbits(tensors[label].numpy(), count=rows.size)
+        rows.changed.set_marks(consumer, torch.from_numpy(marks).bool())

@@ -1,0 +1,130 @@
+"""Memory files are read by several threads and sent between ranks, both in pieces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from freescale.kernels.checksums.reference import as_bytes, cut_short
+from freescale.packed import view_bytes
+from freescale.streams import record_event
+from freescale.transport.api import Transport, gather_json
+from freescale.worker_server import count_cores
+
+_PIECE = 4 << 20  # bytes that a thread reads at once
+_PIECES = 2  # of each thread
+_MOST_THREADS = 8
+_SENT_PIECE = 1 << 23  # bytes to each rank at once
+
+
+class FileReads:
+    """The reads of one restore; `close` ends its threads. One thread alone does not get the
+    memory's speed, and on some machines mapping a page takes longer than copying it.
+
+    What goes to a GPU goes through pinned pieces, two of each thread: one is on the bus while the
+    thread fills the other. They are few, and shared by all tensors: pinning memory is slow, too.
+    """
+
+    def __init__(self) -> None:
+        self.threads = min(_MOST_THREADS, count_cores())  # nothing else runs
+        self._pool = ThreadPoolExecutor(self.threads, "restore")
+        self._pinned: list[Tensor] = []  # the pieces of each thread
+        self._sent: dict[tuple[int, int], torch.cuda.Event] = {}  # by (thread, piece)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def read(self, file: int, place: int, to: Tensor) -> None:
+        """Fills a contiguous tensor from `place` on; on a GPU on the current stream, which may
+        still be copying when this returns."""
+        data = view_bytes(to)
+        if to.device.type == "cuda":
+            self.read_in_pieces(file, place, data)
+        else:
+            self._divide(data.numel(), lambda _, at, end: _fill(file, place + at, data[at:end]))
+
+    def read_in_pieces(self, file: int, place: int, data: Tensor) -> None:
+        """Reads bytes into a GPU's memory."""
+        on_gpu = data.device.type == "cuda"
+        if not self._pinned:
+            size = (self.threads, _PIECES, _PIECE)
+            self._pinned = list(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
+        stream = torch.cuda.current_stream(data.device) if on_gpu else None
+
+        def send(thread: int, begin: int, end: int) -> None:
+            for number, at in enumerate(range(begin, end, _PIECE)):
+                turn = number % _PIECES
+                if (thread, turn) in self._sent:
+                    self._sent.pop((thread, turn)).synchronize()
+                piece = self._pinned[thread][turn][: min(_PIECE, end - at)]
+                _fill(file, place + at, piece)
+                with torch.cuda.stream(stream):
+                    data[at : at + piece.numel()].copy_(piece, non_blocking=True)
+                    if on_gpu:
+                        self._sent[thread, turn] = record_event()
+
+        self._divide(data.numel(), send)
+
+    def _divide(self, size: int, work: Callable[[int, int, int], None]) -> None:
+        """Runs work(thread, begin, end) on each thread, with its part of `size` bytes."""
+        each = max(1, -(-size // self.threads // _PIECE)) * _PIECE
+        running = [
+            self._pool.submit(work, thread, begin, min(begin + each, size))
+            for thread, begin in enumerate(range(0, size, each))
+        ]
+        for part in running:
+            part.result()
+
+
+def _fill(file: int, place: int, room: Tensor) -> None:
+    """Reads bytes of a file from `place` on. OSError if it ends before."""
+    left = as_bytes(room).data
+    while left:
+        count = os.preadv(file, [left], place)
+        if not count:
+            raise cut_short(place)
+        left, place = left[count:], place + count
+
+
+def create_file(size: int) -> int:
+    """The descriptor of a new memory file."""
+    file = os.memfd_create("freescale-snapshot", os.MFD_CLOEXEC)
+    os.ftruncate(file, size)
+    return file
+
+
+def exchange_files(transport: Transport, outgoing: Mapping[int, Tensor]) -> dict[int, int]:
+    """Sends bytes [n] on the host to some ranks, by rank, and receives what others send: the
+    descriptors of memory files, by rank. A collective, over a channel of bulk traffic or the main
+    thread's. Pieces bound the memory, and urgent traffic of training passes between two."""
+    rank, world = transport.rank, transport.world
+    sizes = {str(peer): data.numel() for peer, data in outgoing.items()}
+    everyones = gather_json(transport, sizes)
+    table = [[int(part.get(str(peer), 0)) for peer in range(world)] for part in everyones]
+    files: dict[int, int] = {}
+    try:
+        for peer in range(world):
+            if table[peer][rank]:
+                files[peer] = create_file(table[peer][rank])
+        for begin in range(0, max(max(row) for row in table), _SENT_PIECE):
+            send = [_cut(table[rank][peer], begin) for peer in range(world)]
+            receive = [_cut(table[peer][rank], begin) for peer in range(world)]
+            parts = [outgoing[peer][begin : begin + size] for peer, size in enumerate(send) if size]
+            data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+            arrived = transport.all_to_all(data, send, receive, "rows").wait(host=True)
+            for peer, piece in enumerate(torch.split(arrived, receive)):
+                if len(piece):
+                    os.pwrite(files[peer], piece.numpy().data, begin)
+    except BaseException:
+        for file in files.values():
+            os.close(file)
+        raise
+    return files
+
+
+def _cut(size: int, begin: int) -> int:
+    return max(0, min(_SENT_PIECE, size - begin))
