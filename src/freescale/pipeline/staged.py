@@ -34,7 +34,7 @@ import torch
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.groups.sharded import TrainingRows
 from freescale.embedding.lease import Capture
-from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
+from freescale.pipeline.in_flight import IncomingBatch, InFlight, RowUpdates, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.process_memory import share_heap, trim_heap
@@ -46,7 +46,7 @@ from freescale.pipeline.step_result import StepResult
 
 
 class Staged(Schedule):
-    """Three batches at a time: the `previous` one has deferred gradients, the `current` one
+    """Three batches at a time: of the `previous` one row updates are deferred, the `current` one
     computes, the `following` one fetches its rows. None where there is no such batch."""
 
     overlaps_dense = True
@@ -105,6 +105,7 @@ class Staged(Schedule):
         in_flight = self._in_flight
         previous, captures = in_flight.pop_deferred(), in_flight.take_captures()
         current.captured = Moment(self.transport.device) if captures else None
+        current.begin_updates()
         self._taken.remove(current.preparation)
         in_flight.jobs = [
             self.ahead.submit(
@@ -121,17 +122,17 @@ class Staged(Schedule):
         self.steps += 1
         self.stopwatch.finish(self.steps)
         factor = self._get_factor(self.steps)
-        current.update = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
+        updates = in_flight.deferred = current.updates
+        updates.options = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
         self.tables.close()
         current.pop_gradients()
         in_flight.jobs.append(
-            self.urgent.submit(lambda: self._run_urgent(current, following), current.gradients)
+            self.urgent.submit(lambda: self._run_urgent(current, following), updates.gradients)
         )
-        in_flight.deferred = current
         # A rank that has left the loop takes part in no further collective.
         in_flight.wait_for_agreement(self.ledger)
         for group, rows in zip(self.tables.set.replicated, current.replicated, strict=True):
-            group.update(group.collect(rows, self.transport), self.transport, **current.update)
+            group.update(group.collect(rows, self.transport), self.transport, **updates.options)
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         after = self._await_input()
@@ -141,7 +142,7 @@ class Staged(Schedule):
 
     def _run_ahead(
         self,
-        previous: StagedBatch | None,
+        previous: RowUpdates | None,
         captures: list[Capture],
         current: StagedBatch,
         following: StagedBatch | None,
@@ -178,7 +179,7 @@ class Staged(Schedule):
             return
         if current.captured is not None:
             current.captured.wait(host=True)
-        self._stages.push_urgent_gradients(current)
+        self._stages.push_urgent_gradients(current.updates)
         following.allocated.wait(host=True)
         self._stages.pull_late_rows(following)
 
