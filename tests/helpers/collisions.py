@@ -13,6 +13,7 @@ import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
+from freescale.pipeline.stage_plan import plan_stages
 from freescale.pipeline.staged import Staged
 from freescale.transport.process_group import ProcessGroupTransport
 from helpers.toys import Clicks
@@ -82,7 +83,8 @@ class StagedAsOnGpus(Staged):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self._on_host, self._requests_early = False, True
+        self._on_host = False
+        self._plan = self._stages._plan = plan_stages(torch.device("cuda"), nearby=True)
 
 
 def build(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from freescale.pipeline.process_memory import share_heap
 from freescale.pipeline.staged import Staged
 from freescale_bench.common.arm import Arm
 from freescale_bench.common.torchrec import build_torchrec
@@ -38,7 +39,9 @@ def measure(
 
 
 def measure_peak(rank: int, world: int, workload: Workload, name: str) -> int:
-    """Peak memory of a process that trains one of our arms."""
+    """Peak memory of a process that trains one of our arms. The heap is set as staged sets it:
+    otherwise the arms would differ by settings of glibc."""
+    share_heap()
     running = build_arm(name, workload, rank, world)
     for _ in range(workload.steps):
         running.step()

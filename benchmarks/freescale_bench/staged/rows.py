@@ -13,6 +13,13 @@ from freescale_bench.staged.arms import DEDUPLICATED, SERIAL, STAGED, STALE, TOR
 
 TENTH = "10 % collisions"
 
+# The peak of a process has a target for large batches only. Besides the rows of the next batch,
+# staged keeps about 100 bytes of ids and positions for each row (0.2 batches at 512 bytes a row)
+# and some pieces under way (0.1). Of smaller batches the peak mostly shows how much free memory
+# the heap keeps: some 20 to 30 MB, whatever the batch.
+_LARGE_BATCH = 100_000_000  # bytes
+_EXTRA_BATCHES = 1.4
+
 
 def spread_with_mean(values: Sequence[float]) -> dict[str, float]:
     return {
@@ -200,10 +207,10 @@ def _make_checks(
             text = f"{name}: largest difference of any loss to serial's"
             found.append(at_most(text, limit, max(drifts), "relative"))
     for r in rows:
-        if r["configuration"].startswith("memory"):
+        if r.get("batch_bytes", 0) >= _LARGE_BATCH:
             text = (
                 f"{r['configuration']}: staged over serial, over one batch of ids and rows "
                 f"(rank {r['rank']})"
             )
-            found.append(at_most(text, 1.1, r["extra_batches"], "x"))
+            found.append(at_most(text, _EXTRA_BATCHES, r["extra_batches"], "x"))
     return found

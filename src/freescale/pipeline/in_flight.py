@@ -15,7 +15,7 @@ from freescale.batch import SequenceBatch
 from freescale.embedding.groups.replicated import ReplicatedRows
 from freescale.embedding.groups.sharded import TrainingRows
 from freescale.embedding.lease import Capture
-from freescale.embedding.request import GradientParts, Resident, RowParts
+from freescale.embedding.request import Requested, RequestPart, Resident, RowParts
 from freescale.embedding.storage.api import UpdateOptions
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.agreement import Agreement
@@ -24,8 +24,24 @@ from freescale.pipeline.next_batch import BatchPreparation
 
 
 @dataclass
+class RowUpdates:
+    """The row updates of a step, of each sharded group. They outlive the batch, whose ids and keys
+    take as much memory as they do."""
+
+    targets: list[Tensor]  # [r] of the rows that this rank serves: those of `Resident`
+    deferred: list[list[RequestPart]]  # all rows, until the following batch is compared
+    urgent: list[RequestPart] = field(default_factory=list)  # none, unless a batch follows
+    gradients: list[Tensor] = field(default_factory=list)  # [u, width], until the last is sent
+    options: UpdateOptions = field(init=False)  # of the step, from the end of its backward on
+
+    def clear(self) -> None:
+        """All rows are updated."""
+        self.targets, self.deferred, self.urgent = [], [], []
+
+
+@dataclass
 class StagedBatch:
-    """A batch that all ranks have agreed on, from its request for rows to its last row update."""
+    """A batch that all ranks have agreed on, from its request for rows to the end of its step."""
 
     batch: SequenceBatch
     agreement: Agreement
@@ -40,22 +56,26 @@ class StagedBatch:
     residents: list[Resident] = field(default_factory=list)
     row_parts: list[RowParts] = field(default_factory=list)
     arriving: list[Tensor] = field(default_factory=list)  # [u, width]: memory of the rows
-    gradient_parts: list[GradientParts] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)  # [u, width], until the last is sent
-    captured: Moment | None = None  # the rows of the step before are copied; None: nobody asks
-    update: UpdateOptions = field(init=False)  # of its step, from the end of its backward on
+    # From the beginning of its step on:
+    captured: Moment | None = field(init=False)  # the rows of the step before are copied, if wanted
+    updates: RowUpdates = field(init=False)
     # Rows of each group, while the model can read them:
     sharded: list[TrainingRows] = field(default_factory=list)
     replicated: list[ReplicatedRows] = field(default_factory=list)
 
+    def begin(self, captured: Moment | None) -> None:
+        """Its step begins: all rows are here."""
+        self.captured = captured
+        requests: list[Requested] = self.requests[: len(self.residents)]
+        self.updates = RowUpdates(
+            [resident.targets for resident in self.residents],
+            [[request.whole] for request in requests],
+        )
+
     def pop_gradients(self) -> None:
         """The gradients of sharded groups take the place of their rows, one by one."""
         while self.sharded:
-            self.gradients.append(self.sharded.pop(0).pop_gradient())
-
-    def forget_requests(self) -> None:
-        """All its rows are updated."""
-        self.requests, self.residents, self.gradient_parts = [], [], []
+            self.updates.gradients.append(self.sharded.pop(0).pop_gradient())
 
 
 class IncomingBatch:
@@ -139,14 +159,14 @@ class InFlight:
     """What the schedule has begun and not finished."""
 
     jobs: list[Job] = field(default_factory=list)  # of the lanes `ahead` and `urgent`
-    deferred: StagedBatch | None = None  # the last step's, while some gradients are deferred
+    deferred: RowUpdates | None = None  # the last step's, while some gradients are deferred
     incoming: IncomingBatch | None = None  # what the lane `input` prepares, or has prepared last
     newest: BatchPreparation | None = None  # of the last batch that was begun
     replaced: bool = False  # the tables were replaced after rows were pulled ahead
     captures: list[Capture] = field(default_factory=list)  # of the rows after the last step
 
-    def pop_deferred(self) -> StagedBatch | None:
-        """The batch with deferred gradients, which the caller applies or forgets."""
+    def pop_deferred(self) -> RowUpdates | None:
+        """The deferred updates, which the caller applies or forgets."""
         taken, self.deferred = self.deferred, None
         return taken
 

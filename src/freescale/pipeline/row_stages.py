@@ -12,7 +12,7 @@ from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.groups.sharded import Sharded, TrainingRows
 from freescale.embedding.request import Requested
 from freescale.embedding.tables import Tables
-from freescale.pipeline.in_flight import StagedBatch
+from freescale.pipeline.in_flight import RowUpdates, StagedBatch
 from freescale.pipeline.lane import Lane
 from freescale.pipeline.stage_plan import Stage, StagePlan
 from freescale.transport.api import Transport
@@ -68,7 +68,8 @@ class RowStages:
                 if self._plan.resolve_in_compare
                 else lambda: None,
             )
-            current.gradient_parts.append(gradients)
+            current.updates.urgent.append(gradients.urgent)
+            current.updates.deferred[number] = gradients.deferred
             following.row_parts.append(rows)
 
     def _divides(self, current: Requested, following: Requested) -> bool:
@@ -88,7 +89,7 @@ class RowStages:
 
     def push_deferred_gradients(
         self,
-        previous: StagedBatch | None,
+        previous: RowUpdates | None,
         transport: Transport,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[Tensor]:
@@ -98,15 +99,12 @@ class RowStages:
         gradients: list[Tensor] = []
         if previous is not None:
             gradients, previous.gradients = previous.gradients, []
-            parts = [each.deferred for each in previous.gradient_parts]
-            parts = parts or [[request.whole] for _, request in self._pair(previous)]
-            pairs = zip(self._tables.set.sharded, previous.residents, gradients, parts, strict=True)
-            for group, resident, gradient, deferred in pairs:
-                group.push_gradients(
-                    resident, gradient, deferred, transport, meanwhile, **previous.update
-                )
+            sharded, targets = self._tables.set.sharded, previous.targets
+            together = zip(sharded, targets, gradients, previous.deferred, strict=True)
+            for group, own, gradient, parts in together:
+                group.push_gradients(own, gradient, parts, transport, meanwhile, **previous.options)
                 meanwhile = None
-            previous.forget_requests()  # done: several numbers for each row
+            previous.clear()
         if meanwhile is not None:
             meanwhile()
         return gradients
@@ -127,15 +125,15 @@ class RowStages:
             if resident.log_q is not None:
                 resident.log_q.wait()
 
-    def push_urgent_gradients(self, current: StagedBatch) -> None:
+    def push_urgent_gradients(self, updates: RowUpdates) -> None:
         """Stage 5, lane `urgent`: gradients of the rows that the following batch reads too."""
         for number, group in enumerate(self._tables.set.sharded):
             group.push_gradients(
-                current.residents[number],
-                current.gradients[number],
-                [current.gradient_parts[number].urgent],
+                updates.targets[number],
+                updates.gradients[number],
+                [updates.urgent[number]],
                 self._urgent.transport,
-                **current.update,
+                **updates.options,
             )
 
     def pull_late_rows(self, following: StagedBatch) -> None:

@@ -23,17 +23,18 @@ has them copied, in lane `ahead`, and on such steps stage 5 waits for the copy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
 from freescale.embedding.groups.sharded import TrainingRows
 from freescale.embedding.lease import Capture
-from freescale.pipeline.in_flight import IncomingBatch, InFlight, StagedBatch
+from freescale.pipeline.in_flight import IncomingBatch, InFlight, RowUpdates, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.process_memory import share_heap, trim_heap
@@ -45,7 +46,7 @@ from freescale.pipeline.step_result import StepResult
 
 
 class Staged(Schedule):
-    """Four batches at a time: the `previous` one has deferred gradients, the `current` one
+    """Four batches at a time: row updates of the `previous` one are deferred, the `current` one
     computes, the `following` one fetches its rows, and one more is `incoming`. None where there is
     no such batch."""
 
@@ -104,15 +105,11 @@ class Staged(Schedule):
         """Returns the result of `current`, and the batch after `following`."""
         in_flight = self._in_flight
         previous, captures = in_flight.pop_deferred(), in_flight.take_captures()
-        current.captured = Moment(self.transport.device) if captures else None
+        current.begin(Moment(self.transport.device) if captures else None)
         self._taken.remove(current.preparation)
-        in_flight.jobs = [
-            self.ahead.submit(
-                partial(self._run_ahead, previous, captures, current, following),
-                previous.gradients if previous else (),
-            )
-        ]
-        del previous  # the lane has it, and lets it go before the backward needs most memory
+        run = partial(self._run_ahead, previous, captures, current, following)
+        in_flight.jobs = [self.ahead.submit(run, previous.gradients if previous else ())]
+        del previous, run  # the lane has it, and lets it go before the backward needs most memory
         current.preparation.count(self.ledger)
         incoming = self._begin_input(source)
         if self._plan.prepare_at_once:
@@ -121,17 +118,17 @@ class Staged(Schedule):
         self.steps += 1
         self.stopwatch.finish(self.steps)
         factor = self._get_factor(self.steps)
-        current.update = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
+        updates = in_flight.deferred = current.updates
+        updates.options = {"step": self.steps, "factor": factor, "clip": self.tables.row_clip}
         self.tables.close()
         current.pop_gradients()
         in_flight.jobs.append(
-            self.urgent.submit(lambda: self._run_urgent(current, following), current.gradients)
+            self.urgent.submit(lambda: self._run_urgent(current, following), updates.gradients)
         )
-        in_flight.deferred = current
         # On i+2: a rank that has left the loop takes part in no further collective.
         in_flight.wait_for_agreement(self.ledger)
         for group, rows in zip(self.tables.set.replicated, current.replicated, strict=True):
-            group.update(group.collect(rows, self.transport), self.transport, **current.update)
+            group.update(group.collect(rows, self.transport), self.transport, **updates.options)
         losses = self.buckets.reduce()
         norm = self._update_dense(factor)
         after = self._await_input()
@@ -141,7 +138,7 @@ class Staged(Schedule):
 
     def _run_ahead(
         self,
-        previous: StagedBatch | None,
+        previous: RowUpdates | None,
         captures: list[Capture],
         current: StagedBatch,
         following: StagedBatch | None,
@@ -178,7 +175,7 @@ class Staged(Schedule):
             return
         if current.captured is not None:
             current.captured.wait(host=True)
-        self._stages.push_urgent_gradients(current)
+        self._stages.push_urgent_gradients(current.updates)
         following.allocated.wait(host=True)
         self._stages.pull_late_rows(following)
 
@@ -194,15 +191,18 @@ class Staged(Schedule):
     def _begin_input(self, source: BatchSource) -> IncomingBatch:
         """Lane `input` begins to prepare the next batch."""
         preparation = self._in_flight.newest = self._prepare_next(source, ahead=True)
-        request = None  # stage 1, if this lane does it; the first batches find no tables
-        if self._plan.request_lane == "input" and self.tables.placed:
-            request = partial(self.tables.set.request, transport=self.input.transport)
         # the job must not wait for the compute
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             incoming = self._in_flight.incoming = IncomingBatch(
-                preparation, self.input, self._split_batch, request
+                preparation, self.input, self._split_batch, self._choose_request()
             )
         return incoming
+
+    def _choose_request(self) -> Callable[[list[SequenceBatch]], list[Any]] | None:
+        """Stage 1, if lane `input` does it. The first batches find no tables."""
+        if self._plan.request_lane == "input" and self.tables.placed:
+            return partial(self.tables.set.request, transport=self.input.transport)
+        return None
 
     def _await_input(self) -> StagedBatch | None:
         """Waits for the incoming batch. None if no rank has one, or if the data failed, which is

@@ -209,7 +209,7 @@ class Sharded:
     ) -> None:
         """Updates the rows that this rank owns."""
         rows, received = collected
-        self._update(rows.resident, rows.request.whole, received, transport, **options)
+        self._update(rows.resident.targets, rows.request.whole, received, transport, **options)
         self._last_read = rows.request.owned
 
     def count_collisions(self, request: Requested) -> tuple[int, Tensor | int]:
@@ -270,7 +270,7 @@ class Sharded:
             meanwhile()
         with transport.ledger.span("compare"):
             # Prepared here: the update of these rows delays the next forward.
-            urgent = replace(urgent, sum_gradients=self._prepare_sums(resident, urgent))
+            urgent = replace(urgent, sum_gradients=self._prepare_sums(resident.targets, urgent))
         return GradientParts(urgent, deferred), RowParts(late, early, collisions)
 
     def allocate_rows(self, request: Requested, spent: Tensor | None) -> Tensor:
@@ -302,7 +302,7 @@ class Sharded:
 
     def push_gradients(
         self,
-        resident: Resident,
+        targets: Tensor,
         gradient: Tensor,
         parts: Sequence[RequestPart],
         transport: Transport,
@@ -310,15 +310,15 @@ class Sharded:
         **options: Unpack[UpdateOptions],
     ) -> None:
         """Sends the parts of the gradient [u, width] to the owners, who update the rows; calls
-        `meanwhile`, before a row is updated, while the first ones are on their way. A
-        collective."""
+        `meanwhile`, before a row is updated, while the first ones are on their way. `targets` are
+        those of `Resident`. A collective."""
         lines = transport.lines
         if meanwhile is not None and gradient.is_cuda:
             lines += 1  # it takes the host as long as some pieces travel
         run_pipelined(
             parts,
             lambda part: self._send(gradient, part, transport),
-            lambda part, received: self._update(resident, part, received, transport, **options),
+            lambda part, received: self._update(targets, part, received, transport, **options),
             lines,
             meanwhile,
         )
@@ -369,7 +369,7 @@ class Sharded:
 
     def _update(
         self,
-        resident: Resident,
+        targets: Tensor,
         part: RequestPart,
         received: Tensor,
         transport: Transport,
@@ -377,11 +377,11 @@ class Sharded:
     ) -> None:
         """received [sum(part.receive), width]: gradients of the part, as `_send` brought them."""
         with transport.ledger.span("update rows"):
-            sum_gradients = part.sum_gradients or self._prepare_sums(resident, part)
+            sum_gradients = part.sum_gradients or self._prepare_sums(targets, part)
             self.rows.update(*sum_gradients(received.to(self.rows.weight.dtype)), **options)
 
-    def _prepare_sums(self, resident: Resident, part: RequestPart) -> SumGradients:
-        return group_duplicates(_select_served(resident.targets, part), self.rows.weight)
+    def _prepare_sums(self, targets: Tensor, part: RequestPart) -> SumGradients:
+        return group_duplicates(_select_served(targets, part), self.rows.weight)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
