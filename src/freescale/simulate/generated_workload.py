@@ -105,10 +105,6 @@ class GeneratedWorkload:
     ) -> None:
         if collisions is not None and not 0 <= collisions <= 1:
             raise ValueError(f"collisions is {collisions}; it is a share, from 0 to 1")
-        if items < 2 or samples < 1 or strata < 8:
-            raise ValueError(
-                f"{samples} samples, {items} items, {strata} strata: at least 1, 2 and 8 are needed"
-            )
         self.samples, self.items, self.seed, self._collisions = samples, items, seed, collisions
         self._pooled = pooled
         # ids and lengths of pooled features move with a sample
