@@ -54,7 +54,7 @@ class Machine:
     def inspect(file: str | None) -> Machine:
         import torch
 
-        from freescale.ledger.machine import get_gpu_name
+        from freescale_bench.common.machine import get_gpu_name
 
         hosts = (
             os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from freescale.ledger.machine import get_gpu_name
 from freescale.train.checkpoint import Checkpoints
 from freescale.train.snapshot.pace import BUDGET
 from freescale.train.snapshot.snapshots import Snapshots
 from freescale.transport.api import Transport
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Destination, Row, at_least, at_most, write
 from freescale_bench.common.spread import spread

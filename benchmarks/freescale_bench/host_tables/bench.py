@@ -27,8 +27,8 @@ from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.storage.cached import CachedStorage
-from freescale.ledger.machine import get_gpu_name
 from freescale.transport.api import Transport
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.ranks import open_rank
 from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
 from freescale_bench.common.spread import spread

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from freescale.kernels.dispatch.versions import has_triton
-from freescale.ledger.machine import describe_machine, get_gpu_name, get_versions
+from freescale.ledger.machine import describe_machine, get_versions
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.markdown import format_rows
 from freescale_bench.common.results import Destination, make_claims, write
 from freescale_bench.kernels.attention import measure_attention

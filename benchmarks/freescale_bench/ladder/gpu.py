@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from freescale.launch.ranks import is_rank
-from freescale.ledger.machine import get_gpu_name, get_gpu_settings
+from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.common.torchrec import has_torchrec

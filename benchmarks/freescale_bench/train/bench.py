@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from freescale.ledger.machine import get_gpu_name
 from freescale.train.device_figures import watch_compilations
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.results import Destination, Target, make_claims, write
 from freescale_bench.train.measure import measure_shape
 from freescale_bench.train.shapes import SHAPES

@@ -25,8 +25,6 @@ batch too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs
@@ -51,13 +49,12 @@ class SimulatedSchedule:
         self._samples: Meeting | None = None
         self._overlaps = schedule != "serial"  # the dense gradients leave during the backward
         self._dense: list[Meeting] = []
-        named: dict[str, Callable[[Batch | None, Batch, Batch | None], None]] = {
+        self._run = {
             "serial": self._run_serial,
             "sparse_dist": self._run_sparse_dist,
             "stale": self._run_staged,
             "staged": self._run_staged,
-        }
-        self._run = named[schedule]
+        }[schedule]
 
     def run(
         self, number: int, previous: Batch | None, current: Batch, following: Batch | None

@@ -108,13 +108,11 @@ class BatchForm:
         return replace(encoded, weights={TASK: weights})
 
     def _describe(self, path: str, value: Any, samples: int) -> _Leaf:
-        if isinstance(value, KeyedJaggedTensor):
-            _refuse_own_batch_sizes(path, value)
+        if isinstance(value, (KeyedJaggedTensor, JaggedTensor)):
+            keyed = isinstance(value, KeyedJaggedTensor)
+            kind, keys = ("keyed", tuple(value.keys())) if keyed else ("jagged", ())
             weighted = value.weights_or_none() is not None
-            return _Leaf(path, "keyed", tuple(value.keys()), weighted, value.lengths().dtype)
-        if isinstance(value, JaggedTensor):
-            weighted = value.weights_or_none() is not None
-            return _Leaf(path, "jagged", (), weighted, value.lengths().dtype)
+            return _Leaf(path, kind, keys, weighted, value.lengths().dtype)
         if isinstance(value, Tensor):
             if path in self._shared:
                 return _Leaf(path, "shared", scalar=not value.dim())
