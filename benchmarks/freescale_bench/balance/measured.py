@@ -24,11 +24,11 @@ from freescale.batch import Jagged, SequenceBatch
 from freescale.launch.ranks import is_rank
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import get_gpu_name
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.hosts import Loopback
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.ranks import join, start_ranks
 from freescale_bench.common.results import Destination, at_most, spread, write
 from freescale_bench.common.turns import wait_idle

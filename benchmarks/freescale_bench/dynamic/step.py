@@ -35,10 +35,10 @@ from freescale.embedding.dynamic_rules import SHARDS, Dynamic
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.storage.dynamic import DynamicStorage
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import get_gpu_name
 from freescale.ledger.merge import merge_step
 from freescale.random import derive, integers
 from freescale.transport.api import Transport
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.ranks import gather_json, open_rank
 from freescale_bench.common.results import (
     Destination,

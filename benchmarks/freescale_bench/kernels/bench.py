@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from freescale.kernels.dispatch.versions import has_triton
-from freescale.ledger.machine import get_gpu_name
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.markdown import format_rows
 from freescale_bench.common.ranks import require_gpu
 from freescale_bench.common.results import Destination, Target, describe_run, make_claims, write

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from freescale.launch.ranks import is_rank
-from freescale.ledger.machine import get_gpu_name, get_gpu_settings
+from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
 from freescale_bench.common.ranks import gather_json, join, start_ranks
 from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.common.turns import make_rows, time_turns

@@ -24,9 +24,9 @@ from freescale.config import RunConfig
 from freescale.data.synthetic.generate import generate
 from freescale.launch.ranks import is_rank
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.train.trainer import Trainer
 from freescale_bench.common.arm import Running, open_transport
+from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
 from freescale_bench.common.ranks import gather_json, join, start_ranks
 from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import build_torchrec_retrieval

@@ -17,8 +17,8 @@ from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.config.recipe import parse_setting
 from freescale.data.batches.splits import LEAST_EVENTS
-from freescale.ledger.machine import get_gpu_name
 from freescale_bench.common.jobs import Job, run_jobs
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.quality.intervals import (
     METRICS,

@@ -17,9 +17,9 @@ from math import exp, log
 from typing import Any
 
 from freescale.launch.ranks import is_rank
-from freescale.ledger.machine import get_gpu_name, get_gpu_settings
 from freescale.ledger.merge import merge_step
 from freescale_bench.common.hosts import RATE, open_hosts
+from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
 from freescale_bench.common.ranks import gather_json, join, start_ranks
 from freescale_bench.common.results import (
     Claim,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from freescale.ledger.machine import get_gpu_name
 from freescale.train.device_figures import watch_compilations
+from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.ranks import require_gpu
 from freescale_bench.common.results import Destination, Target, make_claims, write
 from freescale_bench.train.measure import measure_shape

@@ -157,9 +157,7 @@ class Balancer:
     def _remember(
         self, step: int, assignment: Assignment, of_sample: NDArray[Any], ranks: int
     ) -> None:
-        summed = np.empty((ranks, of_sample.shape[1]))
-        for column in range(of_sample.shape[1]):
-            summed[:, column] = np.bincount(assignment.rank_of, of_sample[:, column], ranks)
+        summed = np.stack([np.bincount(assignment.rank_of, of, ranks) for of in of_sample.T], 1)
         fitted = self.adaptive if self.adaptive is not None and self.adaptive.calibrated else None
         predicted = assignment.loads if fitted is None else fitted.predict(summed)
         self._planned[step] = _Planned(assignment.rank_of, summed, predicted, fitted is not None)

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import profiler as torch_profiler
 
 from freescale.ledger.clock import Clock, make_clock
-from freescale.ledger.record import KINDS, CollectiveRecord, Span
+from freescale.ledger.record import KINDS, CollectiveRecord, Span, sum_paths
 
 _KEPT = 1024  # finished steps that wait for `drain`; older ones are dropped
 
@@ -66,7 +66,11 @@ def sum_busy(
     return busy
 
 
-class Collective:
+# Spans and waits are classes: a generator's context manager and an unread label would take a good
+# part of a small exchange.
+
+
+class Collective(AbstractContextManager[None]):
     """One collective under way, from `Ledger.begin_collective`."""
 
     def __init__(
@@ -84,24 +88,14 @@ class Collective:
 
     def wait(self) -> AbstractContextManager[None]:
         """Surrounds the blocking part. The step that waits records the collective."""
-        return _Wait(self)
-
-
-# Spans and waits are classes: a generator's context manager and an unread label would take a good
-# part of a small exchange.
-
-
-class _Wait(AbstractContextManager[None]):
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+        return self
 
     def __enter__(self) -> None:
-        collective = self._collective
-        collective._ledger.record(collective)
-        collective.waited = collective._clock.stamp()
+        self._ledger.record(self)
+        self.waited = self._clock.stamp()
 
     def __exit__(self, *error: object) -> None:
-        self._collective.done = self._collective._clock.stamp()
+        self.done = self._clock.stamp()
 
 
 class _Span(AbstractContextManager[None]):
@@ -252,7 +246,7 @@ class Ledger:
             "carriers": [[collective.thread, collective.path] for collective in collectives],
             "busy": busy,
             "lanes": lanes,
-            "paths": _sum_by_path(collectives),
+            "paths": sum_paths((each.kind, each.path, each.sent) for each in collectives),
             "counters": {name: float(value) for name, value in step.counters.items()},
         }
 
@@ -274,15 +268,6 @@ class Ledger:
         time = self.clock.read(stamp)
         assert time is not None
         return time
-
-
-def _sum_by_path(collectives: Iterable[Collective]) -> dict[str, dict[str, int]]:
-    """Bytes that left this rank, by kind and by what carried them."""
-    paths: dict[str, dict[str, int]] = {}
-    for collective in collectives:
-        of_kind = paths.setdefault(collective.kind, {})
-        of_kind[collective.path] = of_kind.get(collective.path, 0) + collective.sent
-    return paths
 
 
 class ThreadLedger:

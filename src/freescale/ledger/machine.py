@@ -28,14 +28,6 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def get_gpu_name() -> str:
-    """Short name of the first GPU, as in the names of result files: `h200`. Empty without one."""
-    import torch
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return "-".join(name.lower().removeprefix("nvidia ").split())
-
-
 def _lscpu() -> str | None:
     try:
         done = subprocess.run(["lscpu"], capture_output=True, text=True, check=True)
@@ -60,9 +52,3 @@ def get_versions(*packages: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def get_gpu_settings() -> dict[str, str]:
-    """Environment variables that configure CUDA and NCCL."""
-    prefixes = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale.ledger.record import KINDS, StepRecord
+from freescale.ledger.record import KINDS, StepRecord, sum_paths
 from freescale.ledger.waits import assign_waits, split_wait
 
 # Spans that are this rank's own work: what imbalance compares.
@@ -51,7 +51,12 @@ def merge_step(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "busy_ms": _list_busy(steps),
         **shares,
         "bytes": _sum_bytes(steps),
-        "paths": _sum_paths(steps),
+        "paths": sum_paths(
+            (kind, path, sent)
+            for step in steps
+            for kind, by_path in step.paths.items()
+            for path, sent in by_path.items()
+        ),
         "compute_ms": compute,
         "imbalance": max(compute) * ranks / sum(compute) if sum(compute) else 1.0,
         "spans_ms": _average_spans(steps),
@@ -80,16 +85,6 @@ def _sum_bytes(steps: Sequence[StepRecord]) -> dict[str, int]:
     """Bytes that all ranks sent, by kind."""
     collectives = [collective for step in steps for collective in step.collectives]
     return {kind: sum(c.sent for c in collectives if c.kind == kind) for kind in KINDS}
-
-
-def _sum_paths(steps: Sequence[StepRecord]) -> dict[str, dict[str, int]]:
-    """Bytes that all ranks sent, by kind and by what carried them."""
-    paths: dict[str, dict[str, int]] = {}
-    for kind, by_path in (entry for step in steps for entry in step.paths.items()):
-        of_kind = paths.setdefault(kind, {})
-        for path, sent in by_path.items():
-            of_kind[path] = of_kind.get(path, 0) + sent
-    return paths
 
 
 def _average_spans(steps: Sequence[StepRecord]) -> dict[str, float]:

@@ -7,7 +7,7 @@ nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,3 +85,12 @@ def shift_clock(plain: Mapping[str, Any], offset: int) -> dict[str, Any]:
             for kind, sent, received, *times in plain["collectives"]
         ],
     }
+
+
+def sum_paths(sent: Iterable[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
+    """Adds up bytes by kind and by what carried them, from (kind, path, bytes)."""
+    paths: dict[str, dict[str, int]] = {}
+    for kind, path, size in sent:
+        of_kind = paths.setdefault(kind, {})
+        of_kind[path] = of_kind.get(path, 0) + size
+    return paths

@@ -61,25 +61,21 @@ def explain(figures: Mapping[str, Any]) -> str:
         return f"the other ranks waited {seconds:.2f} s for rank {late}{busy}"
     if largest == "exposed":
         kind = max(exposed, key=lambda name: float(exposed[name]))
-        worst = _find_largest(figures["exposed_ms_per_rank"])
+        worst = figures["exposed_ms_per_rank"].index(max(figures["exposed_ms_per_rank"]))
         return f"{seconds:.2f} s of waiting for {kind} on their way, longest on rank {worst}"
     if largest == "lanes":
-        rank = _find_largest(figures["lane_ms"])
+        rank = figures["lane_ms"].index(parts["lanes"])
         return f"rank {rank} waited {seconds:.2f} s for its own lanes"
     return f"rank {late} worked{busy}"
 
 
 def _find_work(busy: Mapping[str, Sequence[float]], straggler: Sequence[float]) -> tuple[str, int]:
     """The longest span of the rank that waited least, as text, and that rank."""
-    late = min(range(len(straggler)), key=lambda rank: straggler[rank])
+    late = straggler.index(min(straggler))
     if not busy:
         return "", late
     name = max(busy, key=lambda span: busy[span][late])
     return f" ('{name}' for {busy[name][late] / 1e3:.2f} s)", late
-
-
-def _find_largest(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=lambda rank: values[rank])
 
 
 def _get_seconds(entry: Mapping[str, Any]) -> float:

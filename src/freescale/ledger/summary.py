@@ -1,10 +1,13 @@
-"""The figures of a run, from the figures of its steps. Pure Python over plain data."""
+"""The figures of a run, from the figures of its steps. A pure function of plain data."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from freescale.ledger.trace import rename_lane
 
@@ -28,6 +31,16 @@ _OPTIONAL = (
     "dynamic_turned_away",
     "dynamic_waiting",
 )
+# Figures by rank, and their names in the summary.
+_BY_RANK = {
+    "compute_ms": "compute_ms_per_rank",
+    "straggler_ms": "straggler_ms_per_rank",
+    "exposed_ms_per_rank": "exposed_ms_per_rank",
+    "lane_ms": "lane_ms_per_rank",
+}
+# Averaged over all steps, even those that lack this span or path: work and waits add up to the
+# step, and the last steps, which have no samples to move, count.
+_OVER_ALL = ("busy_ms", "paths")
 
 
 class Summary:
@@ -46,11 +59,10 @@ class Summary:
         self.warmup = warmup
         self._seen = self._own = 0  # steps: all, and those on `ranks` ranks
         self._elsewhere: dict[int, int] = {}  # steps on other numbers of ranks
-        self._busy_steps = self._path_steps = 0
         self._step_ms: list[float] = []
-        self._sums: dict[str, float] = {}
-        self._rank_sums: dict[str, list[float]] = {}
-        self._counts: dict[str, int] = {}
+        # by figure: its sum, for figures by rank an array [ranks], and how many steps had it
+        self._sums: dict[str, Any] = {}
+        self._counts: Counter[str] = Counter()
 
     def add(self, figures: Mapping[str, Any]) -> None:
         """Adds the figures of the next step, from `merge_step` or a line of ledger.jsonl."""
@@ -70,27 +82,13 @@ class Summary:
         flat |= {f"spans_ms/{rename_lane(name)}": v for name, v in figures["spans_ms"].items()}
         for kind, by_path in figures.get("paths", {}).items():
             flat |= {f"paths/{kind}/{path}": sent for path, sent in by_path.items()}
+        # Lines of an older version lack some of these.
+        flat |= {name: np.array(figures[name]) for name in _BY_RANK if name in figures}
+        for name, values in figures.get("busy_ms", {}).items():
+            flat[f"busy_ms/{name}"] = np.array(values)
         for name, value in flat.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
-            self._counts[name] = self._counts.get(name, 0) + 1
-        for name in ("compute_ms", "straggler_ms", "exposed_ms_per_rank", "lane_ms"):
-            self._add_per_rank(name, figures.get(name))
-        for name, values in figures.get("busy_ms", {}).items():
-            self._add_per_rank(f"busy_ms/{name}", values)
-        # Lines of an older version lack them.
-        self._busy_steps += "busy_ms" in figures
-        self._path_steps += "paths" in figures
-
-    def _add_per_rank(self, name: str, values: Sequence[float] | None) -> None:
-        if values is None:  # a line of an older version
-            return
-        totals = self._rank_sums.setdefault(name, [0.0] * self.ranks)
-        for rank, value in enumerate(values):
-            totals[rank] += value
-        self._counts[name] = self._counts.get(name, 0) + 1
-
-    def _average_per_rank(self, name: str) -> list[float]:
-        return [total / self._counts[name] for total in self._rank_sums.get(name, [])]
+        self._counts.update([*flat, *(group for group in _OVER_ALL if group in figures)])
 
     def summarize(self) -> dict[str, Any]:
         """Means over the measured steps, as in ledger.json, and the median step time."""
@@ -107,16 +105,19 @@ class Summary:
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         seconds = sum(self._step_ms) / 1e3
 
-        def select(prefix: str) -> dict[str, float]:
-            return {n.split("/", 1)[1]: v for n, v in means.items() if n.startswith(f"{prefix}/")}
+        def select(group: str) -> dict[str, Any]:
+            every = self._counts[group]  # 0: each figure over the steps that have it
+            return {
+                name.split("/", 1)[1]: total / (every or self._counts[name])
+                for name, total in self._sums.items()
+                if name.startswith(f"{group}/")
+            }
 
         exposed = select("exposed_ms")
         paths: dict[str, dict[str, float]] = {}
-        for name, sent in self._sums.items():
-            if name.startswith("paths/"):
-                _, kind, path = name.split("/", 2)
-                # Over all steps, like `bytes_per_step`: the last ones have no samples to move.
-                paths.setdefault(kind, {})[path] = sent / self._path_steps
+        for name, sent in select("paths").items():
+            kind, _, path = name.partition("/")
+            paths.setdefault(kind, {})[path] = sent
         return {
             **counted,
             "step_ms": {
@@ -133,14 +134,8 @@ class Summary:
             **{name: means.get(name) for name in _OPTIONAL},
             "imbalance": means["imbalance"],
             "spans_ms": select("spans_ms"),
-            "compute_ms_per_rank": self._average_per_rank("compute_ms"),
-            "straggler_ms_per_rank": self._average_per_rank("straggler_ms"),
-            "exposed_ms_per_rank": self._average_per_rank("exposed_ms_per_rank"),
-            "lane_ms_per_rank": self._average_per_rank("lane_ms"),
-            # Over all measured steps: with the waits it adds up to the step.
-            "busy_ms_per_rank": {
-                name.split("/", 1)[1]: [total / self._busy_steps for total in totals]
-                for name, totals in self._rank_sums.items()
-                if name.startswith("busy_ms/")
+            **{
+                key: means[name].tolist() if name in means else [] for name, key in _BY_RANK.items()
             },
+            "busy_ms_per_rank": {name: each.tolist() for name, each in select("busy_ms").items()},
         }

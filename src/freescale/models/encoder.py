@@ -16,11 +16,6 @@ from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.layer import add_positions
 from freescale.sequences import mark_positions
 
-TOO_LONG = (
-    "a history has {} events, the model was built for max_length={}; cut the histories or "
-    "raise max_length"
-)
-
 
 class Encoder(nn.Module, ABC):
     """[tokens, width] -> [tokens, width] over jagged samples, each with its history first and then
@@ -43,6 +38,7 @@ class Encoder(nn.Module, ABC):
         dropout: float,
         input_scale: float | None,
         input_dropout: float | None,
+        checkpoint: bool = False,  # recompute each layer's activations in backward
         **sizes: int | None,  # sizes of the layers
     ) -> None:
         super().__init__()
@@ -55,6 +51,7 @@ class Encoder(nn.Module, ABC):
                 raise ValueError(f"{name} must be in [0, 1), not {share}")
         self.width = width
         self.max_length = max_length
+        self.checkpoint = checkpoint
         self.dropout = dropout
         self.input_dropout = input_dropout
         self.input_scale = float(width**0.5 if input_scale is None else input_scale)
@@ -105,9 +102,22 @@ class Encoder(nn.Module, ABC):
     def _check_sizes(self, x: Tensor, tokens: int, longest_history: int) -> None:
         """Checks a plan's sizes against x and `max_length`."""
         if longest_history > self.max_length:
-            raise ValueError(TOO_LONG.format(longest_history, self.max_length))
+            raise ValueError(
+                f"a history has {longest_history} events, the model was built for "
+                f"max_length={self.max_length}; cut the histories or raise max_length"
+            )
         if tokens != x.shape[0]:
             raise ValueError(f"lengths add up to {tokens}, but there are {x.shape[0]} tokens")
+
+    def _run_each(self, x: Tensor, inputs: Sequence[Any]) -> Tensor:
+        """Runs the layers one after another, with the same further inputs."""
+        for layer in self.layers:
+            if self.checkpoint and torch.is_grad_enabled():
+                # dropout is a function of keys: there is no generator state to keep
+                x = recompute(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, *inputs)
+        return x
 
     def _choose_keys(self, keys: Tensor | None, lengths: Tensor) -> Tensor | None:
         """The samples' keys, which dropout follows from; None without dropout."""
@@ -117,14 +127,3 @@ class Encoder(nn.Module, ABC):
             got = "none" if keys is None else f"{keys.dtype} {list(keys.shape)}"
             raise ValueError(f"dropout needs keys, one per sample ({lengths.numel()}); got {got}")
         return keys
-
-
-def run_each(layers: nn.ModuleList, x: Tensor, inputs: Sequence[Any], recomputes: bool) -> Tensor:
-    """Runs layers one after another, with the same further inputs."""
-    for layer in layers:
-        if recomputes and torch.is_grad_enabled():
-            # dropout is a function of keys: there is no generator state to keep
-            x = recompute(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            x = layer(x, *inputs)
-    return x

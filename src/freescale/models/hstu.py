@@ -14,7 +14,7 @@ from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.attention import plan_attention
 from freescale.kernels.dispatch.layer import fits_fused_layer, run_layers
-from freescale.models.encoder import Encoder, run_each
+from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
 
 
@@ -50,12 +50,15 @@ class HSTU(Encoder):
         shape = {"width": width, "max_length": max_length, "dropout": dropout, **sizes}
         shape["num_time_buckets"] = num_time_buckets
         super().__init__(
-            input_scale=input_scale, input_dropout=input_dropout, layers=layers, **shape
+            input_scale=input_scale,
+            input_dropout=input_dropout,
+            checkpoint=checkpoint,
+            layers=layers,
+            **shape,
         )
         assert d_qk is not None and d_v is not None
         self.widths = (d_qk, d_v)
         self.heads = heads
-        self.checkpoint = checkpoint
         self.num_time_buckets = num_time_buckets
         self.has_position_bias = position_bias
         self.has_time_bias = time_bias
@@ -129,7 +132,6 @@ class HSTU(Encoder):
     ) -> Tensor:
         """Runs all layers; arguments as in `HSTULayer.forward`."""
         token_keys = token_keys if self.dropout > 0 else None
-        recomputes = self.checkpoint and torch.is_grad_enabled()
         d_qk, d_v = self.widths
         dtype = get_product_dtype(self.position)
         if earlier is None and fits_fused_layer(plan, x, self.heads * d_v, dtype):
@@ -145,7 +147,7 @@ class HSTU(Encoder):
                 dtype=dtype,
                 keys=token_keys,
                 keep=1 - self.dropout,
-                recompute=recomputes,
+                recompute=self.checkpoint and torch.is_grad_enabled(),
             )
         inputs = lengths, token_keys, timestamps, candidate_counts, plan, earlier
-        return run_each(self.layers, x, inputs, recomputes)
+        return self._run_each(x, inputs)

@@ -18,7 +18,7 @@ from freescale.kernels.attention.softmax import (
     plan_softmax_attention,
     softmax_attention,
 )
-from freescale.models.encoder import Encoder, run_each
+from freescale.models.encoder import Encoder
 from freescale.random import derive, draw_keep_mask
 
 EPS = 1e-8  # of the norms
@@ -49,18 +49,18 @@ class SASRec(Encoder):
         hidden = width if hidden is None else hidden
         super().__init__(
             width=width,
+            heads=heads,
             max_length=max_length,
             dropout=dropout,
             input_scale=input_scale,
             input_dropout=input_dropout,
+            checkpoint=checkpoint,
             layers=layers,
-            heads=heads,
             hidden=hidden,
         )
         if width % heads:
             raise ValueError(f"width={width} is not a multiple of heads={heads}")
         self.heads = heads
-        self.checkpoint = checkpoint
         self.layers = nn.ModuleList(
             SASRecLayer(number=number, width=width, heads=heads, hidden=hidden, dropout=dropout)
             for number in range(layers)
@@ -82,7 +82,7 @@ class SASRec(Encoder):
         self._check_sizes(x, plan.tokens, plan.longest_history)
         x, token_keys = self._prepare_inputs(plan, x, keys)
         inputs = token_keys if self.dropout > 0 else None, plan
-        return run_each(self.layers, x, inputs, self.checkpoint)
+        return self._run_each(x, inputs)
 
 
 class SASRecLayer(nn.Module):

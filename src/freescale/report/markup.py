@@ -71,6 +71,11 @@ def render_name(place: int, run: Run) -> str:
     return f'<i class="run r-{place % 8}"></i>{escape(run.name)}'
 
 
+def render_title(runs: Sequence[Run], place: int) -> str:
+    """The heading of a run's part of the page; empty if there is one run only."""
+    return f"<h3>{render_name(place, runs[place])}</h3>" if len(runs) > 1 else ""
+
+
 def render_cards(
     runs: Sequence[Run], render: Callable[[int, Run], str], needs_figures: bool = True
 ) -> str:
@@ -78,8 +83,7 @@ def render_cards(
     its number and itself; `needs_figures`: from figures of the ledger, which a run may lack."""
     parts = []
     for place, run in enumerate(runs):
-        title = f"<h3>{render_name(place, run)}</h3>" if len(runs) > 1 else ""
         shown = run.measured or not needs_figures
         words = render(place, run) if shown else "<p>Nothing was measured.</p>"
-        parts.append(f'<div class="card">{title}{words}</div>')
+        parts.append(f'<div class="card">{render_title(runs, place)}{words}</div>')
     return f'<div class="cards">{"".join(parts)}</div>'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from freescale.config.metrics import select_headlines
@@ -31,41 +30,40 @@ _METRICS = 6  # quality metrics shown, at most
 
 
 def render_overview(runs: Sequence[Run]) -> str:
-    def show_figure(path: str, show: Callable[[Any], str], place: int, run: Run) -> str:
-        return format_figure(place, path, run.ledger, show)
+    def show(values: Sequence[Any], form: Callable[[Any], str]) -> list[str]:
+        return [NONE if value is None else form(value) for value in values]
 
-    def show_throughput(place: int, run: Run) -> str:
-        words = format_figure(place, "samples_per_second", run.ledger, "{:,.0f}".format)
-        return words + _compare_throughput(runs[0], run)
+    def show_figure(path: str, form: Callable[[Any], str]) -> list[str]:
+        return [format_figure(place, path, run.ledger, form) for place, run in enumerate(runs)]
 
-    names = dict.fromkeys(name for run in runs for name in _find_quality(run))
-    shown: list[tuple[str, Callable[[int, Run], str]]] = [
-        (name, partial(_show_quality, name)) for name in list(names)[:_METRICS]
-    ]
+    quality = [_find_quality(run) for run in runs]
+    names = dict.fromkeys(name for of_run in quality for name in of_run)
+    # by displayed name: a cell for each run
+    rows = {
+        name: show([of_run.get(name) for of_run in quality], "{:.4f}".format)
+        for name in list(names)[:_METRICS]
+    }
     if any(run.best for run in runs):
-        shown.append(("best on validation", lambda place, run: _show_best(run)))
-    shown.append(("last loss", lambda place, run: _show_last_loss(run)))
-    shown.append(("samples/s", show_throughput))
-    shown += [(name, partial(show_figure, path, show)) for name, path, show in _FIGURES]
-    shown += [
-        (name, partial(_show_device_figure, key, show))
-        for name, key, show in _DEVICE_FIGURES
-        if any(_find_device_figure(run, key) is not None for run in runs)
+        rows["best on validation"] = show([run.best for run in runs], "step {0[step]:,}".format)
+    rows["last loss"] = show([_find_last(run, "loss") for run in runs], "{:.4f}".format)
+    rates = show_figure("samples_per_second", "{:,.0f}".format)
+    rows["samples/s"] = [
+        rate + _compare_throughput(runs[0], run) for rate, run in zip(rates, runs, strict=True)
     ]
-    shown.append(("ranks", partial(show_figure, "ranks", str)))
-    shown.append(("measured steps", partial(show_figure, "measured_steps", "{:,}".format)))
+    rows |= {name: show_figure(path, form) for name, path, form in _FIGURES}
+    for name, key, form in _DEVICE_FIGURES:  # of the last profile; a resumed run has several
+        values = [_find_last(run, key) for run in runs]
+        if any(value is not None for value in values):
+            rows[name] = show(values, form)
+    rows["ranks"] = show_figure("ranks", str)
+    rows["measured steps"] = show_figure("measured_steps", "{:,}".format)
     if len(runs) == 1:
         tiles = "".join(
-            f"<div><dt>{explain(name)}</dt><dd>{show(0, runs[0])}</dd></div>"
-            for name, show in shown
+            f"<div><dt>{explain(name)}</dt><dd>{cell}</dd></div>" for name, [cell] in rows.items()
         )
         return f'<dl class="tiles">{tiles}</dl>'
     head = ["", *(render_name(place, run) for place, run in enumerate(runs))]
-    rows = [
-        [explain(name), *(show(place, run) for place, run in enumerate(runs))]
-        for name, show in shown
-    ]
-    return render_table(head, rows, "summary")
+    return render_table(head, [[explain(name), *row] for name, row in rows.items()], "summary")
 
 
 def _find_quality(run: Run) -> dict[str, float]:
@@ -78,23 +76,10 @@ def _find_quality(run: Run) -> dict[str, float]:
     return {}
 
 
-def _show_best(run: Run) -> str:
-    return NONE if run.best is None else f"step {run.best['step']:,}"
-
-
-def _show_quality(name: str, place: int, run: Run) -> str:
-    value = _find_quality(run).get(name)
-    return NONE if value is None else f"{value:.4f}"
-
-
-def _find_device_figure(run: Run, key: str) -> float | None:
-    """A figure of the last profile; a resumed run has several."""
-    return next((entry[key] for entry in reversed(run.metrics) if key in entry), None)
-
-
-def _show_device_figure(key: str, show: Callable[[float], str], place: int, run: Run) -> str:
-    value = _find_device_figure(run, key)
-    return NONE if value is None else show(value)
+def _find_last(run: Run, key: str) -> float | None:
+    """The last value of a figure in metrics.jsonl."""
+    values = (entry.get(key) for entry in reversed(run.metrics))
+    return next((value for value in values if value is not None), None)
 
 
 def _compare_throughput(first: Run, run: Run) -> str:
@@ -103,9 +88,3 @@ def _compare_throughput(first: Run, run: Run) -> str:
     if run is first or not base or own is None:
         return ""
     return f" <small>({own / base:.2f} x)</small>"
-
-
-def _show_last_loss(run: Run) -> str:
-    losses = (entry.get("loss") for entry in reversed(run.metrics))
-    loss = next((loss for loss in losses if loss is not None), None)
-    return NONE if loss is None else f"{loss:.4f}"

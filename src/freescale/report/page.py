@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from freescale.report.curves import render_curves
 from freescale.report.environment import render_machines, render_settings
 from freescale.report.glossary import find_term, render_definitions
-from freescale.report.markup import COLOURED, render_name, render_table
+from freescale.report.markup import COLOURED, render_table, render_title
 from freescale.report.overview import render_overview
 from freescale.report.rank_balance import render_balance
 from freescale.report.runs import Run
@@ -43,6 +43,7 @@ _HELP = (
     "still. Dashed: a step begins. The whole trace, trace.json.gz, opens in Perfetto.</p>"
 )
 
+_MISSING = "<b>Missing in the run's folder</b>"
 _RESTARTS = ["ended (UTC)", "at step", "why", "until it went on", "from step", "steps made again"]
 
 
@@ -67,8 +68,8 @@ def render_page(runs: Sequence[Run]) -> str:
         "DRAWN_TERMS": escape(json.dumps(drawn), quote=True),
         "LINKS": "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections),
         "TERMS": render_definitions(used),
-        "NOTES": _render_notes(runs),
-        "MISSING": _render_missing(runs),
+        "NOTES": _render_aside("notes", "", runs, [run.notes for run in runs]),
+        "MISSING": _render_aside("missing", _MISSING, runs, [run.missing for run in runs]),
         "SUMMARY": summary,
         "SECTIONS": parts,
         # The page's data, for readers and tests.
@@ -94,10 +95,9 @@ def _find_drawn_terms(timelines: Sequence[dict[str, Any] | None]) -> dict[str, s
 def _render_timelines(runs: Sequence[Run]) -> str:
     parts = []
     for place, run in enumerate(runs):
-        title = f"<h3>{render_name(place, run)}</h3>" if len(runs) > 1 else ""
         empty = "" if run.events else "<p>The run has no trace.</p>"
         parts.append(
-            f'{title}{empty}<div class="timeline" data-run="{place}" '
+            f'{render_title(runs, place)}{empty}<div class="timeline" data-run="{place}" '
             f'data-name="{escape(run.name, quote=True)}"></div>'
         )
     without = "The timeline needs JavaScript; trace.json.gz opens in Perfetto too."
@@ -110,10 +110,8 @@ def _render_restarts(runs: Sequence[Run]) -> str:
     for place, run in enumerate(runs):
         found = [entry for entry in run.metrics if isinstance(entry.get("restart"), dict)]
         if found:
-            title = f"<h3>{render_name(place, run)}</h3>" if len(runs) > 1 else ""
-            parts.append(
-                title + render_table(_RESTARTS, [_list_restart(e) for e in found], "words")
-            )
+            table = render_table(_RESTARTS, [_list_restart(entry) for entry in found], "words")
+            parts.append(render_title(runs, place) + table)
     return "".join(parts)
 
 
@@ -130,22 +128,16 @@ def _list_restart(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-def _render_notes(runs: Sequence[Run]) -> str:
-    rows = _list_words(runs, lambda run: run.notes)
-    return f'<aside id="notes"><ul>{rows}</ul></aside>' if rows else ""
-
-
-def _render_missing(runs: Sequence[Run]) -> str:
-    rows = _list_words(runs, lambda run: run.missing)
-    if not rows:
-        return ""
-    return f'<aside id="missing"><b>Missing in the run\'s folder</b><ul>{rows}</ul></aside>'
-
-
-def _list_words(runs: Sequence[Run], read: Callable[[Run], list[str]]) -> str:
-    """Items of a list, with the run's name if there are several runs."""
-    found = [f"{run.name}: {w}" if len(runs) > 1 else w for run in runs for w in read(run)]
-    return "".join(f"<li>{escape(words)}</li>" for words in found)
+def _render_aside(name: str, title: str, runs: Sequence[Run], listed: Sequence[list[str]]) -> str:
+    """A list of sentences about the runs, with the run's name if there are several runs; empty if
+    there is nothing to say."""
+    found = [
+        f"{run.name}: {words}" if len(runs) > 1 else words
+        for run, of_run in zip(runs, listed, strict=True)
+        for words in of_run
+    ]
+    items = "".join(f"<li>{escape(words)}</li>" for words in found)
+    return f'<aside id="{name}">{title}<ul>{items}</ul></aside>' if items else ""
 
 
 def _embed_json(data: object) -> str:

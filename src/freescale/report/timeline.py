@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from freescale.ledger.trace import COMMUNICATION_LANE, COMPUTE_LANE, LANES, rename_lane
 from freescale.ledger.waits import split_wait
@@ -14,30 +14,6 @@ from freescale.ledger.waits import split_wait
 STEPS, RANKS = 8, 16  # at most on the page: it stays small whatever the run was
 _ROWS = 4  # of a lane, where events overlap
 _SHORTEST = 0.05  # microseconds: a shorter bubble is not drawn
-
-
-class _Span(NamedTuple):
-    lane: int
-    name: str
-    begin: float
-    duration: float
-
-
-class _Collective(NamedTuple):
-    kind: str
-    begin: float  # this rank's arrival
-    end: float
-    about: Mapping[str, Any]  # the arguments of the trace's event
-
-
-@dataclass
-class _Step:
-    """A step of one rank, in the order of the trace, which is that of the ledger."""
-
-    begin: float
-    end: float
-    spans: list[_Span] = field(default_factory=list)
-    collectives: list[_Collective] = field(default_factory=list)
 
 
 @dataclass
@@ -52,9 +28,23 @@ class _Event:
     more: dict[str, Any]
     row: int = 0  # in its lane
 
+    @property
+    def end(self) -> float:
+        return self.begin + self.duration
+
     def to_list(self, origin: float) -> list[Any]:
         begin, duration = round(self.begin - origin, 1), round(self.duration, 1)
         return [self.rank, LANES[self.lane], self.row, self.name, begin, duration, self.more]
+
+
+@dataclass
+class _Step:
+    """A step of one rank, in the order of the trace, which is that of the ledger."""
+
+    begin: float
+    end: float
+    spans: list[_Event] = field(default_factory=list)
+    transfers: list[_Event] = field(default_factory=list)
 
 
 def build_timeline(events: Iterable[Mapping[str, Any]], slowest: int = 0) -> dict[str, Any] | None:
@@ -89,7 +79,7 @@ def build_timeline(events: Iterable[Mapping[str, Any]], slowest: int = 0) -> dic
     drawn = [
         event
         for event in _list_events(ranks, numbers)
-        if event.rank in chosen and event.begin < end and event.begin + event.duration > begin
+        if event.rank in chosen and event.begin < end and event.end > begin
     ]
     rows = _assign_rows(drawn)
     return {
@@ -132,11 +122,11 @@ def _parse_steps(events: Iterable[Mapping[str, Any]]) -> dict[int, dict[int, _St
         elif rank not in current:
             continue  # of a step that is not in the file
         elif lane == COMMUNICATION_LANE:
-            current[rank].collectives.append(
-                _Collective(event["name"], begin, begin + duration, event.get("args", {}))
-            )
+            thread, more = _describe_transfer(event.get("args", {}))
+            transfer = _Event(rank, thread, event["name"], begin, duration, more)
+            current[rank].transfers.append(transfer)
         else:
-            current[rank].spans.append(_Span(lane, event["name"], begin, duration))
+            current[rank].spans.append(_Event(rank, lane, event["name"], begin, duration, {}))
     return ranks
 
 
@@ -155,49 +145,43 @@ def _choose_steps(edges: Sequence[tuple[float, float]]) -> tuple[range, int]:
 def _list_events(ranks: Mapping[int, Mapping[int, _Step]], numbers: Sequence[int]) -> list[_Event]:
     """All events to draw, by rank, lane and time; of events that begin together, the longer
     first."""
-    events: list[_Event] = []
-    for rank, steps in ranks.items():
-        for number in numbers:
-            step = steps[number]
-            events += [
-                _Event(rank, span.lane, span.name, span.begin, span.duration, {})
-                for span in step.spans
-            ]
-            events += [_make_transfer(rank, collective) for collective in step.collectives]
-    for number in numbers:
-        events += _find_bubbles({rank: steps[number].collectives for rank, steps in ranks.items()})
+    steps = [[of_rank[number] for of_rank in ranks.values()] for number in numbers]
+    events = [
+        event for of_step in steps for step in of_step for event in (*step.spans, *step.transfers)
+    ]
+    for of_step in steps:
+        events += _find_bubbles([step.transfers for step in of_step])
     return sorted(events, key=lambda e: (e.rank, e.lane, e.begin, -e.duration))
 
 
-def _make_transfer(rank: int, collective: _Collective) -> _Event:
-    about = collective.about
+def _describe_transfer(about: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The lane of a transfer, and what is known about it, from the arguments of its event."""
     thread = rename_lane(about.get("lane") or "")
     lane = LANES.index(thread) if thread in LANES else COMMUNICATION_LANE
-    more = {
+    return lane, {
         "sent": about.get("sent_bytes"),
         "received": about.get("received_bytes"),
         "wait": about.get("wait_us"),
         "path": about.get("path") or "not recorded",
     }
-    duration = collective.end - collective.begin
-    return _Event(rank, lane, collective.kind, collective.begin, duration, more)
 
 
-def _find_bubbles(collectives: Mapping[int, Sequence[_Collective]]) -> list[_Event]:
+def _find_bubbles(transfers: Sequence[Sequence[_Event]]) -> list[_Event]:
     """The waits in the compute of one step, each split into straggler time and exposed
-    communication. `collectives`: of each rank."""
+    communication. `transfers`: of each rank."""
     bubbles: list[_Event] = []
-    if len({len(of_rank) for of_rank in collectives.values()}) > 1:
+    if len({len(of_rank) for of_rank in transfers}) > 1:
         return bubbles  # a truncated file does not show who waited for whom
-    for meeting in zip(*collectives.values(), strict=True):
-        last_arrival = max(collective.begin for collective in meeting)
-        for rank, collective in zip(collectives, meeting, strict=True):
-            begin = collective.end - collective.about.get("wait_us", 0.0)
-            parts = split_wait(begin, collective.end, last_arrival)
+    for meeting in zip(*transfers, strict=True):
+        last_arrival = max(transfer.begin for transfer in meeting)
+        for transfer in meeting:
+            begin = transfer.end - (transfer.more["wait"] or 0.0)
+            parts = split_wait(begin, transfer.end, last_arrival)
             for name, duration in parts._asdict().items():
                 if duration > _SHORTEST:
-                    more = {"for": collective.kind}
-                    bubbles.append(_Event(rank, COMPUTE_LANE, name, begin, duration, more))
+                    more = {"for": transfer.name}
+                    bubble = _Event(transfer.rank, COMPUTE_LANE, name, begin, duration, more)
+                    bubbles.append(bubble)
                 begin += duration
     return bubbles
 
@@ -215,7 +199,7 @@ def _assign_rows(events: Sequence[_Event]) -> dict[int, int]:
         if row is None:
             row = min(len(ends), _ROWS - 1)
             ends.extend([0.0] * (row + 1 - len(ends)))
-        ends[row] = max(ends[row], event.begin + event.duration)
+        ends[row] = max(ends[row], event.end)
         event.row = row
         rows[event.lane] = max(rows.get(event.lane, 1), row + 1)
     return rows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from typing import Any
 
 from freescale.report.glossary import explain
 from freescale.report.markup import (
@@ -24,45 +25,46 @@ def render_traffic(runs: Sequence[Run]) -> str:
 
 def _render_run(place: int, run: Run) -> str:
     ledger = run.ledger
+
+    def show(path: str, form: Callable[[Any], str] = format_bytes) -> str:
+        return format_figure(place, path, ledger, form)
+
+    percent = "{:.1f} %".format
     rows = []
     for kind, sent in ledger["bytes_per_step"].items():
         if not sent:
             continue
         paths = ", ".join(
-            f"{escape(path)} {format_figure(place, f'paths/{kind}/{path}', ledger, format_bytes)}"
+            f"{escape(path)} {show(f'paths/{kind}/{path}')}"
             for path in sorted(ledger.get("paths", {}).get(kind, {}))
         )
         rows.append(
             [
                 f'<i class="{colour_class(kind)}"></i>{explain(kind)}',
-                format_figure(place, f"bytes_per_step/{kind}", ledger, format_bytes),
-                format_figure(place, f"exposed_ms/{kind}", ledger, "{:.2f} ms".format),
+                show(f"bytes_per_step/{kind}"),
+                show(f"exposed_ms/{kind}", "{:.2f} ms".format),
                 paths or "not recorded",
             ]
         )
     found = "none recorded (tables replicated, or too few steps)"
     if ledger.get("collision_percent") is not None:
-        share = format_figure(place, "collision_percent", ledger, "{:.1f} %".format)
+        share = show("collision_percent", percent)
         found = f"<b>{share}</b> of a batch's requests are for rows that the batch before reads too"
     words = f"<p>{explain('Collisions')}: {found}.</p>"
     if ledger.get("cache_miss_percent") is not None:
-        share = format_figure(place, "cache_miss_percent", ledger, "{:.1f} %".format)
-        up = format_figure(place, "cache_bytes_up", ledger, format_bytes)
-        down = format_figure(place, "cache_bytes_down", ledger, format_bytes)
         words += (
-            f"<p>{explain('Cache misses')}: <b>{share}</b> of the rows requested from owners; "
-            f"{up} a step from their home into the caches, {down} back.</p>"
+            f"<p>{explain('Cache misses')}: <b>{show('cache_miss_percent', percent)}</b> of the "
+            f"rows requested from owners; {show('cache_bytes_up')} a step from their home into "
+            f"the caches, {show('cache_bytes_down')} back.</p>"
         )
     if ledger.get("dynamic_rows") is not None:
-        rows_there, *changes = (
-            format_figure(place, f"dynamic_{name}", ledger, "{:,.0f}".format)
+        rows_there, new, evicted, swept, away, waiting = (
+            show(f"dynamic_{name}", "{:,.0f}".format)
             for name in ("rows", "inserted", "evicted", "swept", "turned_away", "waiting")
         )
-        new, evicted, swept, away, waiting = changes
         fill = ""
         if ledger.get("dynamic_fill_percent") is not None:
-            share = format_figure(place, "dynamic_fill_percent", ledger, "{:.1f} %".format)
-            fill = f", {share} of those there is room for"
+            fill = f", {show('dynamic_fill_percent', percent)} of those there is room for"
         words += (
             f"<p>{explain('Dynamic tables')}: <b>{rows_there}</b> rows hold an id{fill}, on "
             f"average over the steps; {new} ids a step get a row, {evicted} rows make room, "

@@ -22,10 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
-from freescale.simulate.curves import Curve, Shape, interpolate_shape
+from freescale.simulate.curves import WAYS, Curve, Shape, interpolate_shape
 from freescale.simulate.shipped import list_names
 
-WAYS = ("forward", "backward", "head_forward", "head_backward")
 CALIBRATIONS = Path(__file__).parent / "calibrations"
 
 

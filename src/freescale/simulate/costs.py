@@ -94,8 +94,6 @@ class Costs:
             calibration.optimizer_per_parameter * model.parameters + calibration.optimizer_constant
         )
         self._replicated_rows = replicated_rows
-        # planning runs on the host alongside the device: the measured part is below 0.3 ms
-        self.plan = 0.0
 
     # ---- a rank's own work, [ranks] seconds
 
@@ -163,11 +161,13 @@ class Costs:
         return Message(sent, sent, np.full(self.world, seconds))
 
     def ids(self, batch: Batch) -> list[Message]:
-        """Sizes, then ids: from the requesters to the owners."""
-        numbers = np.full(self.world, 16.0 * self.world)
+        """Sizes, then ids: from the requesters to the owners; then those of features that owners
+        pool."""
+        numbers, pooled = np.full(self.world, 16.0 * self.world), batch.demand.pooled
+        requests = [batch.demand.whole, *([] if pooled is None else [pooled.by_owner])]
         return [
             self._time_exchange(numbers, numbers),
-            self._time_to_owners(batch.demand.whole, _ID_BYTES),
+            *(self._time_to_owners(rows, _ID_BYTES) for rows in requests),
         ]
 
     def marks(self, current: Batch, following: Batch) -> Message:
@@ -181,17 +181,6 @@ class Costs:
 
     def gradients(self, rows: Rows, pieces: int = 1) -> Message:
         return self._time_to_owners(rows, self.model.sent_row_bytes, pieces)
-
-    # ---- pooled features where owners pool: TorchRec's row-wise tables
-
-    def pooled_ids(self, pooled: PooledDemand) -> Message:
-        return self._time_to_owners(Rows.spread(pooled.ids), _ID_BYTES)
-
-    def pool(self, pooled: PooledDemand) -> NDArray[Any]:
-        return self.lookup(Rows.spread(pooled.ids))
-
-    def update_pooled(self, pooled: PooledDemand) -> NDArray[Any]:
-        return self.update(Rows.spread(pooled.ids))
 
     def bags(self, pooled: PooledDemand) -> Message:
         """Every owner has a sum for every bag of every rank; their gradients go the same way

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+WAYS = ("forward", "backward", "head_forward", "head_backward")  # curves of a shape
+
 
 @dataclass(frozen=True)
 class Load:
@@ -163,10 +165,5 @@ def _scale_shape(shape: Shape, width: int) -> Shape:
 
 
 def _change_curves(low: Shape, high: Shape, change: Callable[[Curve, Curve], Curve]) -> Shape:
-    return replace(
-        low,
-        forward=change(low.forward, high.forward),
-        backward=change(low.backward, high.backward),
-        head_forward=change(low.head_forward, high.head_forward),
-        head_backward=change(low.head_backward, high.head_backward),
-    )
+    changed: dict[str, Any] = {way: change(getattr(low, way), getattr(high, way)) for way in WAYS}
+    return replace(low, **changed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,6 @@ class GeneratedWorkload:
     ) -> None:
         if collisions is not None and not 0 <= collisions <= 1:
             raise ValueError(f"collisions is {collisions}; it is a share, from 0 to 1")
-        if items < 2 or samples < 1 or strata < 8:
-            raise ValueError(
-                f"{samples} samples, {items} items, {strata} strata: at least 1, 2 and 8 are needed"
-            )
         self.samples, self.items, self.seed, self._collisions = samples, items, seed, collisions
         self._pooled = pooled
         # ids and lengths of pooled features move with a sample
@@ -117,7 +114,7 @@ class GeneratedWorkload:
         self._count, self._mass = _make_strata(items // 2, strata, popularity)
         # pairs: each often enough in a batch
         self._hot = min(items // 2, max(1, int(self._lengths.mean * samples / 32)))
-        self._mixing: dict[int, float] = {}  # by ranks
+        self._find_mixing = cache(self._search_mixing)
         self.notes = [
             f"generated: median {median:g}, longest {cap:,}, {items:,} items of popularity "
             f"{popularity:g}; "
@@ -200,15 +197,11 @@ class GeneratedWorkload:
         chance = (1 - hot) * (free * mass + (1 - free) * bound) + hot * heated
         return np.asarray(np.minimum(chance, 1 - 1e-12))
 
-    def _find_mixing(self, ranks: int) -> float:
+    def _search_mixing(self, ranks: int) -> float:
         """The mixing that gives the wanted collisions."""
-        if self._collisions is None:
+        target = self._collisions
+        if target is None:
             return 1.0
-        if ranks not in self._mixing:
-            self._mixing[ranks] = self._search_mixing(self._collisions, ranks)
-        return self._mixing[ranks]
-
-    def _search_mixing(self, target: float, ranks: int) -> float:
         tokens = np.full(ranks, self._lengths.mean * self.samples / ranks)
 
         def rate(mixing: float) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.ledger.merge import merge_step
+from freescale.ledger.record import sum_paths
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import make_header, make_step_events, write_trace
 from freescale.simulate.ranks import Step
@@ -36,26 +37,20 @@ def make_records(step: Step) -> list[dict[str, Any]]:
         for meeting in step.meetings
     ]
     counters = {name: values.tolist() for name, values in step.counters.items()}
-    made = []
-    for rank in range(len(begin)):
-        paths: dict[str, dict[str, int]] = {}
-        for kind, path, sent, *_ in meetings:
-            of_kind = paths.setdefault(kind, {})
-            of_kind[path] = of_kind.get(path, 0) + sent[rank]
-        made.append(
-            {
-                "step": step.number,
-                "begin": begin[rank],
-                "end": end[rank],
-                "spans": [[name, a[rank], b[rank]] for name, a, b in spans],
-                "collectives": [
-                    [kind, *(values[rank] for values in rest)] for kind, _, *rest in meetings
-                ],
-                "paths": paths,
-                "counters": {name: values[rank] for name, values in counters.items()},
-            }
-        )
-    return made
+    return [
+        {
+            "step": step.number,
+            "begin": begin[rank],
+            "end": end[rank],
+            "spans": [[name, a[rank], b[rank]] for name, a, b in spans],
+            "collectives": [
+                [kind, *(values[rank] for values in rest)] for kind, _, *rest in meetings
+            ],
+            "paths": sum_paths((kind, path, sent[rank]) for kind, path, sent, *_ in meetings),
+            "counters": {name: values[rank] for name, values in counters.items()},
+        }
+        for rank in range(len(begin))
+    ]
 
 
 def _to_ns(seconds: NDArray[Any]) -> list[int]:

@@ -95,21 +95,24 @@ class Ranks:
 
     # ---- verbs
 
-    def work(self, name: str, seconds: Times | float, lane: str = MAIN, part: float = 1.0) -> None:
-        """Work of a lane. On a side lane it takes the device from compute; `part` of it is not
-        hidden behind the lane's own transfers (pieces are sent while others are worked on)."""
+    def work(
+        self,
+        name: str,
+        seconds: Times | float,
+        lane: str = MAIN,
+        part: float = 1.0,
+        *,
+        on_device: bool = True,
+    ) -> None:
+        """Work of a lane. On a side lane it takes the device from compute, unless copy engines do
+        it (`on_device`); `part` of it is not hidden behind the lane's own transfers (pieces are
+        sent while others are worked on)."""
         begin = self.now[lane]
         end = begin + np.asarray(seconds)
         self.now[lane] = begin + part * np.asarray(seconds)
-        if lane != MAIN:
+        if lane != MAIN and on_device:
             self._add(Overlap(begin, end, 0.0))
         self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, end))
-
-    def copy(self, name: str, seconds: Times, lane: str) -> None:
-        """Copies of a lane between host and device: copy engines do not slow compute."""
-        begin = self.now[lane]
-        self.now[lane] = end = begin + seconds
-        self.step.spans.append((name if lane == MAIN else f"{lane}/{name}", begin, end.copy()))
 
     def compute(self, name: str, seconds: Times) -> None:
         """Forward or backward on the main thread, slowed down by concurrent work of the lanes."""

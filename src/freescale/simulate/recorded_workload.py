@@ -3,7 +3,7 @@ training. If there are many ids, a sample by hash is used, and its standard erro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -92,17 +92,13 @@ class RecordedWorkload:
         rows = self._data.num_actions
         if not rows:
             return []
-        history = self._data.batch(self._find_full_batch(0)).sequences["actions"]
+        history = next(self._read_batches(0)).sequences["actions"]
         rank = np.repeat(assign_home(len(history.lengths), ranks), history.lengths.numpy())
         read = len(np.unique(rank * rows + history.values.numpy())) / ranks
         return [SmallTable("action", rows, read)]
 
     def _read(self, step: int) -> _Read:
-        parts = -(-self.samples // self._size)
-        read = [
-            _list_lookups(self._data.batch(self._find_full_batch(step * parts + part)), part)
-            for part in range(parts)
-        ]
+        read = [_list_lookups(batch, part) for part, batch in enumerate(self._read_batches(step))]
         first = np.cumsum([0, *(len(one.lengths) for one in read)])
         sample = np.concatenate(
             [np.where(one.sample < 0, -1, one.sample + at) for one, at in zip(read, first)]
@@ -114,10 +110,13 @@ class RecordedWorkload:
         lengths = np.concatenate([one.lengths for one in read])[: self.samples]
         return _Read(lengths, ids[kept], sample[kept])
 
-    def _find_full_batch(self, turn: int) -> int:
-        """The number of this turn's batch, without the smaller one at the end of each epoch."""
-        epoch, index = divmod(turn, self._data.num_samples // self._size)
-        return epoch * self._data.batches_per_epoch + index
+    def _read_batches(self, step: int) -> Iterator[SequenceBatch]:
+        """The batches of the file that make up a step, without the smaller ones at the end of each
+        epoch."""
+        parts = -(-self.samples // self._size)
+        for turn in range(step * parts, (step + 1) * parts):
+            epoch, index = divmod(turn, self._data.num_samples // self._size)
+            yield self._data.batch(epoch * self._data.batches_per_epoch + index)
 
     def list_growth_steps(self, steps: int) -> list[int]:
         rounds = [number * 10**power for power in range(6) for number in (1, 2, 5)]
@@ -125,11 +124,9 @@ class RecordedWorkload:
 
     def count_admitted(self, steps: Sequence[int], seen: int, ranks: int) -> list[float]:
         """Of the ids themselves."""
-        known = np.zeros(0, np.int64)
-        batches, found, parts = np.zeros(0, np.int64), [], -(-self.samples // self._size)
+        known, batches, found = np.zeros(0, np.int64), np.zeros(0, np.int64), []
         for step in range(max(steps, default=0)):
-            numbers = [self._find_full_batch(step * parts + part) for part in range(parts)]
-            ids = [_list_counted(self._data.batch(number)) for number in numbers]
+            ids = [_list_counted(batch) for batch in self._read_batches(step)]
             both = np.concatenate([known, np.unique(np.concatenate(ids))])
             known, place = np.unique(both, return_inverse=True)
             counts = np.concatenate([batches, np.ones(len(both) - len(batches), np.int64)])

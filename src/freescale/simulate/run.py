@@ -8,12 +8,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from freescale.config import SimulateConfig
 from freescale.embedding.dynamic_rules import Dynamic
-from freescale.simulate.costs import Batch
 from freescale.simulate.growth import list_growth
 from freescale.simulate.inputs import (
     build_cluster,
@@ -110,21 +110,12 @@ class Plans:
         self, cluster: Cluster, source: Workload, steps: int, dynamic: Dynamic | None = None
     ) -> None:
         self.cluster, self.source, self.steps, self.dynamic = cluster, source, steps, dynamic
-        self._planned: dict[str, list[Batch]] = {}
-        self._placed: dict[tuple[str, float], PlacedTables] = {}
+        self.place = cache(self._place)
+        self._plan = cache(partial(plan_batches, cluster=cluster, source=source, steps=steps))
 
-    def place(self, placement: str, cache_miss: float) -> PlacedTables:
-        key, cluster = (placement, cache_miss), self.cluster
-        if key not in self._placed:
-            growth = (self.dynamic, self.steps)
-            machine = (cluster.model, self.source, cluster.gpus)
-            self._placed[key] = place_tables(placement, *machine, cache_miss, *growth)
-        return self._placed[key]
-
-    def _plan(self, balance: str) -> list[Batch]:
-        if balance not in self._planned:
-            self._planned[balance] = plan_batches(balance, self.cluster, self.source, self.steps)
-        return self._planned[balance]
+    def _place(self, placement: str, cache_miss: float) -> PlacedTables:
+        machine = (self.cluster.model, self.source, self.cluster.gpus)
+        return place_tables(placement, *machine, cache_miss, self.dynamic, self.steps)
 
     def simulate(
         self,

@@ -25,14 +25,15 @@ batch too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from freescale.simulate.costs import Batch, Costs
 from freescale.simulate.placed_tables import ITEM, PlacedTables
 from freescale.simulate.ranks import AHEAD, INPUT, MAIN, URGENT, Meeting, Message, Ranks, Step
+from freescale.simulate.workload import Rows
 
+# Seconds of planning: it runs on the host alongside the device, and takes less than 0.3 ms.
+_PLAN = 0.0
 SCHEDULES = ("serial", "sparse_dist", "stale", "staged")
 
 
@@ -48,13 +49,12 @@ class SimulatedSchedule:
         self._samples: Meeting | None = None
         self._overlaps = schedule != "serial"  # the dense gradients leave during the backward
         self._dense: list[Meeting] = []
-        named: dict[str, Callable[[Batch | None, Batch, Batch | None], None]] = {
+        self._run = {
             "serial": self._run_serial,
             "sparse_dist": self._run_sparse_dist,
             "stale": self._run_staged,
             "staged": self._run_staged,
-        }
-        self._run = named[schedule]
+        }[schedule]
 
     def run(
         self, number: int, previous: Batch | None, current: Batch, following: Batch | None
@@ -92,7 +92,7 @@ class SimulatedSchedule:
         self._update_dense()
 
     def _run_staged(self, previous: Batch | None, current: Batch, following: Batch | None) -> None:
-        ranks = self.ranks
+        ranks, costs = self.ranks, self.costs
         if previous is None:  # the first batch: everything, blocking
             self._complete(current)
             self._request_ids(current, MAIN)
@@ -100,7 +100,7 @@ class SimulatedSchedule:
             if following is not None:
                 self._complete(following)
         else:
-            ranks.work("data", self.costs.every_step)
+            ranks.work("data", costs.every_step)
             ranks.arrive()
         # lane `ahead`, while the current batch computes
         ranks.submit(AHEAD)
@@ -111,21 +111,21 @@ class SimulatedSchedule:
         if following is not None:
             self._make_resident(following, AHEAD)
         if previous is not None:
-            self._push_gradients(previous, AHEAD)  # 3
+            self._push_gradients(previous.demand.deferred, AHEAD, costs.pieces(previous))  # 3
         if following is not None:
-            self._pull_rows(following, AHEAD)  # 4
+            self._pull_rows(following.demand.early, AHEAD, costs.pieces(following))  # 4
         # lane `input`: the batch after next, for which `following` stands in
         ranks.submit(INPUT)
         if following is not None:
             self._prepare(following)
-        ranks.compute("forward", self.costs.forward(current))
+        ranks.compute("forward", costs.forward(current))
         self._backward(current)
         # lane `urgent`, after the backward
         ranks.submit(URGENT)
         ranks.now[URGENT] = np.maximum(ranks.now[URGENT], compared)
         if following is not None:
-            self._push_gradients(current, URGENT)  # 5
-            self._pull_rows(following, URGENT)  # 6
+            self._push_gradients(current.demand.urgent, URGENT)  # 5
+            self._pull_rows(following.demand.late, URGENT)  # 6
         self._sum_replicated(current)
         self._update_dense()
         ranks.arrive("await batch", [INPUT])
@@ -146,7 +146,7 @@ class SimulatedSchedule:
         ranks, costs = self.ranks, self.costs
         ranks.tell("counts", "host", costs.counts(self.balanced), INPUT)
         if self.balanced:
-            ranks.work("balance", costs.plan, INPUT)
+            ranks.work("balance", _PLAN, INPUT)
             ranks.tell("samples", "host", costs.sample_sizes(), INPUT)
             ranks.tell("samples", "host", costs.samples(batch), INPUT)
 
@@ -157,8 +157,6 @@ class SimulatedSchedule:
             return
         for message in self.costs.ids(batch):
             self._exchange("ids", message, lane)
-        if batch.demand.pooled is not None:
-            self._exchange("ids", self.costs.pooled_ids(batch.demand.pooled), lane)
 
     def _compare(self, current: Batch, following: Batch) -> None:
         if not self._tables.sharded:
@@ -171,44 +169,38 @@ class SimulatedSchedule:
         if self._tables.missed is not None:
             missed = self._tables.count_missed(batch.demand.whole.owned)
             seconds = self.costs.make_resident(missed, self._tables.row_bytes[ITEM])
-            self.ranks.copy("make resident", seconds, lane)
+            self.ranks.work("make resident", seconds, lane, on_device=False)
 
     def _fetch_rows(self, batch: Batch) -> None:
+        """All rows of the batch, blocking."""
         if not self._tables.sharded:
             return
         self._make_resident(batch, MAIN)
-        self.ranks.work("lookup", self.costs.lookup(batch.demand.whole))
-        self._exchange("rows", self.costs.rows(batch.demand.whole), MAIN)
+        self._pull_rows(batch.demand.whole, MAIN)
         if batch.demand.pooled is not None:
-            self.ranks.work("lookup", self.costs.pool(batch.demand.pooled))
+            self.ranks.work("lookup", self.costs.lookup(batch.demand.pooled.by_owner))
             self._exchange("rows", self.costs.bags(batch.demand.pooled), MAIN)
 
     def _return_gradients(self, batch: Batch) -> None:
+        """All gradients of the batch, blocking."""
         if not self._tables.sharded:
             return
-        self._exchange("gradients", self.costs.gradients(batch.demand.whole), MAIN)
-        self.ranks.work("update rows", self.costs.update(batch.demand.whole))
+        self._push_gradients(batch.demand.whole, MAIN)
         if batch.demand.pooled is not None:
             self._exchange("gradients", self.costs.bags(batch.demand.pooled), MAIN)
-            self.ranks.work("update rows", self.costs.update_pooled(batch.demand.pooled))
+            self.ranks.work("update rows", self.costs.update(batch.demand.pooled.by_owner))
 
-    def _pull_rows(self, batch: Batch, lane: str) -> None:
-        """Stage 4 or 6: rows of the batch to their requesters, in pieces unless urgent."""
-        if not self._tables.sharded:
-            return
-        part = batch.demand.early if lane == AHEAD else batch.demand.late
-        pieces = self.costs.pieces(batch) if lane == AHEAD else 1
-        self.ranks.work("lookup", self.costs.lookup(part), lane, 1 / pieces)
-        self._exchange("rows", self.costs.rows(part, pieces), lane)
+    def _pull_rows(self, rows: Rows, lane: str, pieces: int = 1) -> None:
+        """Rows to their requesters."""
+        if self._tables.sharded:
+            self.ranks.work("lookup", self.costs.lookup(rows), lane, 1 / pieces)
+            self._exchange("rows", self.costs.rows(rows, pieces), lane)
 
-    def _push_gradients(self, batch: Batch, lane: str) -> None:
-        """Stage 3 or 5: gradients of the batch to their owners, who update the rows."""
-        if not self._tables.sharded:
-            return
-        part = batch.demand.deferred if lane == AHEAD else batch.demand.urgent
-        pieces = self.costs.pieces(batch) if lane == AHEAD else 1
-        self._exchange("gradients", self.costs.gradients(part, pieces), lane)
-        self.ranks.work("update rows", self.costs.update(part), lane, 1 / pieces)
+    def _push_gradients(self, rows: Rows, lane: str, pieces: int = 1) -> None:
+        """Gradients of rows to their owners, who update them."""
+        if self._tables.sharded:
+            self._exchange("gradients", self.costs.gradients(rows, pieces), lane)
+            self.ranks.work("update rows", self.costs.update(rows), lane, 1 / pieces)
 
     def _sum_replicated(self, batch: Batch) -> None:
         """Gradients of the tables that every rank holds."""
@@ -225,7 +217,7 @@ class SimulatedSchedule:
         ranks.compute("forward", costs.forward(batch))
         if self.balanced:
             ranks.wait(agreed)
-            ranks.work("balance", costs.plan)
+            ranks.work("balance", _PLAN)
             sizes = ranks.issue("samples", "host", costs.sample_sizes())
         self._backward(batch)
         if self.balanced:

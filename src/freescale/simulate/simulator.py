@@ -56,13 +56,6 @@ class Setting:
                 "leave deduplication on"
             )
 
-    @property
-    def name(self) -> str:
-        adapted = " adapted" if self.adapt else ""
-        balance = "" if self.balance == "none" else f", {self.balance}{adapted}"
-        plain = "" if self.deduplicate else ", not deduplicated"
-        return f"{self.schedule}{balance}, {self.transport}{plain}"
-
 
 @dataclass(frozen=True)
 class Cluster:

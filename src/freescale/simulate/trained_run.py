@@ -21,7 +21,6 @@ from freescale.simulate.simulator import Setting, simulate
 class TrainedRun:
     """The settings and measurements of a run."""
 
-    folder: Path
     config: RunConfig
     ledger: Mapping[str, Any]  # ledger.json; empty if nothing was measured
 
@@ -43,10 +42,9 @@ class TrainedRun:
         return 100.0 if measured is None else float(measured)
 
     @property
-    def machine(self) -> Mapping[str, Any]:
-        machines = self.ledger.get("machines") or [{}]
-        first: Mapping[str, Any] = machines[0]
-        return first
+    def machines(self) -> list[Mapping[str, Any]]:
+        """One without figures if they are not known."""
+        return self.ledger.get("machines") or [{}]
 
     @property
     def carries_by_hostwire(self) -> bool:
@@ -75,7 +73,7 @@ def read_trained_run(folder: str | Path) -> TrainedRun:
             "`freescale train`"
         )
     config = RunConfig.from_json((path / "config.json").read_text(encoding="utf-8"))
-    return TrainedRun(path, config, run.ledger if run.measured else {})
+    return TrainedRun(config, run.ledger if run.measured else {})
 
 
 def list_settings(run: TrainedRun) -> dict[str, Any]:
@@ -136,7 +134,7 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
         "notes": [
             f"simulated on: {network.about}",
             *cluster.calibration.list_notes(cluster.model, source.get_lengths(0)),
-            *_compare_machines(run.machine, cluster.calibration.machine),
+            *_compare_machines(run.machines[0], cluster.calibration.machine),
             *tables.describe(),
         ],
         "rows": list_compared_figures(found, run.ledger),
@@ -145,11 +143,10 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
 
 def _choose_own_network(run: TrainedRun, config: SimulateConfig) -> Network | None:
     """The run's ranks on the links of the preset, or of a CPU machine."""
-    machines = run.ledger.get("machines") or [{}]
-    counts = {len(machine.get("ranks", range(run.ranks or 1))) for machine in machines}
+    counts = {len(machine.get("ranks", range(run.ranks or 1))) for machine in run.machines}
     if len(counts) > 1:
         return None
-    preset = load_preset(config.preset if run.machine.get("gpu") else "this-machine")
+    preset = load_preset(config.preset if run.machines[0].get("gpu") else "this-machine")
     return replace(preset, gpus_per_node=counts.pop())
 
 

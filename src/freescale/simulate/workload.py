@@ -48,6 +48,11 @@ class PooledDemand:
     ids: PerRank
     bags: PerRank
 
+    @property
+    def by_owner(self) -> Rows:
+        """The rows that owners read and update if they pool: one for each id."""
+        return Rows.spread(self.ids)
+
 
 @dataclass(frozen=True)
 class Demand:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.torchrec.structure import Structure, take_apart
+from freescale.torchrec.structure import Fill, take_apart
 
 TASK = "loss"
 _CONSTANTS = (type(None), bool, int, float, str, bytes, Enum, torch.dtype, torch.device)
@@ -70,8 +70,8 @@ class BatchForm:
         if isinstance(shared, str):
             raise ValueError(f"shared={shared!r} must be a list of paths, [{shared!r}]")
         self._shared, self._loss_weight = tuple(shared), loss_weight
-        self._structure: Structure | None = None
-        self._leaves: list[_Leaf] | None = None
+        self._fill: Fill | None = None
+        self._leaves: list[_Leaf] = []
         self._announced: list[_Announced] = []
 
     # ---- to a SequenceBatch
@@ -83,12 +83,12 @@ class BatchForm:
             TypeError, ValueError: a part of it cannot be moved sample by sample, or differs from
                 the first batch.
         """
-        structure, found = take_apart(batch, _is_leaf)
+        fill, found = take_apart(batch, _is_leaf)
         samples = _count_samples(found, self._shared)
         leaves = [self._describe(path, value, samples) for path, value in found]
-        if self._leaves is None:
+        if self._fill is None:
             self._check_names(leaves)
-            self._structure, self._leaves = structure, leaves
+            self._fill, self._leaves = fill, leaves
         else:
             _compare(self._leaves, leaves)
         sequences: dict[str, Jagged] = {}
@@ -108,13 +108,11 @@ class BatchForm:
         return replace(encoded, weights={TASK: weights})
 
     def _describe(self, path: str, value: Any, samples: int) -> _Leaf:
-        if isinstance(value, KeyedJaggedTensor):
-            _refuse_own_batch_sizes(path, value)
+        if isinstance(value, (KeyedJaggedTensor, JaggedTensor)):
+            keyed = isinstance(value, KeyedJaggedTensor)
+            kind, keys = ("keyed", tuple(value.keys())) if keyed else ("jagged", ())
             weighted = value.weights_or_none() is not None
-            return _Leaf(path, "keyed", tuple(value.keys()), weighted, value.lengths().dtype)
-        if isinstance(value, JaggedTensor):
-            weighted = value.weights_or_none() is not None
-            return _Leaf(path, "jagged", (), weighted, value.lengths().dtype)
+            return _Leaf(path, kind, keys, weighted, value.lengths().dtype)
         if isinstance(value, Tensor):
             if path in self._shared:
                 return _Leaf(path, "shared", scalar=not value.dim())
@@ -176,14 +174,13 @@ class BatchForm:
 
     def decode(self, batch: SequenceBatch) -> Any:
         """Converts the batch back to the model's form, on its device."""
-        if self._leaves is None:
+        if self._fill is None:
             raise RuntimeError(
                 "samples came to a rank that has had no batch of its own, and does not know their "
                 "form: give every rank a batch in the first step"
             )
         self._announced = []
-        values = [self._join_leaf(leaf, batch) for leaf in self._leaves]
-        return values[0] if self._structure is None else self._structure.fill(iter(values))
+        return self._fill(self._join_leaf(leaf, batch) for leaf in self._leaves)
 
     def _join_leaf(self, leaf: _Leaf, batch: SequenceBatch) -> Any:
         if leaf.kind == "constant":

@@ -6,49 +6,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 Path = str  # of a leaf: "sparse_features", "user.ids", "labels[0]"
+Fill = Callable[[Iterator[Any]], Any]  # puts a batch together from its leaves, in their order
 
 
-@dataclass(frozen=True)
-class Structure:
-    """The structure of a batch without its leaves."""
-
-    kind: type
-    names: tuple[Any, ...]  # of the parts: fields, keys or positions
-    parts: tuple[Structure | None, ...]  # None: a leaf
-    build: Callable[[list[Any]], Any]  # from the parts
-
-    def fill(self, leaves: Iterator[Any]) -> Any:
-        """A batch with these leaves, in the order of `take_apart`."""
-        return self.build(
-            [next(leaves) if part is None else part.fill(leaves) for part in self.parts]
-        )
-
-
-def take_apart(
-    batch: Any, is_leaf: Callable[[Any], bool]
-) -> tuple[Structure | None, list[tuple[Path, Any]]]:
-    """The structure of a batch, None if it is itself a leaf, and its leaves with their paths."""
+def take_apart(batch: Any, is_leaf: Callable[[Any], bool]) -> tuple[Fill, list[tuple[Path, Any]]]:
+    """A function that fills the structure of a batch with other leaves, and its leaves with their
+    paths. A batch may itself be a leaf."""
     leaves: list[tuple[Path, Any]] = []
-    return _visit(batch, "", is_leaf, leaves), leaves
 
+    def visit(value: Any, path: Path) -> Fill:
+        found = None if is_leaf(value) else _list_parts(value)
+        if found is None:
+            leaves.append((path or "batch", value))
+            return next
+        names, values, build = found
+        fills = [visit(part, _join(path, name)) for name, part in zip(names, values, strict=True)]
+        return lambda others: build([fill(others) for fill in fills])
 
-def _visit(
-    value: Any, path: Path, is_leaf: Callable[[Any], bool], leaves: list[tuple[Path, Any]]
-) -> Structure | None:
-    found = None if is_leaf(value) else _list_parts(value)
-    if found is None:
-        leaves.append((path or "batch", value))
-        return None
-    names, values, build = found
-    parts = tuple(
-        _visit(part, _join(path, name), is_leaf, leaves)
-        for name, part in zip(names, values, strict=True)
-    )
-    return Structure(type(value), tuple(names), parts, build)
+    return visit(batch, ""), leaves
 
 
 def _join(path: Path, name: Any) -> Path:

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.balance.partitioners.common import sort_descending
 from freescale.balance.problem import Problem
 
 
@@ -16,11 +15,7 @@ def fixed(problem: Problem) -> np.ndarray:
     Rank i of n gets the sorted positions i, 2n-1-i, 2n+i, ... Counts differ by at most one. Ignores
     the cap.
     """
-    order = sort_descending(problem.costs)
-    place = np.arange(len(order)) % (2 * problem.ranks)
-    rank_of = np.empty(len(order), np.int64)
-    rank_of[order] = np.minimum(place, 2 * problem.ranks - 1 - place)
-    return rank_of
+    return deal_zig_zag(torch.from_numpy(problem.costs), problem.ranks).numpy()
 
 
 def deal_zig_zag(costs: Tensor, ranks: int) -> Tensor:
@@ -48,7 +43,7 @@ class FixedOnDevice:
 
     def __call__(self, problem: Problem) -> np.ndarray:
         if self._stream is None:
-            return deal_zig_zag(torch.from_numpy(problem.costs), problem.ranks).numpy()
+            return fixed(problem)
         # Kept between calls: pinning memory takes longer than planning.
         if self._pinned.numel() < len(problem.costs):
             self._pinned = torch.zeros(len(problem.costs), dtype=torch.int64).pin_memory()

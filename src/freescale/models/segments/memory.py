@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -36,13 +36,5 @@ def split_history(batch: SequenceBatch, segment: int) -> tuple[SequenceBatch, Se
         {name: Jagged(batch.sequences[name].values[at], count) for name in names}
         for at, count in zip(index, lengths, strict=True)
     )
-    recent = SequenceBatch(
-        {**batch.sequences, **present},
-        batch.candidates,
-        batch.dense,
-        batch.weights,
-        batch.keys,
-        batch.number,
-        batch.shared,
-    )
+    recent = replace(batch, sequences={**batch.sequences, **present}, packing=None)
     return SequenceBatch(past, keys=batch.keys, number=batch.number), recent

@@ -26,7 +26,6 @@ from freescale.kernels.layer.reference import (
     drop_inputs,
 )
 from freescale.kernels.upload import upload
-from freescale.models.encoder import TOO_LONG
 from freescale.models.hstu import HSTU
 from freescale.models.hstu_layer import HSTULayer
 from freescale.models.segments.arrangement import Rows, arrange_rows
@@ -139,12 +138,7 @@ class SegmentedHSTU(HSTU):
             )
         known = None if memory is None else memory.segments.numpy()
         rows = arrange_rows(self.segments, lengths, candidate_counts, host, known)
-        if rows.events.numel() != x.shape[0]:
-            raise ValueError(
-                f"lengths add up to {rows.events.numel()}, but there are {x.shape[0]} tokens"
-            )
-        if rows.longest_history > self.max_length:
-            raise ValueError(TOO_LONG.format(rows.longest_history, self.max_length))
+        self._check_sizes(x, rows.events.numel(), rows.longest_history)
         return rows
 
     def _run(
