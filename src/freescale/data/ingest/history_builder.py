@@ -78,12 +78,6 @@ def read_batches(path: Path) -> Iterator[pa.RecordBatch]:
         yield from reader
 
 
-def read_table(path: Path) -> pa.Table:
-    """Reads a whole file."""
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        return reader.read_all()
-
-
 def describe_interactions(interactions: Interactions) -> list[str]:
     """Report lines after reading: the roles of columns, and what was left out."""
     layout, files = interactions.layouts[0], interactions.files
@@ -260,7 +254,7 @@ def _partition_by_user(
         if count > limit and (count < rows or level == 0):
             yield from _partition_by_user(read_batches(path), count, folder, limit, level + 1)
         elif count:
-            yield read_table(path)
+            yield pa.Table.from_batches(read_batches(path))
         path.unlink()
 
 
@@ -270,9 +264,8 @@ def _sort_by_last_event(
     """Sorts users by (last timestamp, user). `samples` [n, 2], sorted and unique, give the cuts."""
     parts = min(-(-len(samples) // _SAMPLES), _FAN_OUT)
     if parts <= 1:
-        table = pa.Table.from_batches(list(tables))
-        yield table.take(
-            pa.array(np.lexsort((_to_numpy(table, "user_id"), _to_numpy(table, _LAST))))
+        yield pa.Table.from_batches(tables).sort_by(
+            [(_LAST, "ascending"), ("user_id", "ascending")]
         )
         return
     cuts = len(samples) * np.arange(1, parts) // parts

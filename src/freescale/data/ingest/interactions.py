@@ -21,7 +21,8 @@ catalogue and the users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -226,10 +227,8 @@ class Interactions(Iterator[pa.RecordBatch]):
             column = layout.roles.get("time")
             if column is None:
                 continue
-            values = pa.nulls(0)
-            for block in read_tables(file, layout, [column]):
-                values = pa.concat_arrays(block.table.column(column).chunks)
-                break
+            first = next(read_tables(file, layout, [column]), None)
+            values = pa.nulls(0) if first is None else first.get_values(column)
             times = detect_timestamps(file, column, values, layout.unit)
             for _ in range(self.reading.finer.get(str(file), 0)):
                 times = times.refine()
@@ -264,15 +263,13 @@ class Interactions(Iterator[pa.RecordBatch]):
         return pa.RecordBatch.from_pydict(columns)
 
     def _parse_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
+        encode: Callable[[pa.Array], pa.Array] = parse_integers
         if name == "item_id" and self.hashed is not None:
             encode = self.hashed.encode
-            return block.convert(column, lambda values: encode(decode_text(values)))
-        if name in self.reading.coded:
-            return block.convert(
-                column, lambda values: self.vocabulary.encode(name, decode_text(values))
-            )
+        elif name in self.reading.coded:
+            encode = partial(self.vocabulary.encode, name)
         try:
-            return block.convert(column, lambda values: parse_integers(decode_text(values)))
+            return block.convert(column, lambda values: encode(decode_text(values)))
         except NotIntegers as reason:
             raise ReadDifferently(
                 f"{block.file}: column {column!r} holds {reason} after integers; `prepare` reads "
@@ -300,12 +297,9 @@ class Interactions(Iterator[pa.RecordBatch]):
 
     def _note_labels(self, batch: pa.RecordBatch, file: SourceFile, layout: Layout) -> None:
         for name in batch.schema.names:
-            value = (
-                None
-                if name in REQUIRED or name in self.no_labels
-                else find_non_label(batch.column(name).to_numpy())
-            )
-            if value is not None:
+            if name in REQUIRED or name in self.no_labels:
+                continue
+            if value := find_non_label(batch.column(name).to_numpy()):
                 made = name == "action" and "action" not in layout.roles
                 source = layout.roles.get("rating", "feedback") if made else name
                 column = f"'action' (made of {source!r})" if made else repr(name)

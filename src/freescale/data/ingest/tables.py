@@ -37,17 +37,17 @@ class TableBlock:
 
     def convert(self, column: str, function: Callable[[pa.Array], T]) -> T:
         """Applies a function to a column. The error for a bad value says where it is."""
-        chunks = self.table.column(column)
-        values = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-        if isinstance(values, pa.ChunkedArray):
-            values = pa.concat_arrays(values.chunks)
         try:
-            return function(values)
+            return function(self.get_values(column))
         except BadValue as error:
             where = "" if error.row is None else f", {self.locate(error.row)}"
             raise ValueError(
                 f"{self.file}{where}: column {column!r} {error.problem}; {error.fix}"
             ) from error
+
+    def get_values(self, column: str) -> pa.Array:
+        chunks = self.table.column(column)
+        return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
     def drop_rows(self, columns: Sequence[str]) -> TableBlock:
         """The rows with a value in all of the columns."""
@@ -173,8 +173,7 @@ def _read_parquet(file: SourceFile, columns: Sequence[str]) -> Iterator[TableBlo
         while (batch := _read_batch(file, batches, rows)) is not None:
             first, rows = rows, rows + batch.num_rows
             table = pa.Table.from_batches([batch])
-            locate = partial(_name_row, first)
-            yield TableBlock(file, table, locate, rows / total)
+            yield TableBlock(file, table, partial(_name_row, first), rows / total)
 
 
 def _read_batch(
