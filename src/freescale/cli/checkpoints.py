@@ -65,15 +65,9 @@ def _format(entries: list[Entry]) -> list[str]:
         saved = datetime.fromtimestamp(entry.saved).strftime("%Y-%m-%d %H:%M:%S")
         size, ranks = _format_bytes(entry.bytes), str(entry.ranks or "?")
         rows.append((str(entry.step), kind, size, ranks, saved, ", ".join(notes)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = (True, False, True, True, False, False)
-    lines = [
-        "  ".join(
-            cell.rjust(width) if side else cell.ljust(width)
-            for cell, width, side in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    specs = [f"{side}{width}" for side, width in zip("><>><<", widths, strict=True)]
+    lines = ["  ".join(map(format, row, specs)).rstrip() for row in rows]
     total = _format_bytes(sum(entry.bytes for entry in entries))
     return [*lines, f"{len(entries)} in all, {total}"]
 
