@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from freescale.data.histories import HistoriesMetadata
+from freescale.data.histories import HistoriesMetadata, count_events
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.ingest.interactions import Interactions
@@ -163,7 +163,7 @@ def build_histories(
     """
     largest, events, dropped = -1, 0, 0
 
-    def count_events() -> Iterator[pa.RecordBatch]:
+    def count_as_read() -> Iterator[pa.RecordBatch]:
         nonlocal largest, events
         for batch in interactions:
             if interactions.hashed is None:
@@ -189,14 +189,13 @@ def build_histories(
     def make_histories() -> Iterator[pa.Table]:
         nonlocal kept_events, kept_users, dropped
         done = 0
-        for table in _partition_by_user(
-            count_events(), _estimate_rows(interactions), folder, limit
-        ):
+        rows = _estimate_rows(interactions)
+        for table in _partition_by_user(count_as_read(), rows, folder, limit):
             done += table.num_rows
             table, short = _group_events(table)
             dropped += short
             kept_users += table.num_rows
-            kept_events += int(_read_offsets(table)[-1])
+            kept_events += int(count_events(table.column("item_id")).sum())
             samples.append(_sample_order(table, max(limit // _SAMPLES, 1)))
             report("sort", done / events)
             yield table
@@ -291,7 +290,7 @@ def _sort_by_last_event(
 def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
     """Flat events -> one row per user, in time order, with the last timestamp; number of users
     dropped."""
-    users, times = _to_numpy(events, "user_id"), _to_numpy(events, "timestamp")
+    users, times = (events.column(name).to_numpy() for name in ("user_id", "timestamp"))
     order = np.lexsort((times, users))  # stable
     users = users[order]
     starts = np.flatnonzero(np.concatenate([[len(users) > 0], users[1:] != users[:-1]]))
@@ -300,22 +299,19 @@ def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
     order = order[np.repeat(keep, counts)]
     ends = np.cumsum(counts[keep])
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
-    sorted_events = events.drop_columns("user_id").take(pa.array(order)).combine_chunks()
+    sorted_events = events.drop_columns("user_id").take(pa.array(order))
     columns: dict[str, pa.Array] = {"user_id": pa.array(users[starts[keep]])}
-    for name in sorted_events.column_names:
-        chunks = sorted_events.column(name).chunks
-        values = chunks[0] if chunks else pa.array([], sorted_events.schema.field(name).type)
-        columns[name] = pa.ListArray.from_arrays(offsets, values)
-    columns[_LAST] = pa.array(times[order[ends - 1]]) if len(ends) else pa.array([], pa.int64())
+    for name, values in zip(sorted_events.column_names, sorted_events.columns, strict=True):
+        columns[name] = pa.ListArray.from_arrays(offsets, values.combine_chunks())
+    columns[_LAST] = pa.array(times[order[ends - 1]])
     return pa.table(columns), int((~keep).sum())
 
 
 def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
     """[n, 2] pairs (last timestamp, user), one every `step` events."""
-    last, users = _to_numpy(table, _LAST), _to_numpy(table, "user_id")
-    counts = np.diff(_read_offsets(table))
+    last, users = (table.column(name).to_numpy() for name in (_LAST, "user_id"))
     order = np.lexsort((users, last))
-    ends = np.cumsum(counts[order])
+    ends = np.cumsum(count_events(table.column("item_id"))[order])
     total = int(ends[-1]) if len(ends) else 0
     picked = order[np.searchsorted(ends, np.arange(0, total, step), "right")]
     return np.stack([last[picked], users[picked]], axis=1)
@@ -333,14 +329,3 @@ def _read_schema(path: Path) -> pa.Schema:
     with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
         fields = [f for f in reader.schema if f.name not in ("user_id", _LAST)]
         return make_schema({field.name: field.type.value_type for field in fields})
-
-
-def _to_numpy(table: pa.Table, name: str) -> NDArray[Any]:
-    values: NDArray[Any] = table.column(name).to_numpy()
-    return values
-
-
-def _read_offsets(table: pa.Table) -> NDArray[Any]:
-    """Offsets of the histories of a table made by `_group_events`."""
-    chunks = table.column("item_id").chunks
-    return chunks[0].offsets.to_numpy() if chunks else np.zeros(1, np.int64)
