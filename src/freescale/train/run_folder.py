@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -191,8 +191,9 @@ class RunFolder:
         if self.is_auto or self.resume:  # otherwise a new run replaces the one in the folder
             self._endings = read_endings(self._folder)
             self.restarts = read_restarts(self._folder)
-        if self.is_auto:
-            self._refuse_repeated()
+        # not again by itself after two equal failures
+        if self.is_auto and (failure := find_repeated(self._folder)):
+            raise ValueError(explain_repeated(failure))
         if self.resume:
             self._claim(self._folder)
             self.run_id = read_run_id(self._folder)
@@ -242,12 +243,6 @@ class RunFolder:
             return True
         return Checkpoints(path / "checkpoints", self._transport).latest() is not None
 
-    def _refuse_repeated(self) -> None:
-        """Refuses an unattended restart after two equal failures."""
-        assert self._folder is not None
-        if failure := find_repeated(self._folder):
-            raise ValueError(explain_repeated(failure))
-
     def _refuse(self, path: Path) -> None:
         saved = self._holds_run(path)
         if saved and not self.resume:
@@ -296,22 +291,19 @@ def lock_folder(path: Path) -> IO[str] | None:
     Raises:
         ValueError: if another run holds the lock.
     """
-    file = os.fdopen(os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
-    try:
-        acquired = lock(file.fileno(), wait=False)
-    except BlockingIOError:
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise ValueError(
-            f"{path} is in use by another run ({holder}): name another folder, or wait until "
-            "it has ended"
-        ) from None
-    except OSError:
-        file.close()
-        raise
-    if not acquired:
-        file.close()
-        return None
+    opened = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with ExitStack() as stack:
+        file = stack.enter_context(os.fdopen(opened, "r+", encoding="utf-8"))
+        try:
+            if not lock(opened, wait=False):
+                return None
+        except BlockingIOError:
+            holder = file.read().strip() or "unknown"
+            raise ValueError(
+                f"{path} is in use by another run ({holder}): name another folder, or wait until "
+                "it has ended"
+            ) from None
+        stack.pop_all()  # it stays open
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
