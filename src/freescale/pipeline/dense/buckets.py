@@ -42,15 +42,11 @@ class GradientBuckets(Reducer):
     resumes. Rows of positions that no sample of the step has are not sent.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        device: torch.device,
-        summing: PartitionedAllReduce | None = None,
-    ) -> None:
-        """`summing` sums in place of the transport; it may be set later, between two steps."""
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._device, self.summing = device, summing
+        self._device = device
+        # sums in place of the transport; it is set between two steps
+        self.summing: PartitionedAllReduce | None = None
         # of each bucket: parameters whose gradient is not there yet; empty while nobody asks
         self._lacking: list[set[int]] = []
         self._hooked = False  # the backward tells which gradients are there
