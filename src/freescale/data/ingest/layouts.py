@@ -187,11 +187,7 @@ def _lay_out_movielens(file: SourceFile, lines: Sequence[bytes]) -> Layout:
         require_columns(file, ("userId", "movieId", "rating", "timestamp"), names)
         roles = {"user": "userId", "item": "movieId", "time": "timestamp", "rating": "rating"}
         return Layout("movielens", names, roles, separator, unit="s")
-    if len(names) != 4:
-        raise ValueError(
-            f"{file}: {len(names)} columns, not the 4 of user::item::rating::timestamp; see "
-            "--format"
-        )
+    _require_four(file, names, "user::item::rating::timestamp")
     names = ["user", "item", "rating", "timestamp"]
     roles = {"user": "user", "item": "item", "time": "timestamp", "rating": "rating"}
     return Layout("movielens", names, roles, separator, header=False, quoted=False, unit="s")
@@ -204,14 +200,16 @@ def _lay_out_amazon(file: SourceFile, lines: Sequence[bytes]) -> Layout:
     names = split_line(lines[0], b",")
     if any(name in names for known in _AMAZON.values() for name in known):
         return _make_amazon(file, names)
-    if len(names) != 4:
-        raise ValueError(
-            f"{file}: {len(names)} columns, not the 4 of user,item,rating,timestamp; see --format"
-        )
+    _require_four(file, names, "user,item,rating,timestamp")
     # Release 2018 starts with the item: 10 characters; users are longer and begin with A.
     swapped = len(names[0]) == 10 and len(names[1]) > 10 and names[1].startswith("A")
     both = ["item", "user"] if swapped else ["user", "item"]
     return _make_amazon(file, [*both, "rating", "timestamp"], header=False)
+
+
+def _require_four(file: SourceFile, names: Sequence[str], expected: str) -> None:
+    if len(names) != 4:
+        raise ValueError(f"{file}: {len(names)} columns, not the 4 of {expected}; see --format")
 
 
 def _make_amazon(
