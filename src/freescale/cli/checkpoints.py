@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from freescale.cli.errors import exit_cleanly
+from freescale.cli.options import PATH
 
 if TYPE_CHECKING:  # imports torch
     from freescale.train.checkpoint.overview import Entry
 
 
 @click.command()
-@click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("run_folder", metavar="RUN", type=PATH)
 @click.option("--verify", is_flag=True, help="read all files and compare their checksums")
 @click.option(
     "--compact",

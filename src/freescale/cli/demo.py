@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
-from freescale.cli.options import format_arguments
+from freescale.cli.options import PATH, format_arguments
 from freescale.cli.train import train_run
 from freescale.worker_server import may_have_gpu
 
@@ -96,7 +96,7 @@ _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 @click.option(
     "--folder",
     "run_folder",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="folder of the run  [default: runs/demo-DATE-TIME]",
 )
 @exit_cleanly

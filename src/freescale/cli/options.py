@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +13,7 @@ from freescale.cli.layout import GroupedOption
 from freescale.config.options import read_number
 
 F = TypeVar("F", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)  # the type of an option
 
 
 class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]

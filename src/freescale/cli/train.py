@@ -11,7 +11,7 @@ import click
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import GroupedCommand, GroupedOption
-from freescale.cli.options import add_settings, format_arguments
+from freescale.cli.options import PATH, add_settings, format_arguments
 from freescale.cli.progress import prepare_data
 from freescale.cli.runs import DISTRIBUTION, add_nproc, add_port, read_config, refuse_missing_data
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -55,7 +55,7 @@ _OTHER_NAMES = {
     cls=GroupedOption,
     heading=_OUTPUT,
     common=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="folder of the run  [default: runs/DATE-TIME]",
 )
 @click.option(
