@@ -27,8 +27,7 @@ from freescale.train.metrics import MISS, ranking_quality
 from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
-# [rows] counts of all items, or a function of ids [n] that returns them
-Popularity = Tensor | Callable[[Tensor], Tensor]
+Popularity = Callable[[Tensor], Tensor]  # ids [n] -> counts [n]
 
 
 def evaluate_retrieval(
@@ -65,12 +64,7 @@ def evaluate_retrieval(
     place, dynamic = _PlaceFinder(ids), parallel.tables.specs[table].dynamic is not None
     # on every rank, whatever it owns
     tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
-    baseline = None
-    if popularity is not None:
-        if isinstance(popularity, Tensor):
-            baseline = _Popularity(popularity.to(ids.device)[ids])
-        else:
-            baseline = _Popularity(popularity(ids))
+    baseline = None if popularity is None else _Popularity(popularity(ids))
     ranks: list[Tensor] = []  # [2, q] each: among all items, among the unseen
     popular: list[Tensor] = []  # likewise
     repeats: list[Tensor] = []

@@ -68,7 +68,7 @@ class Run:
         """Begins a snapshot of this step if one is due."""
         if self.snapshots is None:
             return
-        line = self.snapshots.take_if_due(self.state, self.callbacks.failed)
+        line = self.snapshots.take_if_due(self.state, self.callbacks.failure is not None)
         if line is not None:
             (kind,) = line
             self.callbacks.call(f"on_{kind}", {"step": self.position.step, **line})
