@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,8 @@ def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
     if not CheckpointFolder(folder).steps():
         raise ValueError(f"{run_folder} holds no checkpoint: name the folder of a run")
     if compact:
-        lock = lock_folder(run_folder)
-        try:
+        with lock_folder(run_folder) or nullcontext():  # some file systems have no locks
             path, removed = compact_last(folder)
-        finally:
-            if lock is not None:
-                lock.close()
         without = f"; removed {', '.join(map(str, removed))}" if removed else ""
         click.echo(f"{path} is a full checkpoint{without}")
     entries = list(list_checkpoints(folder, verify))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from freescale.cli.layout import GroupedOption
+from freescale.cli.layout import grouped_option
 from freescale.config.options import read_number
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,10 +48,9 @@ def _make_option(entry: Field[Any], heading: str) -> Callable[[F], F]:
     name = f"--{flag}/--no-{flag}" if base == "bool" else f"--{flag}"
     choices = entry.metadata.get("choices")
     kind = None if base == "bool" else click.Choice(choices) if choices else _TYPES[base]
-    return click.option(
+    return grouped_option(
         name,
         entry.name,
-        cls=GroupedOption,
         heading=entry.metadata.get("heading", heading),
         common=entry.metadata["common"],
         type=kind,

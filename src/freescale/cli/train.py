@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
-from freescale.cli.layout import GroupedCommand, GroupedOption
+from freescale.cli.layout import GroupedCommand, grouped_option
 from freescale.cli.options import PATH, add_settings, format_arguments
 from freescale.cli.progress import prepare_data
 from freescale.cli.runs import DISTRIBUTION, add_nproc, add_port, read_config, refuse_missing_data
@@ -49,18 +49,16 @@ _OTHER_NAMES = {
 )
 @add_settings(DataConfig, ModelConfig, TrainConfig)
 @add_nproc
-@click.option(
+@grouped_option(
     "--folder",
     "run_folder",
-    cls=GroupedOption,
     heading=_OUTPUT,
     common=True,
     type=PATH,
     help="folder of the run  [default: runs/DATE-TIME]",
 )
-@click.option(
+@grouped_option(
     "--resume",
-    cls=GroupedOption,
     heading=_OUTPUT,
     common=True,
     is_flag=False,
@@ -72,9 +70,8 @@ _OTHER_NAMES = {
         "checkpoint, else start"
     ),
 )
-@click.option(
+@grouped_option(
     "--restarts",
-    cls=GroupedOption,
     heading=DISTRIBUTION,
     common=True,
     type=click.IntRange(0),
