@@ -146,10 +146,8 @@ class GradientBuckets(Reducer):
             self.parameters[number].numel() * self.parameters[number].element_size()
             for number in numbers
         ]
-        least, most = (
-            _LEAST_BYTES[self._device.type],
-            compute_bucket_limit(sum(sizes), self._device.type),
-        )
+        least = _LEAST_BYTES[self._device.type]
+        most = compute_bucket_limit(sum(sizes), self._device.type)
         buckets: list[list[int]] = []
         filled = most
         for number, size in zip(numbers, sizes, strict=True):
