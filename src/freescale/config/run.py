@@ -149,9 +149,8 @@ class RunConfig:
         parts: dict[str, Any] = {}
         for part, kind in _PARTS.items():
             names = [entry.name for entry in fields(kind)]
-            values = {name: getattr(getattr(base, part), name) for name in names} if base else {}
-            values |= {name: given[name] for name in names if given.get(name) is not None}
-            parts[part] = kind(**values)
+            values = {name: given[name] for name in names if given.get(name) is not None}
+            parts[part] = replace(getattr(base, part), **values) if base else kind(**values)
         config = RunConfig(**parts)
         # Runs from before this check still resume.
         if base is None and config.label_names and config.model.task != "ranking":
