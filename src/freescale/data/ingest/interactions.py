@@ -73,12 +73,10 @@ def make_action(ratings: pa.Array) -> pa.Array:
 
 
 def make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str, pa.Array]:
+    flags = {name: block.convert(name, _parse_flag) for name in names}
     action = pa.repeat(pa.scalar(0, pa.int64()), block.table.num_rows)
-    flags = {}
-    for name in names:
-        flag = block.convert(name, _parse_flag)
+    for name, flag in flags.items():
         action = pc.bit_wise_or(action, pc.shift_left(flag.cast(pa.int64()), FEEDBACK.index(name)))
-        flags[name] = flag
     return {"action": action, **flags}
 
 
@@ -191,7 +189,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         unit = choose_unit(times) if len(self.files) > 1 else None
         for file, layout in zip(self.files, self.layouts):
             events = 0
-            needed = self._list_needed(file, layout)
+            needed = self._list_needed(layout)
             for block in read_tables(file, layout, needed, self._lines):
                 self.fraction = min((self._done + block.share * file.size) / self._total, 1.0)
                 batch = self._normalise(block, layout, unit)
@@ -210,7 +208,7 @@ class Interactions(Iterator[pa.RecordBatch]):
             self._done += file.size
         self.fraction = 1.0
 
-    def _list_needed(self, file: SourceFile, layout: Layout) -> list[str]:
+    def _list_needed(self, layout: Layout) -> list[str]:
         sides = self.sides[0] if layout.format == "parquet" else ()
         needed = [
             *layout.roles.values(),
@@ -259,7 +257,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if name in layout.names:
                     columns[name] = block.convert(name, parse_side)
         for label in self.labels:
-            columns[label.name] = block.convert(label.column, make_label(label))
+            columns[label.name] = block.convert(label.column, partial(make_label, label))
         return pa.RecordBatch.from_pydict(columns)
 
     def _parse_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
