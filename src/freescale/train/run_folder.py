@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -146,22 +145,21 @@ class RunFolder:
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            self._note(Ending(type(error).__name__, str(error)[:2000], step(), time.time()))
+            self._note(type(error).__name__, str(error)[:2000], step())
             raise
 
     def note_result(self, stopped: int, step: int) -> None:
         """Records that the run is complete or, with the number of a signal, that it was stopped."""
         if stopped:
-            name = signal.Signals(stopped).name
-            self._note(Ending(STOPPED, f"stopped by {name}", step, time.time()))
+            self._note(STOPPED, f"stopped by {signal.Signals(stopped).name}", step)
         elif self._transport.rank == 0:
             forget_attempt(self.path)
 
-    def _note(self, ending: Ending) -> None:
+    def _note(self, kind: str, message: str, step: int) -> None:
         rank = self._transport.rank
         if self._begun:
-            own = replace(ending, rank=None if ending.kind == STOPPED else rank)
-            note_end(self.path, f"rank-{rank:05d}", own)
+            ending = Ending(kind, message, step, time.time(), None if kind == STOPPED else rank)
+            note_end(self.path, f"rank-{rank:05d}", ending)
 
     def close(self) -> None:
         """Releases the folder for other runs."""
