@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +120,6 @@ def _describe_ids(interactions: Interactions, name: str) -> str:
     return f"{count:,} {reason}" if reason == "strings" else f"{count:,} {reason}; numbered anew"
 
 
-@dataclass
-class Spilled:
-    """Bytes of events spilled to disk so far."""
-
-    bytes: int = 0
-    share: float = 0.0  # share of the source read so far
-
-    def estimate_peak(self) -> float | None:
-        """Peak bytes on disk: all histories twice, while users are ordered. None before the first
-        event."""
-        return 2 * self.bytes / self.share if self.share else None
-
-
 def build_histories(
     interactions: Interactions,
     folder: Path,
@@ -141,7 +127,6 @@ def build_histories(
     make_fingerprint: Callable[[], str],
     report: Progress,
     limit: int,
-    spilled: Spilled,
 ) -> list[Path]:
     """Writes histories.parquet and, if ids are strings, vocabulary.parquet.
 
@@ -152,7 +137,6 @@ def build_histories(
         make_fingerprint: Returns that of the sources, for the metadata, once they have been read.
         report: Called with a stage and the share done.
         limit: Events of a bucket, about.
-        spilled: Updated with the bytes spilled.
 
     Returns:
         The paths of the files, the histories last.
@@ -174,7 +158,6 @@ def build_histories(
                     f"{num_items}; raise num_items or leave it out"
                 )
             events += batch.num_rows
-            spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction
             report("read", interactions.fraction)
             yield batch
         bounded = num_items is not None or interactions.hashed is not None

@@ -139,6 +139,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
         self.fraction = 0.0  # share of bytes or rows read so far
+        self._bytes = 0  # of the batches so far
         self.missing_rows = 0  # dropped
         self._events = self._lines = 0
         self._done, self._total = 0, sum(file.size for file in self.files)
@@ -159,7 +160,12 @@ class Interactions(Iterator[pa.RecordBatch]):
                 self.restart(found.reading)
             else:
                 self._begun = True
+                self._bytes += batch.nbytes
                 return batch
+
+    def estimate_bytes(self) -> float:
+        """Of all batches; 0 before the first."""
+        return self._bytes / self.fraction if self.fraction else 0.0
 
     def _find_sides(self) -> tuple[list[str], list[str]]:
         """Numeric columns of Parquet files: kept, and not kept."""
