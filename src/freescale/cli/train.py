@@ -136,9 +136,8 @@ def train_run(
             from freescale.launch.ranks import launch
 
             # without a folder, rank 0 finds a name that is free
-            where = ["--folder", str(run_folder)] if run_folder else []
-            arguments = ["train", *format_arguments(given), *where]
-            return launch([*arguments, *(["--resume", resume] if resume else [])], nproc, port)
+            own = {"folder": run_folder, "resume": resume}
+            return launch(["train", *format_arguments(given | own)], nproc, port)
     follow_launcher()
     from freescale.train.commands import run_training
 
