@@ -7,10 +7,10 @@ on any device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import methodcaller
+from itertools import chain
 from typing import Any
 
 import torch
@@ -171,8 +171,7 @@ class SequenceBatch:
         return batches[0].with_parts({name: join(name) for name in columns[0]})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SequenceBatch:
-        mapped = self._move(function, lambda part: part.map(function))
-        return mapped._with_shared([function(tensor) for tensor in self.list_shared()])
+        return self.with_tensors([function(tensor) for tensor in self.tensors()])
 
     def _move(
         self,
@@ -188,20 +187,14 @@ class SequenceBatch:
         """The tensors of `shared`, in an order that all ranks share."""
         return [self.shared[name] for name in sorted(self.shared)]
 
-    def _with_shared(self, tensors: Sequence[Tensor]) -> SequenceBatch:
-        if not self.shared:
-            return self
-        shared = dict(zip(sorted(self.shared), tensors, strict=True))
-        return replace(self, shared=shared, packing=None)
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         """Copies the batch to `device`; lengths stay known on the host. A packed batch needs only
         one copy."""
         device = torch.device(device)
         if self.packing is not None and device.type != "cpu":
             return self.with_packing(self.packing.to(device, non_blocking), moved=True)
-        to = methodcaller("to", device, non_blocking=non_blocking)
-        return self._move(to, to)._with_shared([to(tensor) for tensor in self.list_shared()])
+        moved = [tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors()]
+        return self._refill(moved, lambda part, queue: part.copy(queue, moved=True))
 
     @property
     def packed(self) -> Tensor | None:
@@ -231,49 +224,34 @@ class SequenceBatch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors as a flat list: counts and lengths before values, shared tensors last."""
-        tensors: list[Tensor] = []
-        for part in self.parts().values():
-            if isinstance(part, Tensor):
-                tensors.append(part)
-            elif isinstance(part, Jagged):
-                tensors += [part.lengths, part.values]
-            else:
-                tensors += [part.counts, part.lengths, part.values]
-        return tensors + self.list_shared()
+        columns = self.parts().values()
+        of_parts = ([part] if isinstance(part, Tensor) else part.tensors() for part in columns)
+        return [*chain.from_iterable(of_parts), *self.list_shared()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> SequenceBatch:
         """The same features with other tensors: the inverse of `tensors`."""
-        queue = iter(tensors)
-        parts: dict[str, Jagged | Nested | Tensor] = {}
-        for name, part in self.parts().items():
-            if isinstance(part, Tensor):
-                parts[name] = next(queue)
-            elif isinstance(part, Jagged):
-                lengths = next(queue)
-                parts[name] = Jagged(next(queue), lengths)
-            else:
-                counts, lengths = next(queue), next(queue)
-                parts[name] = Nested(next(queue), lengths, counts)
-        return self.with_parts(parts)._with_shared(list(queue))
+        return self._refill(tensors, lambda part, queue: part.refill(queue))
 
     def with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
         """The same features as views of a buffer. `moved`: the buffer is on another device, so
         lengths that were on the CPU are kept as host sizes."""
-        queue = iter(packing.tensors())
-        parts: dict[str, Jagged | Nested | Tensor] = {}
-        for name, part in self.parts().items():
-            if isinstance(part, Tensor):
-                parts[name] = next(queue)
-            elif isinstance(part, Jagged):
-                host = part if moved and part.lengths.device.type == "cpu" else part.host
-                lengths = next(queue)
-                parts[name] = Jagged(next(queue), lengths, host, part.span)
-            else:
-                nested = part if moved and part.counts.device.type == "cpu" else part.host
-                counts, lengths = next(queue), next(queue)
-                parts[name] = Nested(next(queue), lengths, counts, nested)
+        copied = self._refill(packing.tensors(), lambda part, queue: part.copy(queue, moved))
+        return replace(copied, packing=packing)
+
+    def _refill(
+        self,
+        tensors: Iterable[Tensor],
+        refill: Callable[[Jagged | Nested, Iterator[Tensor]], Jagged | Nested],
+    ) -> SequenceBatch:
+        queue = iter(tensors)
+        batch = self.with_parts(
+            {
+                name: next(queue) if isinstance(part, Tensor) else refill(part, queue)
+                for name, part in self.parts().items()
+            }
+        )
         shared = dict(zip(sorted(self.shared), queue, strict=True))
-        return replace(self.with_parts(parts), shared=shared, packing=packing)
+        return replace(batch, shared=shared) if shared else batch
 
 
 def check_is_batch(batch: object) -> SequenceBatch:

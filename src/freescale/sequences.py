@@ -6,8 +6,8 @@ on any device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -112,15 +112,19 @@ class Jagged:
     def concat(parts: Sequence[Jagged]) -> Jagged:
         return Jagged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Jagged:
-        return Jagged(function(self.values), function(self.lengths))
+    def tensors(self) -> list[Tensor]:
+        return [self.lengths, self.values]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Jagged:
-        values, lengths = (
-            tensor.to(device, non_blocking=non_blocking) for tensor in (self.values, self.lengths)
-        )
-        host = self if self.lengths.device.type == "cpu" else self.host
-        return Jagged(values, lengths, host, self.span)
+    def refill(self, tensors: Iterator[Tensor]) -> Jagged:
+        """The feature made of the next of `tensors`: the inverse of `tensors`."""
+        lengths = next(tensors)
+        return Jagged(next(tensors), lengths)
+
+    def copy(self, tensors: Iterator[Tensor], moved: bool) -> Jagged:
+        """As `refill`, for copies of the tensors. `moved`: they are on another device, so lengths
+        that are on the CPU here are kept as host sizes."""
+        host = self if moved and self.lengths.is_cpu else self.host
+        return replace(self.refill(tensors), host=host, span=self.span)
 
 
 @dataclass(frozen=True)
@@ -164,14 +168,15 @@ class Nested:
         inner = Jagged.concat([p.inner for p in parts])
         return Nested(inner.values, inner.lengths, torch.cat([p.counts for p in parts]))
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Nested:
-        return Nested(function(self.values), function(self.lengths), function(self.counts))
+    def tensors(self) -> list[Tensor]:
+        return [self.counts, self.lengths, self.values]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Nested:
-        values, lengths, counts = (
-            t.to(device, non_blocking=non_blocking)
-            for t in (self.values, self.lengths, self.counts)
-        )
-        return Nested(
-            values, lengths, counts, self if self.counts.device.type == "cpu" else self.host
-        )
+    def refill(self, tensors: Iterator[Tensor]) -> Nested:
+        """As of `Jagged`."""
+        counts, lengths = next(tensors), next(tensors)
+        return Nested(next(tensors), lengths, counts)
+
+    def copy(self, tensors: Iterator[Tensor], moved: bool) -> Nested:
+        """As of `Jagged`."""
+        host = self if moved and self.counts.is_cpu else self.host
+        return replace(self.refill(tensors), host=host)

@@ -65,12 +65,11 @@ def evaluated(transport, placement):
         Retrieval(encoder(), num_items=ITEMS, table_device="meta"), transport, placement
     )
     parallel.tables.place()
-    popularity = POPULARITY
     data = [
         rank_slice(retrieval_batch(seed, samples), transport.rank, transport.world)
         for seed, samples in BATCHES
     ]
-    return evaluate_retrieval(parallel, data, popularity=popularity)
+    return evaluate_retrieval(parallel, data, popularity=POPULARITY.__getitem__)
 
 
 def last_place(scores, target, left_out=()):

@@ -146,8 +146,7 @@ def test_the_demo_ends_with_what_was_seen(ranks, status, expected, tmp_path, mon
     """Not after a failure; where one rank waits for nobody, nothing is compared."""
     called: list[str] = []
     monkeypatch.setattr(demo, "train_run", lambda *given: called.append("train") or status)
-    monkeypatch.setattr(demo, "make_demo_data", lambda path: path)
-    monkeypatch.setattr(demo, "make_short_data", lambda path: path)
+    monkeypatch.setattr(demo, "make_data", lambda path, options: path)
     monkeypatch.setattr(demo, "compare_schedules", lambda *given: called.append("compare") or 0)
     monkeypatch.setattr(demo, "print_ending", lambda folder: called.append("ending"))
     assert demo.run_demo(ranks, tmp_path) == status and called == expected

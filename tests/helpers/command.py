@@ -156,13 +156,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
+        if self.poll() is None:
+            os.kill(self._process.pid, number)
 
 
 def _as_rank(

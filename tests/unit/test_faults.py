@@ -238,13 +238,10 @@ class Rank:
     def poll(self):
         return self.status
 
-    def terminate(self):
-        self.got.append(signal.SIGTERM)
-        self.status = -signal.SIGTERM
-
-    def kill(self):
-        self.got.append(signal.SIGKILL)
-        self.status = -signal.SIGKILL
+    def send_signal(self, number):
+        if self.status is None:
+            self.got.append(number)
+            self.status = -number
 
     def wait(self, timeout):
         return self.status

@@ -199,7 +199,7 @@ def test_ranks_outlive_the_server_and_the_next_ones_are_new_processes(tmp_path, 
     assert re.search("start as new processes: .* still importing", capfd.readouterr().err)
     last = server.pid
     assert last != killed and is_alive(last)
-    rank.kill()
+    rank.send_signal(signal.SIGKILL)
     assert rank.wait(240) == -signal.SIGKILL
     server.close()
     assert not is_alive(last)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
-from freescale.config.recipe import parse_setting
+from freescale.config.options import read_number
+from freescale.config.recipe import find_settings
 from freescale.data.batches.splits import LEAST_EVENTS
 from freescale_bench.common.jobs import Job, run_jobs
 from freescale_bench.common.machine import get_gpu_name
@@ -42,6 +43,7 @@ LEAST_HISTORY = LEAST_EVENTS["leave-one-out"] - 1
 WORST = -3.0  # percent: lowest difference from the peer that is accepted
 PEER = "public HSTU"
 KINDS = ("", UNSEEN)
+_READERS: dict[str, Any] = {"int": int, "float": float, "str": str, "int | str": read_number}
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,22 @@ class Plan:
         if path.is_file():
             digest = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         return {"name": self.name, "file": path.name, **digest}
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Parses `epochs=25` into ("epochs", 25). ValueError if there is no such option of `freescale
+    train`, or the value has another type."""
+    name, equals, value = text.partition("=")
+    entry = find_settings().get(name.strip().replace("-", "_"))
+    if not equals or entry is None:
+        raise ValueError(f"{text!r} is not NAME=VALUE with an option of `freescale train`")
+    kind = str(entry.type).removesuffix(" | None")
+    try:
+        if kind == "bool":
+            return entry.name, {"true": True, "false": False}[value.strip().lower()]
+        return entry.name, _READERS[kind](value.strip())
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r}: {entry.name} must be of type {kind}") from None
 
 
 def bench_quality(plan: Plan, to: Destination) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from freescale.cli.errors import exit_cleanly
+from freescale.cli.options import PATH
 
 if TYPE_CHECKING:  # imports torch
     from freescale.train.state.overview import Entry
 
 
 @click.command()
-@click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("run_folder", metavar="RUN", type=PATH)
 @click.option("--verify", is_flag=True, help="read all files and compare their checksums")
 @click.option(
     "--compact",
@@ -36,12 +38,8 @@ def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
     if not CheckpointFolder(folder).steps():
         raise ValueError(f"{run_folder} holds no checkpoint: name the folder of a run")
     if compact:
-        lock = lock_folder(run_folder)
-        try:
+        with lock_folder(run_folder) or nullcontext():  # some file systems have no locks
             path, removed = compact_last(folder)
-        finally:
-            if lock is not None:
-                lock.close()
         without = f"; removed {', '.join(map(str, removed))}" if removed else ""
         click.echo(f"{path} is a full checkpoint{without}")
     entries = list(list_checkpoints(folder, verify))
@@ -65,15 +63,9 @@ def _format(entries: list[Entry]) -> list[str]:
         saved = datetime.fromtimestamp(entry.saved).strftime("%Y-%m-%d %H:%M:%S")
         size, ranks = _format_bytes(entry.bytes), str(entry.ranks or "?")
         rows.append((str(entry.step), kind, size, ranks, saved, ", ".join(notes)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = (True, False, True, True, False, False)
-    lines = [
-        "  ".join(
-            cell.rjust(width) if side else cell.ljust(width)
-            for cell, width, side in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    specs = [f"{side}{width}" for side, width in zip("><>><<", widths, strict=True)]
+    lines = ["  ".join(map(format, row, specs)).rstrip() for row in rows]
     total = _format_bytes(sum(entry.bytes for entry in entries))
     return [*lines, f"{len(entries)} in all, {total}"]
 

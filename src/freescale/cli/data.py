@@ -12,13 +12,13 @@ import click
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import DataCommand
-from freescale.cli.options import add_settings, format_arguments, select_given
+from freescale.cli.options import PATH, add_settings, format_arguments, select_given
 from freescale.cli.progress import prepare_data, show_progress
 from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, TrainConfig
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @add_settings(GenerateConfig)
 @exit_cleanly
 def generate(path: Path, **given: Any) -> None:

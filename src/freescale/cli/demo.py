@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
-from freescale.cli.options import format_arguments
+from freescale.cli.options import PATH, format_arguments
 from freescale.cli.train import train_run
 from freescale.worker_server import may_have_gpu
 
@@ -61,6 +61,26 @@ SHORT_ARMS: dict[str, dict[str, str]] = {
         "transport": "hostwire-tcp",
     },
 }
+# What both kinds of histories are generated with, in addition to their longest length.
+DEMO_DATA: dict[str, Any] = {
+    "users": 4000,
+    "items": 1000,
+    "median": 30,
+    "sigma": 0.8,
+    "popularity": 0.5,
+    "global_batch": 64,
+    "seed": 1,
+}
+SHORT_DATA: dict[str, Any] = {
+    "users": 1280,
+    "items": 200_000,
+    "median": 60,
+    "sigma": 1.2,
+    "collision": 0.12,
+    "global_batch": 32,
+    "ranks": 2,
+    "seed": 2,
+}
 COMPARISON = "compare.html"  # in the folder of the run
 _LEAST_GAIN = 1.03  # times serial's samples/s: single runs of the same steps differ by as much
 _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
@@ -76,7 +96,7 @@ _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 @click.option(
     "--folder",
     "run_folder",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="folder of the run  [default: runs/demo-DATE-TIME]",
 )
 @exit_cleanly
@@ -95,12 +115,12 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
 
     name = datetime.now().strftime("demo-%Y-%m-%d-%H%M%S")
     folder = run_folder or new_folder(Path("runs") / name)
-    path = make_demo_data(Path("runs") / "demo-data.parquet")
+    path = make_data(Path("runs") / "demo-data.parquet", DEMO_DATA)
     ranks, device = choose_demo_ranks(nproc, _count_gpus())
     given = {**DEMO_SETTINGS, "data": str(path), "device": device}
     status = train_run(ranks, folder, None, None, given)
     if not status and nproc > 1:  # one rank waits for nobody: nothing to compare
-        short = make_short_data(Path("runs") / "demo-short.parquet")
+        short = make_data(Path("runs") / "demo-short.parquet", SHORT_DATA)
         status = compare_schedules(short, folder, nproc)
     if not status:
         print_ending(folder)
@@ -120,39 +140,13 @@ def choose_demo_ranks(wanted: int, gpus: int) -> tuple[int, str]:
     return (min(wanted, gpus), "cuda") if gpus else (wanted, "cpu")
 
 
-def make_demo_data(path: Path) -> Path:
-    """Generates 4,000 histories of log-normal length over 1,000 items, unless `path` exists. The
-    next item depends on the last one."""
+def make_data(path: Path, options: Mapping[str, Any]) -> Path:
+    """Generates histories of log-normal length, unless `path` exists. The next item depends on the
+    last one."""
     from freescale.data.synthetic.generate import generate
 
     if not path.exists():
-        generate(
-            path,
-            users=4000,
-            items=1000,
-            median=30,
-            sigma=0.8,
-            cap=400,
-            popularity=0.5,
-            global_batch=64,
-            seed=1,
-        )
-    return path
-
-
-def make_short_data(path: Path) -> Path:
-    """Generates 1,280 histories over 200,000 items with 12 % collisions, unless `path` exists."""
-    from freescale.data.synthetic.generate import generate
-
-    if not path.exists():
-        sizes = {
-            "users": 32 * SHORT_SETTINGS["steps"],
-            "items": 200_000,
-            "median": 60,
-            "sigma": 1.2,
-            "cap": 400,
-        }
-        generate(path, **sizes, collision=0.12, global_batch=32, ranks=2, seed=2)
+        generate(path, cap=400, **options)
     return path
 
 

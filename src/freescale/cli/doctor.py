@@ -34,11 +34,15 @@ def examine() -> list[Row]:
     import torch
     import torch.distributed as dist
 
+    from freescale.transport.hostwire.bindings import explain_missing_engine
+
     supported = sys.version_info[:2] >= (3, 11)
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     tested = TESTED_TORCH[0] <= version <= TESTED_TORCH[1]
     first, last = (".".join(map(str, each)) for each in TESTED_TORCH)
     cores, has_gpu = os.cpu_count(), torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    no_engine = explain_missing_engine()  # tries to compile it
     available = dist.is_available()
     gloo, nccl = available and dist.is_gloo_available(), available and dist.is_nccl_available()
     gpus = torch.cuda.device_count() if has_gpu else 0
@@ -53,9 +57,10 @@ def examine() -> list[Row]:
         _check_rdma(),
         _check_ucx(),
         _check_shared_memory(torch),
-        _check_engine(),
-        *_check_transports("cuda" if has_gpu else "cpu"),
-        _check_descriptors("cuda" if has_gpu else "cpu"),
+        _check_engine(no_engine),
+        ("transport, one machine", *_choose_transport(device, 1, not no_engine)),
+        ("transport, several", *_choose_transport(device, 2, not no_engine)),
+        _check_descriptors(device),
         _check_kernels(has_gpu, _find_triton()),
         _check_package("pyarrow", "data files"),
         _check_package("rich", "terminal output"),
@@ -79,12 +84,9 @@ def _find_version(package: str) -> str | None:
 
 
 def _check_package(name: str, purpose: str) -> Row:
-    found = _find_version(name)
-    return (
-        (name, found, purpose)
-        if found
-        else (name, "no", f"needed for {purpose}: pip install {name}")
-    )
+    if found := _find_version(name):
+        return (name, found, purpose)
+    return (name, "no", f"needed for {purpose}: pip install {name}")
 
 
 def _yes(value: bool) -> str:
@@ -160,12 +162,10 @@ def _check_shared_memory(torch: Any) -> Row:
     return ("shared memory", "yes", use)
 
 
-def _check_engine() -> Row:
-    """Tries to compile it."""
-    from freescale.transport.hostwire.bindings import explain_missing_engine
-
-    if why := explain_missing_engine():
-        return ("engine", "no", f"--transport auto and hostwire-tcp fall back to collective: {why}")
+def _check_engine(missing: str) -> Row:
+    if missing:
+        fallback = "--transport auto and hostwire-tcp fall back to collective"
+        return ("engine", "no", f"{fallback}: {missing}")
     use = "transfers inside a machine and over TCP run in C, without Python's lock"
     return ("engine", "yes", use)
 
@@ -173,16 +173,6 @@ def _check_engine() -> Row:
 def _choose_transport(device: str, machines: int, engine: bool) -> tuple[str, str]:
     rdma = bool(find_rdma_devices())
     return choose_transport("auto", device, machines, is_ucx_installed(), rdma, engine)
-
-
-def _check_transports(device: str) -> list[Row]:
-    from freescale.transport.hostwire.bindings import explain_missing_engine
-
-    engine = not explain_missing_engine()
-    return [
-        ("transport, one machine", *_choose_transport(device, 1, engine)),
-        ("transport, several", *_choose_transport(device, 2, engine)),
-    ]
 
 
 def _check_descriptors(device: str) -> Row:

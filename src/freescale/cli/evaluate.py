@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from freescale.cli.errors import exit_cleanly
-from freescale.cli.options import format_arguments
+from freescale.cli.options import PATH, format_arguments
 from freescale.cli.progress import prepare_data
 from freescale.cli.runs import add_nproc, add_port, read_config, refuse_missing_data
 from freescale.config import RunConfig
@@ -20,7 +20,7 @@ add_checkpoint = click.option(
 
 
 @click.command("eval")
-@click.argument("run_folder", type=click.Path(path_type=Path))
+@click.argument("run_folder", type=PATH)
 @add_checkpoint
 @click.option("--data", help="another data file than the run's own")
 @click.option(
@@ -35,7 +35,7 @@ add_checkpoint = click.option(
 )
 @click.option(
     "--ranks",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="CSV file for the rank of every user's target, with the ids of the data (retrieval)",
 )
 @add_nproc
@@ -82,10 +82,8 @@ def evaluate(
 
 
 @click.command()
-@click.argument("run_folder", type=click.Path(path_type=Path))
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="folder for the safetensors files"
-)
+@click.argument("run_folder", type=PATH)
+@click.option("--out", type=PATH, required=True, help="folder for the safetensors files")
 @click.option("--overwrite", is_flag=True, help="replace an export that --out holds")
 @add_checkpoint
 @exit_cleanly
@@ -104,16 +102,8 @@ def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None)
 
 
 @click.command()
-@click.argument(
-    "runs", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="RUN [RUN ...]"
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default="report.html",
-    show_default=True,
-    help="file to write",
-)
+@click.argument("runs", type=PATH, nargs=-1, required=True, metavar="RUN [RUN ...]")
+@click.option("--out", type=PATH, default="report.html", show_default=True, help="file to write")
 @click.option("--open", "show", is_flag=True, help="show it in the browser")
 @exit_cleanly
 def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ class GroupedOption(click.Option):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.heading, self.common = heading, common
+
+
+grouped_option = partial(click.option, cls=GroupedOption)
 
 
 class DataCommand(click.Command):

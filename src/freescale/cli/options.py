@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from freescale.cli.layout import GroupedOption
+from freescale.cli.layout import grouped_option
 from freescale.config.options import read_number
 
 F = TypeVar("F", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)  # the type of an option
 
 
 class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]
@@ -57,10 +59,9 @@ def _make_option(entry: Field[Any], heading: str) -> Callable[[F], F]:
     name = f"--{flag}/--no-{flag}" if base == "bool" else f"--{flag}"
     choices, former = (entry.metadata.get(name, ()) for name in ("choices", "former_choices"))
     kind = None if base == "bool" else _Choice(choices, former) if choices else _TYPES[base]
-    return click.option(
+    return grouped_option(
         name,
         entry.name,
-        cls=GroupedOption,
         heading=entry.metadata.get("heading", heading),
         common=entry.metadata["common"],
         type=kind,

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import click
 
-from freescale.cli.layout import GroupedOption
+from freescale.cli.layout import grouped_option
 from freescale.config import RunConfig
 
 DISTRIBUTION = "Distribution"  # a heading
 
-add_nproc = click.option(
+add_nproc = grouped_option(
     "--nproc",
-    cls=GroupedOption,
     heading=DISTRIBUTION,
     common=True,
     type=click.IntRange(1),
@@ -22,9 +21,8 @@ add_nproc = click.option(
     show_default=True,
     help="ranks (processes) to start on this machine: as many as it has GPUs",
 )
-add_port = click.option(
+add_port = grouped_option(
     "--port",
-    cls=GroupedOption,
     heading=DISTRIBUTION,
     type=click.IntRange(1, 65535),
     help="port where local ranks meet  [default: a free one]",

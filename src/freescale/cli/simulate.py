@@ -9,7 +9,7 @@ import click
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import CommandGroup
-from freescale.cli.options import add_settings, select_given
+from freescale.cli.options import PATH, add_settings, select_given
 from freescale.config import SimulateConfig
 
 
@@ -54,7 +54,7 @@ def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     required=True,
     help="file to write; its name is the calibration's",
 )

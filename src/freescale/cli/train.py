@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from freescale.cli.errors import exit_cleanly
-from freescale.cli.layout import GroupedCommand, GroupedOption
-from freescale.cli.options import add_settings, format_arguments
+from freescale.cli.layout import GroupedCommand, grouped_option
+from freescale.cli.options import PATH, add_settings, format_arguments
 from freescale.cli.progress import prepare_data
 from freescale.cli.runs import DISTRIBUTION, add_nproc, add_port, read_config, refuse_missing_data
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -49,18 +49,16 @@ _OTHER_NAMES = {
 )
 @add_settings(DataConfig, ModelConfig, TrainConfig)
 @add_nproc
-@click.option(
+@grouped_option(
     "--folder",
     "run_folder",
-    cls=GroupedOption,
     heading=_OUTPUT,
     common=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="folder of the run  [default: runs/DATE-TIME]",
 )
-@click.option(
+@grouped_option(
     "--resume",
-    cls=GroupedOption,
     heading=_OUTPUT,
     common=True,
     is_flag=False,
@@ -72,9 +70,8 @@ _OTHER_NAMES = {
         "checkpoint, else start"
     ),
 )
-@click.option(
+@grouped_option(
     "--restarts",
-    cls=GroupedOption,
     heading=DISTRIBUTION,
     common=True,
     type=click.IntRange(0),
@@ -139,9 +136,8 @@ def train_run(
             from freescale.launch.ranks import launch
 
             # without a folder, rank 0 finds a name that is free
-            where = ["--folder", str(run_folder)] if run_folder else []
-            arguments = ["train", *format_arguments(given), *where]
-            return launch([*arguments, *(["--resume", resume] if resume else [])], nproc, port)
+            own = {"folder": run_folder, "resume": resume}
+            return launch(["train", *format_arguments(given | own)], nproc, port)
     follow_launcher()
     from freescale.train.commands import run_training
 

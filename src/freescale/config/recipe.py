@@ -11,13 +11,12 @@ from typing import Any
 
 from freescale.config.data import DataConfig
 from freescale.config.model import ModelConfig
-from freescale.config.options import read_number
 from freescale.config.train import TrainConfig
 
 RECIPES = Path(__file__).parent / "recipes"
+_KINDS: tuple[Any, ...] = (DataConfig, ModelConfig, TrainConfig)
 _TYPES: dict[str, Any] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 _TYPES["int | str"] = (int, str)
-_READERS: dict[str, Any] = {"int": int, "float": float, "str": str, "int | str": read_number}
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def read_recipe(name: str) -> Recipe:
         if setting in settings:
             raise ValueError(f"recipe {path}: {key!r} is there twice")
         settings[setting] = _check_value(path, key, value)
-    for kind in (DataConfig, ModelConfig, TrainConfig):
+    for kind in _KINDS:
         known = {entry.name for entry in fields(kind)}
         try:
             kind(**{name: value for name, value in settings.items() if name in known})
@@ -80,24 +79,8 @@ def expand_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**read_recipe(name).settings, **own}
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Parses `epochs=25` into ("epochs", 25). ValueError if there is no such option of `freescale
-    train`, or the value has another type."""
-    name, equals, value = text.partition("=")
-    entry = _find_settings().get(name.strip().replace("-", "_"))
-    if not equals or entry is None:
-        raise ValueError(f"{text!r} is not NAME=VALUE with an option of `freescale train`")
-    kind = str(entry.type).removesuffix(" | None")
-    try:
-        if kind == "bool":
-            return entry.name, {"true": True, "false": False}[value.strip().lower()]
-        return entry.name, _READERS[kind](value.strip())
-    except (KeyError, ValueError):
-        raise ValueError(f"{text!r}: {entry.name} must be of type {kind}") from None
-
-
 def _check_value(path: Path, key: str, value: Any) -> Any:
-    known = _find_settings()
+    known = find_settings()
     entry = known.get(key.replace("-", "_"))
     if entry is None:
         near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
@@ -109,9 +92,8 @@ def _check_value(path: Path, key: str, value: Any) -> Any:
     return float(value) if kind == "float" else value
 
 
-def _find_settings() -> dict[str, Field[Any]]:
+def find_settings() -> dict[str, Field[Any]]:
     """Everything that a recipe may set: all options except the recipe itself."""
-    kinds: tuple[Any, ...] = (DataConfig, ModelConfig, TrainConfig)
-    known = {entry.name: entry for kind in kinds for entry in fields(kind)}
+    known = {entry.name: entry for kind in _KINDS for entry in fields(kind)}
     del known["recipe"]
     return known

@@ -149,9 +149,8 @@ class RunConfig:
         parts: dict[str, Any] = {}
         for part, kind in _PARTS.items():
             names = [entry.name for entry in fields(kind)]
-            values = {name: getattr(getattr(base, part), name) for name in names} if base else {}
-            values |= {name: given[name] for name in names if given.get(name) is not None}
-            parts[part] = kind(**values)
+            values = {name: given[name] for name in names if given.get(name) is not None}
+            parts[part] = replace(getattr(base, part), **values) if base else kind(**values)
         config = RunConfig(**parts)
         # Runs from before this check still resume.
         if base is None and config.label_names and config.model.task != "ranking":
@@ -169,23 +168,18 @@ class RunConfig:
         """Parses a `config.json`. A missing setting has the value from before it existed.
         ValueError names settings that do not exist."""
         raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
+        parts: dict[str, Any] = {}
         for part, kind in _PARTS.items():
-            unknown = set(raw.get(part, {})) - {entry.name for entry in fields(kind)}
-            if unknown:
+            given, known = raw.get(part, {}), {entry.name: entry for entry in fields(kind)}
+            if unknown := sorted(set(given) - set(known)):
                 raise ValueError(
-                    f"config.json has unknown settings in {part!r}: {', '.join(sorted(unknown))}"
+                    f"config.json has unknown settings in {part!r}: {', '.join(unknown)}"
                 )
-        parts = {
-            part: kind(**_list_former(kind) | dict(raw.get(part, {})))
-            for part, kind in _PARTS.items()
-        }
+            former = {
+                n: e.metadata["formerly"] for n, e in known.items() if "formerly" in e.metadata
+            }
+            parts[part] = kind(**former | dict(given))
         return RunConfig(**parts)
-
-
-def _list_former(kind: Any) -> dict[str, Any]:
-    """The values from before a setting existed, if not its default."""
-    settings = [entry for entry in fields(kind) if "formerly" in entry.metadata]
-    return {entry.name: entry.metadata["formerly"] for entry in settings}
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -113,22 +114,18 @@ class HistoriesFile:
             raise ValueError(
                 f"{self.path}: the file has no users (0 rows); give one with at least one"
             )
-        known = json.loads(metadata.metadata[KEY]) if KEY in (metadata.metadata or {}) else None
-        if known is not None and known["version"] != VERSION:
+        known: dict[str, Any] = json.loads((metadata.metadata or {}).get(KEY, "{}"))
+        if known and known["version"] != VERSION:
             raise ValueError(
                 f"{self.path}: format version {known['version']}, not {VERSION}; prepare it again"
             )
         # with any_ids, how many different ones there are; 0: not known
         self.num_items: int = self._find_size(known, num_items)
-        self.no_labels: Mapping[str, Sequence[str]] | None = (
-            known.get("no_labels") if known else None
-        )
-        self.read_as: tuple[str, ...] = tuple(known.get("read", ())) if known else ()
-        self.dropped_users: int = known.get("dropped_users", 0) if known else 0
-        self.fingerprint: str = (
-            known["fingerprint"]
-            if known
-            else make_fingerprint(self.path.stat().st_size, rows, self.num_items)
+        self.no_labels: Mapping[str, Sequence[str]] | None = known.get("no_labels")
+        self.read_as: tuple[str, ...] = tuple(known.get("read", ()))
+        self.dropped_users: int = known.get("dropped_users", 0)
+        self.fingerprint: str = known.get("fingerprint") or make_fingerprint(
+            self.path.stat().st_size, rows, self.num_items
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,15 +143,8 @@ class HistoriesFile:
     @property
     def mean_length(self) -> float:
         """Mean events of a history, from the file's footer."""
-        metadata = self.file.metadata
-        events: int = sum(
-            next(
-                column.num_values
-                for column in map(about.column, range(about.num_columns))
-                if column.path_in_schema.split(".")[0] == "item_id"
-            )
-            for about in map(metadata.row_group, range(metadata.num_row_groups))
-        )
+        chunks = (self._find_chunk(group, "item_id") for group in range(self.num_groups))
+        events: int = sum(chunk.num_values for chunk in chunks)
         return events / self.num_samples
 
     @property
@@ -184,27 +174,23 @@ class HistoriesFile:
                 f"{self.path}: column 'user_id' holds {schema.field('user_id').type}; make it int64"
             )
 
-    def _find_size(self, known: Mapping[str, Any] | None, num_items: int | None) -> int:
+    def _find_size(self, known: Mapping[str, Any], num_items: int | None) -> int:
         if self.any_ids:
-            return known["num_items"] if known and known.get("any_ids") else 0
-        if known and known.get("any_ids"):
+            return known["num_items"] if known.get("any_ids") else 0
+        if known.get("any_ids"):
             raise ValueError(
                 f"{self.path}: item ids are any numbers of 64 bits, for a dynamic table; train "
                 "with --rows item=dynamic:ROWS, or prepare the interactions again"
             )
-        largest = known["num_items"] - 1 if known else self._find_largest_item()
+        largest = known["num_items"] - 1 if known else self.find_largest("item_id")
+        if largest < 0:
+            raise ValueError(f"{self.path}: no item id of 0 or more; give a file with events")
         if num_items is not None and largest >= num_items:
             raise ValueError(
                 f"{self.path}: item id {largest} is not below num_items {num_items}; "
                 "raise num_items"
             )
         return num_items or largest + 1
-
-    def _find_largest_item(self) -> int:
-        largest = self.find_largest("item_id")
-        if largest < 0:
-            raise ValueError(f"{self.path}: no item id of 0 or more; give a file with events")
-        return largest
 
     def find_largest(self, name: str) -> int:
         """Largest value of an integer column, from statistics if present; -1 without any."""
@@ -218,17 +204,20 @@ class HistoriesFile:
                 largest = max(largest, int(values.max(initial=-1)))
         return largest
 
+    def _find_chunk(self, group: int, name: str) -> pq.ColumnChunkMetaData:
+        about = self.file.metadata.row_group(group)
+        chunks = map(about.column, range(about.num_columns))
+        return next(chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == name)
+
     def read_extremes(self, group: int, name: str) -> tuple[int, int] | None:
         """Smallest and largest value of an integer column in a row group, from its statistics."""
         kind = self.file.schema_arrow.field(name).type.value_type
         if pa.types.is_floating(kind):
             return None
-        about = self.file.metadata.row_group(group)
-        columns = [about.column(c) for c in range(about.num_columns)]
-        column = next(c for c in columns if c.path_in_schema.split(".")[0] == name)
-        if not (column.is_stats_set and column.statistics.has_min_max):
+        chunk = self._find_chunk(group, name)
+        if not (chunk.is_stats_set and chunk.statistics.has_min_max):
             return None
-        return int(column.statistics.min), int(column.statistics.max)
+        return int(chunk.statistics.min), int(chunk.statistics.max)
 
     def read(self, group: int, columns: tuple[str, ...]) -> RowGroup:
         """Decodes columns of one row group; checks lengths, id range, time order and nulls."""
@@ -288,21 +277,16 @@ def _find_row(offsets: NDArray[Any], event: int) -> int:
     return int(np.searchsorted(offsets, event, "right")) - 1
 
 
-def count_events(column: pa.Array) -> NDArray[Any]:
+def count_events(column: pa.ChunkedArray) -> NDArray[np.int64]:
     """[rows]: the length of each list of a list column."""
-    counts: NDArray[np.int64] = np.diff(column.offsets.to_numpy()).astype(np.int64)
-    return counts
+    return np.asarray(pc.list_value_length(column), np.int64)
 
 
 def _flatten(column: pa.ChunkedArray) -> tuple[NDArray[Any], NDArray[Any]]:
     """A list column -> offsets [rows + 1] and values [events], without a loop over rows."""
-    counts = [count_events(chunk) for chunk in column.chunks]
-    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    offsets = np.concatenate(
-        [[0], np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)]), dtype=np.int64)]
-    )
-    # A copy even of one chunk: Arrow's buffers are read-only, and tensors are made of these.
-    return offsets, np.concatenate(values) if values else np.zeros(0, np.int64)
+    offsets = np.append(0, np.cumsum(count_events(column)))
+    # Writable: Arrow's buffers are read-only, and tensors are made of these.
+    return offsets, np.require(pc.list_flatten(column).to_numpy(), requirements="W")
 
 
 def is_list(kind: pa.DataType) -> bool:

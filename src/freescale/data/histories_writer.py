@@ -27,10 +27,7 @@ class HistoriesWriter:
 
     def write(self, table: pa.Table) -> None:
         """`table`: user_id and list columns, in the order of the schema."""
-        counts = np.concatenate(
-            [count_events(chunk) for chunk in table.column("item_id").chunks]
-            or [np.zeros(0, np.int64)]
-        )
+        counts = count_events(table.column("item_id"))
         ends = np.cumsum(counts)
         start = 0
         while start < len(counts):

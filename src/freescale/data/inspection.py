@@ -114,11 +114,11 @@ def _count_collisions(
         batch = data.batch(number)
         sequences = (batch.sequences["history"].values, batch.sequences["targets"].values)
         rows = [values.numpy() for values in sequences]
-        own.add(np.unique(np.concatenate(rows)), first=number == 0)
+        own.add(np.unique(np.concatenate(rows)))
         # of each sample, or of the batch
         drawn = [part["negatives"] for part in (batch.dense, batch.shared) if "negatives" in part]
         rows += [negatives.numpy().ravel() for negatives in drawn]
-        all_rows.add(np.unique(np.concatenate(rows)), first=number == 0)
+        all_rows.add(np.unique(np.concatenate(rows)))
     return own.rate, all_rows.rate
 
 

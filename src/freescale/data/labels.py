@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -24,20 +24,15 @@ _COMPARISONS = {
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 
 
-def make_label(label: Label) -> Callable[[pa.Array], pa.Array]:
-    """Returns a function that makes a label of a column: int8 of a comparison, or numbers."""
-
-    def make(values: pa.Array) -> pa.Array:
-        values = decode_text(values)
-        refuse_nulls(values)
-        if label.operator is None:
-            return parse_numbers(_spell_numbers(values)).cast(pa.float32())
-        if isinstance(label.value, str):
-            values = values.cast(pa.string())
-            return _COMPARISONS[label.operator](values, label.value).cast(pa.int8())
-        return _COMPARISONS[label.operator](parse_numbers(values), label.value).cast(pa.int8())
-
-    return make
+def make_label(label: Label, values: pa.Array) -> pa.Array:
+    """Makes a label of the values of its column: int8 of a comparison, or numbers."""
+    values = decode_text(values)
+    refuse_nulls(values)
+    if label.operator is None:
+        return parse_numbers(_spell_numbers(values)).cast(pa.float32())
+    text = isinstance(label.value, str)
+    compared = values.cast(pa.string()) if text else parse_numbers(values)
+    return _COMPARISONS[label.operator](compared, label.value).cast(pa.int8())
 
 
 def _spell_numbers(values: pa.Array) -> pa.Array:

@@ -92,11 +92,18 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
+def reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def decode_text(values: pa.Array) -> pa.Array:
     """Decodes dictionaries and bytes; other values are unchanged."""
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type):
         values = cast_values(values, pa.string(), "UTF-8 text")
-    view = getattr(pa.types, "is_string_view", None)
-    return values.cast(pa.string()) if view is not None and view(values.type) else values
+    return values.cast(pa.string()) if pa.types.is_string_view(values.type) else values

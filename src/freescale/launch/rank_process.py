@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 from freescale.launch.signals import SIGNALS
 
@@ -151,10 +151,6 @@ def _become_rank(work: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(work["environment"])
     if torch.cuda._is_in_bad_fork():  # an imported module has initialized CUDA
-        _start_anew(work)
+        os.execv(sys.executable, [sys.executable, "-m", work["module"], *work["arguments"]])
     torch.default_generator.seed()
     np.random.seed()  # a fork reseeds Python's own generator
-
-
-def _start_anew(work: Mapping[str, Any]) -> NoReturn:
-    os.execv(sys.executable, [sys.executable, "-m", work["module"], *work["arguments"]])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -67,12 +66,6 @@ class ForkedRank:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class RankServer:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from freescale.launch.signals import REQUEUE, SIGNALS, is_second
 from freescale.transport.shared_gpu import GpuBusy
@@ -50,11 +50,8 @@ class RankProcess(Protocol):
 
     def wait(self, timeout: float | None = None) -> int: ...
 
-    def send_signal(self, number: int, /) -> None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
+    def send_signal(self, number: int, /) -> None:
+        """Does nothing once the process has ended."""
 
 
 StartRank = Callable[[Sequence[str], Mapping[str, str]], RankProcess]  # command, environment
@@ -131,34 +128,13 @@ class Ended:
         return f"rank {rank} {how}"
 
 
-def launch(
-    arguments: Sequence[str],
-    ranks: int,
-    port: int | None = None,
-    *,
-    module: str = "freescale",
-    extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
-    seconds: float | None = None,
-) -> int:
-    """Runs `python -m MODULE ARGUMENTS` as local ranks.
-
-    Args:
-        arguments: arguments of the module.
-        ranks: number of ranks.
-        port: port of the rendezvous; None finds a free one.
-        module: the module of each rank.
-        extra: (rank) -> additional environment variables for that rank.
-        seconds: time limit, after which all ranks are stopped.
+def launch(arguments: Sequence[str], ranks: int, port: int | None = None, **options: Any) -> int:
+    """Runs local ranks as `run_ranks` does, with its options, and prints what went wrong.
 
     Returns:
         0 if all ranks succeeded, 1 after a failure, `choose_status` if a signal stopped the run.
-
-    Raises:
-        TimeoutError: if the ranks run longer than `seconds`.
-        ValueError: if `port` is in use.
     """
-    ended = run_ranks(arguments, ranks, port, module=module, extra=extra, seconds=seconds)
-    return report_end(ended)
+    return report_end(run_ranks(arguments, ranks, port, **options))
 
 
 def run_ranks(
@@ -171,7 +147,24 @@ def run_ranks(
     seconds: float | None = None,
     start: StartRank | None = None,
 ) -> Ended:
-    """Like `launch`, but returns how the ranks ended. `start` replaces `start_rank`."""
+    """Runs `python -m MODULE ARGUMENTS` as local ranks.
+
+    Args:
+        arguments: arguments of the module.
+        ranks: number of ranks.
+        port: port of the rendezvous; None finds a free one.
+        module: the module of each rank.
+        extra: (rank) -> additional environment variables for that rank.
+        seconds: time limit, after which all ranks are stopped.
+        start: replaces `start_rank`.
+
+    Returns:
+        How the ranks ended.
+
+    Raises:
+        TimeoutError: if the ranks run longer than `seconds`.
+        ValueError: if `port` is in use.
+    """
     if port is not None:
         check_port(port)
     port = port or find_free_port()
@@ -194,7 +187,7 @@ def run_ranks(
     def begin_again(rank: int) -> None:
         processes[rank] = begin(rank)
         if signals.first:  # the other ranks have received it already
-            processes[rank].terminate()
+            processes[rank].send_signal(signal.SIGTERM)
 
     try:
         processes.extend(map(begin, range(ranks)))
@@ -294,9 +287,7 @@ def _watch(
         grace = _KILL_GRACE if dead and _GPUS.exists() else _NOTICE
         if since > grace and not ending and not stops:
             ending = True
-            for process in processes:
-                if process.poll() is None:
-                    (process.kill if dead else process.terminate)()
+            _send(processes, signal.SIGKILL if dead else signal.SIGTERM)
         if end is not None and time.monotonic() > end:
             running = [rank for rank, status in ended.items() if status is None]
             raise TimeoutError(
@@ -315,16 +306,19 @@ def _is_killed(status: int) -> bool:
     return status < 0 and -status not in SIGNALS
 
 
-def _stop(processes: Sequence[RankProcess]) -> None:
+def _send(processes: Sequence[RankProcess], number: int) -> None:
     for process in processes:
-        if process.poll() is None:
-            process.terminate()
+        process.send_signal(number)
+
+
+def _stop(processes: Sequence[RankProcess]) -> None:
+    _send(processes, signal.SIGTERM)
     end = time.monotonic() + 5
     for process in processes:
         try:
             process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
             process.wait()
 
 
@@ -349,20 +343,15 @@ class _Signals:
     def _received(self, number: int, _frame: object) -> None:
         if not self.first:
             self.first, self._at = number, time.monotonic()
-            self._send(signal.SIGTERM)
+            _send(self._processes, signal.SIGTERM)
         elif is_second(number, time.monotonic() - self._at):
-            self._send(signal.SIGINT)
+            _send(self._processes, signal.SIGINT)
             raise KeyboardInterrupt
 
     def all_started(self) -> None:
         """Forwards a signal that arrived before all ranks were started."""
         if self.first:
-            self._send(signal.SIGTERM)
-
-    def _send(self, number: int) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
+            _send(self._processes, signal.SIGTERM)
 
     def restore(self) -> None:
         for number, previous in self._old.items():

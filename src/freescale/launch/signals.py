@@ -150,13 +150,8 @@ class StopSignals:
     def _end_after_silence(self) -> None:
         limit = max(SILENCE, _SLOW_STEPS * self._step)
         if not self._suspended and time.monotonic() - self._heard > limit:
-            self._end(
-                (
-                    f"ended without saving: {self._name()} came, and for {limit:.0f} s no step "
-                    "was complete on all ranks"
-                ),
-                1,
-            )
+            silent = f"for {limit:.0f} s no step was complete on all ranks"
+            self._end(f"ended without saving: {self._name()} came, and {silent}", 1)
 
     def _end(self, words: str, status: int) -> NoReturn:
         """Ends the process from the thread, without waiting for anything."""

@@ -36,7 +36,7 @@ from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
 from freescale.segments import Segments
 from freescale.train.evaluate import evaluate_ranking
-from freescale.train.evaluate_retrieval import Popularity, evaluate_retrieval
+from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
@@ -317,8 +317,6 @@ def evaluate_part(
     data = load_histories(config, path, model.transport, part)
     if config.model.task == "ranking":
         return evaluate_ranking(model, data, config.label_names)
-    popularity: Popularity | None = None
-    if baseline:
-        training = load_histories(config, path, model.transport)
-        popularity = training.count_items_of if training.any_ids else training.count_items()
+    training = load_histories(config, path, model.transport) if baseline else None
+    popularity = None if training is None else training.count_items_of
     return evaluate_retrieval(model, data, popularity=popularity, keep=keep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -138,32 +138,25 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:
         self._callbacks, self._transport = list(callbacks), run.transport
         self._run = weakref.ref(run)  # no reference cycle: a dropped Trainer is freed at once
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None  # of the first hook that failed on this rank
 
     def call(self, hook: str, *args: Any) -> None:
         """Calls the hook of each callback, unless one of them has failed on this rank."""
         for callback in self._callbacks:
-            if self._failure is None:
+            if self.failure is None:
                 try:
                     getattr(callback, hook)(self._run(), *args)
                 except Exception as error:
-                    self._failure = error
+                    self.failure = error
 
-    @property
-    def failed(self) -> bool:
-        """Whether a hook has failed on this rank."""
-        return self._failure is not None
-
-    def guard(
-        self, batches: Iterator[SequenceBatch], skipped: Collection[int] = ()
-    ) -> GuardedBatches:
+    def guard(self, batches: Iterator[SequenceBatch], skipped: Collection[int]) -> GuardedBatches:
         """Leaves out the batches with a number in `skipped`. Raises the exception of a failed hook
         as if the data had failed: then the pipeline ends on all ranks after the same step."""
-        return GuardedBatches(batches, skipped, lambda: self._failure)
+        return GuardedBatches(batches, skipped, self)
 
     def check(self) -> None:
         """Raises on all ranks if a hook has failed on one. A collective."""
-        raise_together(self._failure, self._transport)
+        raise_together(self.failure, self._transport)
 
 
 class GuardedBatches(Iterator[SequenceBatch]):
@@ -172,20 +165,16 @@ class GuardedBatches(Iterator[SequenceBatch]):
     is_lasting = True  # the loader does not overwrite a batch that it has returned
 
     def __init__(
-        self,
-        batches: Iterator[SequenceBatch],
-        skipped: Collection[int],
-        failure: Callable[[], Exception | None],
+        self, batches: Iterator[SequenceBatch], skipped: Collection[int], callbacks: CallbackList
     ) -> None:
-        self._batches, self._skipped, self._failure = batches, skipped, failure
+        self._batches, self._skipped, self._callbacks = batches, skipped, callbacks
 
     def __next__(self) -> SequenceBatch:
         batch = next(self._batches)
         while batch.number in self._skipped:
             batch = next(self._batches)
-        failure = self._failure()
-        if failure is not None:
-            raise failure
+        if self._callbacks.failure is not None:
+            raise self._callbacks.failure
         return batch
 
     def wait_for_next(self) -> None:

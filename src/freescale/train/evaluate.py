@@ -3,7 +3,7 @@ GAUC. For retrieval see evaluate_retrieval.py."""
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
 from freescale.train.metrics import area_under_curve, group_area_under_curve, normalized_entropy
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import raise_together
 
 # Measures of a batch by name: one value per sample [n], or (sum, weight).
@@ -96,32 +96,27 @@ def _add_measures(totals: dict[str, Tensor], measures: Measures, samples: int) -
         )
     for name, value in measures.items():
         if isinstance(value, Tensor) and value.shape == (samples,):
-            pair = torch.stack(
-                [value.double().sum(), value.new_tensor(samples, dtype=torch.double)]
-            )
-        elif isinstance(value, tuple) and len(value) == 2:
-            pair = torch.stack([torch.as_tensor(part).double().cpu().reshape(()) for part in value])
-        else:
+            value = value.double().sum(), samples
+        if not (isinstance(value, tuple) and len(value) == 2):
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"measure {name!r} is {shape}: return one value for each of the {samples} samples, "
                 "or a pair (sum, weight)"
             )
-        totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + pair.cpu()
+        pair = torch.stack([torch.as_tensor(part).double().cpu().reshape(()) for part in value])
+        totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + pair
 
 
 def _merge_totals(totals: Mapping[str, Tensor], transport: Transport) -> dict[str, float]:
     """Adds up in the order of ranks, so that all ranks round alike."""
-    mine = json.dumps({name: total.tolist() for name, total in totals.items()})
-    summed: dict[str, list[float]] = {}
-    for theirs in map(json.loads, transport.gather_bytes(mine.encode())):
+    mine = {name: total.tolist() for name, total in totals.items()}
+    sums: dict[str, float] = defaultdict(float)
+    weights: dict[str, float] = defaultdict(float)
+    for theirs in gather_json(transport, mine):
         for name, (value, weight) in theirs.items():
-            before = summed.get(name, [0.0, 0.0])
-            summed[name] = [before[0] + value, before[1] + weight]
-    return {
-        name: value / weight if weight else float("nan")
-        for name, (value, weight) in sorted(summed.items())
-    }
+            sums[name] += value
+            weights[name] += weight
+    return {n: sums[n] / weights[n] if weights[n] else float("nan") for n in sorted(sums)}
 
 
 def visit_batches(
@@ -138,12 +133,8 @@ def visit_batches(
 
 def gather_rows(tensor: Tensor, transport: Transport) -> Tensor:
     """tensor [n, ...] with another n on each rank -> all rows in rank order."""
-    sizes = (
-        transport.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device), "counts")
-        .wait()
-        .view(-1)
-        .tolist()
-    )
+    mine = torch.tensor([tensor.shape[0]], device=tensor.device)
+    sizes = transport.all_gather(mine, "counts").wait().view(-1).tolist()
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = transport.all_gather(padded, "rows").wait()

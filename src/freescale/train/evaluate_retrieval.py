@@ -27,15 +27,13 @@ from freescale.train.metrics import MISS, ranking_quality
 from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
-# [rows] counts of all items, or a function of ids [n] that returns them
-Popularity = Tensor | Callable[[Tensor], Tensor]
+Popularity = Callable[[Tensor], Tensor]  # ids [n] -> counts [n]
 
 
 def evaluate_retrieval(
     parallel: ShardedModel,
     data: Iterable[SequenceBatch],
     *,
-    table: str = "item",
     popularity: Popularity | None = None,
     keep: SampleRanks | None = None,
 ) -> dict[str, dict[str, float]]:
@@ -51,26 +49,20 @@ def evaluate_retrieval(
     Args:
         parallel: A sharded Retrieval model.
         data: This rank's batches; all ranks have equally many.
-        table: The table of the items.
         popularity: Occurrences of each item in the training part, for the baseline.
         keep: Receives the target's rank for each sample.
     """
     transport, module = parallel.transport, parallel.module
     parallel.tables.lease.flush()
-    ids, rows = parallel.tables.get_local_rows(table)
+    ids, rows = parallel.tables.get_local_rows("item")
     with torch.no_grad(), evaluation_mode(module):
         # Scores are computed on the device, wherever the rows are stored.
         rows = rows.to(transport.device)
         catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
-    place, dynamic = _PlaceFinder(ids), parallel.tables.specs[table].dynamic is not None
+    place, dynamic = _PlaceFinder(ids), parallel.tables.specs["item"].dynamic is not None
     # on every rank, whatever it owns
-    tile = choose_tile(-(-parallel.tables.specs[table].rows // transport.world))
-    baseline = None
-    if popularity is not None:
-        if isinstance(popularity, Tensor):
-            baseline = _Popularity(popularity.to(ids.device)[ids])
-        else:
-            baseline = _Popularity(popularity(ids))
+    tile = choose_tile(-(-parallel.tables.specs["item"].rows // transport.world))
+    baseline = None if popularity is None else _Popularity(popularity(ids))
     ranks: list[Tensor] = []  # [2, q] each: among all items, among the unseen
     popular: list[Tensor] = []  # likewise
     repeats: list[Tensor] = []

@@ -68,9 +68,9 @@ class Run:
         """Begins a snapshot of this step if one is due."""
         if self.snapshots is None:
             return
-        state = self.state
+        state, failed = self.state, self.callbacks.failure is not None
         line = self.snapshots.take_if_due(
-            self.position.step, state.model.tables, state.collect, self.callbacks.failed
+            self.position.step, state.model.tables, state.collect, failed
         )
         if line is not None:
             (kind,) = line

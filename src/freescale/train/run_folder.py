@@ -15,8 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -146,22 +145,21 @@ class RunFolder:
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            self._note(Ending(type(error).__name__, str(error)[:2000], step(), time.time()))
+            self._note(type(error).__name__, str(error)[:2000], step())
             raise
 
     def note_result(self, stopped: int, step: int) -> None:
         """Records that the run is complete or, with the number of a signal, that it was stopped."""
         if stopped:
-            name = signal.Signals(stopped).name
-            self._note(Ending(STOPPED, f"stopped by {name}", step, time.time()))
+            self._note(STOPPED, f"stopped by {signal.Signals(stopped).name}", step)
         elif self._transport.rank == 0:
             forget_attempt(self.path)
 
-    def _note(self, ending: Ending) -> None:
+    def _note(self, kind: str, message: str, step: int) -> None:
         rank = self._transport.rank
         if self._begun:
-            own = replace(ending, rank=None if ending.kind == STOPPED else rank)
-            note_end(self.path, f"rank-{rank:05d}", own)
+            ending = Ending(kind, message, step, time.time(), None if kind == STOPPED else rank)
+            note_end(self.path, f"rank-{rank:05d}", ending)
 
     def close(self) -> None:
         """Releases the folder for other runs."""
@@ -191,8 +189,9 @@ class RunFolder:
         if self.is_auto or self.resume:  # otherwise a new run replaces the one in the folder
             self._endings = read_endings(self._folder)
             self.restarts = read_restarts(self._folder)
-        if self.is_auto:
-            self._refuse_repeated()
+        # not again by itself after two equal failures
+        if self.is_auto and (failure := find_repeated(self._folder)):
+            raise ValueError(explain_repeated(failure))
         if self.resume:
             self._claim(self._folder)
             self.run_id = read_run_id(self._folder)
@@ -242,12 +241,6 @@ class RunFolder:
             return True
         return Checkpoints(path / "checkpoints", self._transport).latest() is not None
 
-    def _refuse_repeated(self) -> None:
-        """Refuses an unattended restart after two equal failures."""
-        assert self._folder is not None
-        if failure := find_repeated(self._folder):
-            raise ValueError(explain_repeated(failure))
-
     def _refuse(self, path: Path) -> None:
         saved = self._holds_run(path)
         if saved and not self.resume:
@@ -296,22 +289,19 @@ def lock_folder(path: Path) -> IO[str] | None:
     Raises:
         ValueError: if another run holds the lock.
     """
-    file = os.fdopen(os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8")
-    try:
-        acquired = lock(file.fileno(), wait=False)
-    except BlockingIOError:
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise ValueError(
-            f"{path} is in use by another run ({holder}): name another folder, or wait until "
-            "it has ended"
-        ) from None
-    except OSError:
-        file.close()
-        raise
-    if not acquired:
-        file.close()
-        return None
+    opened = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with ExitStack() as stack:
+        file = stack.enter_context(os.fdopen(opened, "r+", encoding="utf-8"))
+        try:
+            if not lock(opened, wait=False):
+                return None
+        except BlockingIOError:
+            holder = file.read().strip() or "unknown"
+            raise ValueError(
+                f"{path} is in use by another run ({holder}): name another folder, or wait until "
+                "it has ended"
+            ) from None
+        stack.pop_all()  # it stays open
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

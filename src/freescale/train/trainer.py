@@ -87,23 +87,15 @@ class Trainer:
         self.config = config
         # Started first: it starts up while the model is built and kernels are compiled.
         worker_server = worker_server or start_early(config)
-        self.histories = histories if histories is not None else prepare_data(config)
+        self.histories = histories or prepare_data(config)
         self._connected = transport is None
         settings = config.train
-        self.transport = transport = (
-            connect(settings.device, settings.timeout, settings.transport)
-            if transport is None
-            else transport
-        )
-        self.snapshots: Snapshots | None = None
-        if settings.snapshot_every is not None:
-            self.snapshots = Snapshots(transport, settings.snapshot_every)
-        self.run_folder = RunFolder(
-            Path(folder) if folder else None,
-            resume,
-            transport,
-            partial(has_snapshot, self.snapshots),
-        )
+        if transport is None:
+            transport = connect(settings.device, settings.timeout, settings.transport)
+        self.transport, every = transport, settings.snapshot_every
+        self.snapshots = None if every is None else Snapshots(transport, every)
+        remembers = partial(has_snapshot, self.snapshots)
+        self.run_folder = RunFolder(Path(folder) if folder else None, resume, transport, remembers)
         with self.run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
             self._run = self._build(callbacks, worker_server)
             named = isinstance(resume, str) and resume != AUTO

@@ -35,28 +35,23 @@ def read_batches(run: Run) -> Batches:
     return read_ahead(run.position.data, count, kind == "cuda", run.worker_server)
 
 
-def start_ledger(run: Run) -> Collector:
-    """Collects the ledgers of all ranks into the run's folder."""
-    transport = run.transport
-    return Collector(
-        run.position.pipeline.ledger,
-        transport.rank,
-        transport.world,
-        transport.gather_bytes,
-        run.folder.path if transport.rank == 0 else None,
-        offsets=transport.clock_offsets,
-        trace_steps=run.config.train.trace_steps,
-        resumed=run.folder.resume,
-        restarts=run.folder.restarts,
-    )
-
-
 class TrainingLoop:
     """The steps of a run whose folder is open."""
 
     def __init__(self, run: Run, signals: StopSignals, batches: Batches) -> None:
         self._run, self._signals, self._batches = run, signals, batches
-        self.collector = start_ledger(run)
+        transport = run.transport
+        self.collector = Collector(
+            run.position.pipeline.ledger,
+            transport.rank,
+            transport.world,
+            transport.gather_bytes,
+            run.folder.path if transport.rank == 0 else None,
+            offsets=transport.clock_offsets,
+            trace_steps=run.config.train.trace_steps,
+            resumed=run.folder.resume,
+            restarts=run.folder.restarts,
+        )
 
     def run(self) -> Iterator[StepResult]:
         """Trains until the data or --steps ends, or a rank stops it. Yields each step after its

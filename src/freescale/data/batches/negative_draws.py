@@ -66,12 +66,9 @@ def draw_negatives(
     numbers = torch.arange(in_batch)
     step = 1 + integers(derive(keys[:, None], _SAMPLE, numbers), halo)  # [n, in_batch]
     chosen = (homes[:, None] + step) % batch_size
-    lengths = targets.lengths[chosen]
-    place = targets.offsets[chosen] + integers(
-        derive(keys[:, None], _POSITION, numbers), lengths.clamp(min=1)
-    )
-    found = targets.values[place.clamp(max=targets.values.numel() - 1)]
-    negatives[:, :in_batch] = torch.where(lengths > 0, found, negatives[:, :in_batch])
+    found = _choose_targets(keys, targets, chosen)
+    some = targets.lengths[chosen] > 0
+    negatives[:, :in_batch] = torch.where(some, found, negatives[:, :in_batch])
     return negatives
 
 
@@ -91,12 +88,15 @@ def _draw_targets(
     wanted = before[first][:, None] + step  # samples with targets before it
     chosen = (torch.searchsorted(before, wanted, right=True) - 1) % batch_size
     chosen = torch.where(able[:, None] > 0, chosen, 0)
-    lengths = targets.lengths[chosen]
-    place = targets.offsets[chosen] + integers(
-        derive(keys[:, None], _POSITION, numbers), lengths.clamp(min=1)
-    )
-    found = targets.values[place.clamp(max=targets.values.numel() - 1)]
-    return torch.where(able[:, None] > 0, found, 0)
+    return torch.where(able[:, None] > 0, _choose_targets(keys, targets, chosen), 0)
+
+
+def _choose_targets(keys: Tensor, targets: Jagged, chosen: Tensor) -> Tensor:
+    """[n, count] a target of each of the samples `chosen` [n, count]; any for those without."""
+    lengths, numbers = targets.lengths[chosen], torch.arange(chosen.shape[1])
+    drawn = integers(derive(keys[:, None], _POSITION, numbers), lengths.clamp(min=1))
+    place = targets.offsets[chosen] + drawn
+    return targets.values[place.clamp(max=targets.values.numel() - 1)]
 
 
 def derive_position_keys(keys: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,10 @@ from freescale.data.batches.specs import ReadSpec, SplitSpec
 from freescale.data.batches.splits import Window, find_ends, find_later, find_window
 from freescale.data.histories import HistoriesFile, RowGroup
 
+# Events by column, one sample after another; [n]: how many each sample has; [n]: how many of these,
+# at the end, are beyond the history.
+Events = tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]
+
 
 class WindowReader:
     """Reads the events of samples and caches row groups. A file that fits in memory is one row
@@ -54,29 +58,18 @@ class WindowReader:
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
 
-    def read(
-        self, epoch: int, numbers: NDArray[Any]
-    ) -> tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]:
-        """Reads the events of samples `numbers` [n], row groups in the order of `epoch`.
-
-        Returns the events by column, one sample after another; [n]: how many each sample has; [n]:
-        how many of these, at the end, are beyond the history.
-        """
+    def read(self, epoch: int, numbers: NDArray[Any]) -> Events:
+        """Reads the events of samples `numbers` [n], row groups in the order of `epoch`."""
         if self._whole:
-            window = self._find_window(0, numbers)
-            lengths = window.end - window.begin
-            index, values = list_ranges(window.begin, lengths), self._read_group(0).values
-            return {name: values[name][index] for name in self._columns}, lengths, window.tail
+            return self._read_rows(0, numbers)
         starts = self._order.starts.numpy()
         group_of = np.searchsorted(starts, numbers, side="right") - 1
         members = self._list_members(epoch, group_of)
         lengths, tails = np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
         pieces: list[dict[str, NDArray[Any]]] = []
         for group, of in members:
-            window = self._find_window(group, numbers[of] - starts[group])
-            lengths[of], tails[of] = window.end - window.begin, window.tail
-            index, values = list_ranges(window.begin, lengths[of]), self._read_group(group).values
-            pieces.append({name: values[name][index] for name in self._columns})
+            piece, lengths[of], tails[of] = self._read_rows(group, numbers[of] - starts[group])
+            pieces.append(piece)
         offsets = np.cumsum(lengths) - lengths
         columns = {name: np.empty(int(lengths.sum()), _find_dtype(name)) for name in self._columns}
         for (_, of), piece in zip(members, pieces, strict=True):
@@ -84,6 +77,12 @@ class WindowReader:
             for name, column in columns.items():
                 column[place] = piece[name]
         return columns, lengths, tails
+
+    def _read_rows(self, group: int, rows: NDArray[Any]) -> Events:
+        window = self._find_window(group, rows)
+        lengths = window.end - window.begin
+        index, values = list_ranges(window.begin, lengths), self._read_group(group).values
+        return {name: values[name][index] for name in self._columns}, lengths, window.tail
 
     def _list_members(self, epoch: int, group_of: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
         """Row groups in the epoch's order, so that each is read once, with the samples of each."""

@@ -24,7 +24,7 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -196,7 +196,7 @@ class _Worker:
         self._arrived: FinishedBatch | None = None
         self._has_delivered = False
         self._connection: Connection[Any, Any] = Connection(connection.detach())
-        self._send(pickle.dumps((number, workers, arena.slots, arena.slot_bytes)))
+        self._send((number, workers, arena.slots, arena.slot_bytes))
         for slot in slots:
             self._offer(slot, 0)
 
@@ -206,7 +206,7 @@ class _Worker:
         if self._arrived is None or self._arrived.number != number:
             # where to begin if it starts now; the message may stay unread for long
             if select.select([], [self._connection], [], 0)[1]:
-                self._send(pickle.dumps((None, number + self._workers)))
+                self._send((None, number + self._workers))
             return None
         made, self._arrived = self._arrived, None
         return self._open(made, number + 1)
@@ -240,23 +240,19 @@ class _Worker:
 
     def _open(self, made: FinishedBatch, needed: int) -> SequenceBatch:
         like = _build_like(made.schema)
-        spans = {
-            name: replace(like.sequences[name], span=span) for name, span in made.spans.items()
-        }
-        if spans:
-            like = replace(like, sequences={**like.sequences, **spans})
+        if made.spans:
+            own = like.sequences
+            spans = {name: replace(own[name], span=span) for name, span in made.spans.items()}
+            like = replace(like, sequences={**own, **spans})
+        view, lease = self._arena.view(made.slot)[: made.layout.size], None
         if made.message is not None:  # too large for a slot
             buffer = torch.frombuffer(bytearray(made.message), dtype=torch.uint8)
             self._offer(made.slot, needed)
-            packing = Packed(buffer, made.layout, bounds=made.bounds)
-            return replace(like.with_packing(packing), number=made.number)
-        view = self._arena.view(made.slot)[: made.layout.size]
-        buffer, lease = torch.from_numpy(view), None
-        if self._lent:
-            lease = _Lease(made.slot)
+        elif self._lent:
+            buffer, lease = torch.from_numpy(view), _Lease(made.slot)
             weakref.finalize(view, self._returned.append, lease).atexit = False
         else:  # its last slot: keeping all batches must not stop the worker
-            buffer = buffer.clone()
+            buffer = torch.from_numpy(view).clone()
             self._offer(made.slot, needed)
         packing = Packed(buffer, made.layout, lease, made.bounds)
         return replace(like.with_packing(packing), number=made.number)
@@ -271,14 +267,11 @@ class _Worker:
 
     def _offer(self, slot: int, needed: int) -> None:
         self._lent += 1
-        self._send(pickle.dumps((slot, needed)))
+        self._send((slot, needed))
 
-    def _send(self, *messages: bytes) -> None:
-        try:
-            for message in messages:
-                self._connection.send_bytes(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # its last message is still unread
+    def _send(self, message: tuple[int | None, ...]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # its last message is still unread
+            self._connection.send_bytes(pickle.dumps(message))
 
     def _explain_death(self) -> RuntimeError:
         status = self._server.find_status(self._number)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from freescale.data.histories import HistoriesMetadata
+from freescale.data.histories import HistoriesMetadata, count_events
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.ingest.interactions import Interactions
@@ -78,12 +77,6 @@ def read_batches(path: Path) -> Iterator[pa.RecordBatch]:
         yield from reader
 
 
-def read_table(path: Path) -> pa.Table:
-    """Reads a whole file."""
-    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
-        return reader.read_all()
-
-
 def describe_interactions(interactions: Interactions) -> list[str]:
     """Report lines after reading: the roles of columns, and what was left out."""
     layout, files = interactions.layouts[0], interactions.files
@@ -127,19 +120,6 @@ def _describe_ids(interactions: Interactions, name: str) -> str:
     return f"{count:,} {reason}" if reason == "strings" else f"{count:,} {reason}; numbered anew"
 
 
-@dataclass
-class Spilled:
-    """Bytes of events spilled to disk so far."""
-
-    bytes: int = 0
-    share: float = 0.0  # share of the source read so far
-
-    def estimate_peak(self) -> float | None:
-        """Peak bytes on disk: all histories twice, while users are ordered. None before the first
-        event."""
-        return 2 * self.bytes / self.share if self.share else None
-
-
 def build_histories(
     interactions: Interactions,
     folder: Path,
@@ -147,7 +127,6 @@ def build_histories(
     make_fingerprint: Callable[[], str],
     report: Progress,
     limit: int,
-    spilled: Spilled,
 ) -> list[Path]:
     """Writes histories.parquet and, if ids are strings, vocabulary.parquet.
 
@@ -158,7 +137,6 @@ def build_histories(
         make_fingerprint: Returns that of the sources, for the metadata, once they have been read.
         report: Called with a stage and the share done.
         limit: Events of a bucket, about.
-        spilled: Updated with the bytes spilled.
 
     Returns:
         The paths of the files, the histories last.
@@ -169,7 +147,7 @@ def build_histories(
     """
     largest, events, dropped = -1, 0, 0
 
-    def count_events() -> Iterator[pa.RecordBatch]:
+    def count_as_read() -> Iterator[pa.RecordBatch]:
         nonlocal largest, events
         for batch in interactions:
             if interactions.hashed is None:
@@ -180,7 +158,6 @@ def build_histories(
                     f"{num_items}; raise num_items or leave it out"
                 )
             events += batch.num_rows
-            spilled.bytes, spilled.share = spilled.bytes + batch.nbytes, interactions.fraction
             report("read", interactions.fraction)
             yield batch
         bounded = num_items is not None or interactions.hashed is not None
@@ -195,14 +172,13 @@ def build_histories(
     def make_histories() -> Iterator[pa.Table]:
         nonlocal kept_events, kept_users, dropped
         done = 0
-        for table in _partition_by_user(
-            count_events(), _estimate_rows(interactions), folder, limit
-        ):
+        rows = _estimate_rows(interactions)
+        for table in _partition_by_user(count_as_read(), rows, folder, limit):
             done += table.num_rows
             table, short = _group_events(table)
             dropped += short
             kept_users += table.num_rows
-            kept_events += int(_read_offsets(table)[-1])
+            kept_events += int(count_events(table.column("item_id")).sum())
             samples.append(_sample_order(table, max(limit // _SAMPLES, 1)))
             report("sort", done / events)
             yield table
@@ -260,7 +236,7 @@ def _partition_by_user(
         if count > limit and (count < rows or level == 0):
             yield from _partition_by_user(read_batches(path), count, folder, limit, level + 1)
         elif count:
-            yield read_table(path)
+            yield pa.Table.from_batches(read_batches(path))
         path.unlink()
 
 
@@ -270,9 +246,8 @@ def _sort_by_last_event(
     """Sorts users by (last timestamp, user). `samples` [n, 2], sorted and unique, give the cuts."""
     parts = min(-(-len(samples) // _SAMPLES), _FAN_OUT)
     if parts <= 1:
-        table = pa.Table.from_batches(list(tables))
-        yield table.take(
-            pa.array(np.lexsort((_to_numpy(table, "user_id"), _to_numpy(table, _LAST))))
+        yield pa.Table.from_batches(tables).sort_by(
+            [(_LAST, "ascending"), ("user_id", "ascending")]
         )
         return
     cuts = len(samples) * np.arange(1, parts) // parts
@@ -298,7 +273,7 @@ def _sort_by_last_event(
 def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
     """Flat events -> one row per user, in time order, with the last timestamp; number of users
     dropped."""
-    users, times = _to_numpy(events, "user_id"), _to_numpy(events, "timestamp")
+    users, times = (events.column(name).to_numpy() for name in ("user_id", "timestamp"))
     order = np.lexsort((times, users))  # stable
     users = users[order]
     starts = np.flatnonzero(np.concatenate([[len(users) > 0], users[1:] != users[:-1]]))
@@ -307,22 +282,19 @@ def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
     order = order[np.repeat(keep, counts)]
     ends = np.cumsum(counts[keep])
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
-    sorted_events = events.drop_columns("user_id").take(pa.array(order)).combine_chunks()
+    sorted_events = events.drop_columns("user_id").take(pa.array(order))
     columns: dict[str, pa.Array] = {"user_id": pa.array(users[starts[keep]])}
-    for name in sorted_events.column_names:
-        chunks = sorted_events.column(name).chunks
-        values = chunks[0] if chunks else pa.array([], sorted_events.schema.field(name).type)
-        columns[name] = pa.ListArray.from_arrays(offsets, values)
-    columns[_LAST] = pa.array(times[order[ends - 1]]) if len(ends) else pa.array([], pa.int64())
+    for name, values in zip(sorted_events.column_names, sorted_events.columns, strict=True):
+        columns[name] = pa.ListArray.from_arrays(offsets, values.combine_chunks())
+    columns[_LAST] = pa.array(times[order[ends - 1]])
     return pa.table(columns), int((~keep).sum())
 
 
 def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
     """[n, 2] pairs (last timestamp, user), one every `step` events."""
-    last, users = _to_numpy(table, _LAST), _to_numpy(table, "user_id")
-    counts = np.diff(_read_offsets(table))
+    last, users = (table.column(name).to_numpy() for name in (_LAST, "user_id"))
     order = np.lexsort((users, last))
-    ends = np.cumsum(counts[order])
+    ends = np.cumsum(count_events(table.column("item_id"))[order])
     total = int(ends[-1]) if len(ends) else 0
     picked = order[np.searchsorted(ends, np.arange(0, total, step), "right")]
     return np.stack([last[picked], users[picked]], axis=1)
@@ -340,14 +312,3 @@ def _read_schema(path: Path) -> pa.Schema:
     with pa.OSFile(str(path), "rb") as source, pa.ipc.open_stream(source) as reader:
         fields = [f for f in reader.schema if f.name not in ("user_id", _LAST)]
         return make_schema({field.name: field.type.value_type for field in fields})
-
-
-def _to_numpy(table: pa.Table, name: str) -> NDArray[Any]:
-    values: NDArray[Any] = table.column(name).to_numpy()
-    return values
-
-
-def _read_offsets(table: pa.Table) -> NDArray[Any]:
-    """Offsets of the histories of a table made by `_group_events`."""
-    chunks = table.column("item_id").chunks
-    return chunks[0].offsets.to_numpy() if chunks else np.zeros(1, np.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -138,16 +139,13 @@ class Vocabulary:
     def write(self, path: Path, hashed: Iterable[tuple[pa.Array, pa.Array]] = ()) -> None:
         """Writes the columns `column`, `id` and `text`. `hashed`: ids and texts of hashed items."""
         schema = pa.schema([("column", pa.string()), ("id", pa.int64()), ("text", pa.string())])
+        coded = (
+            (name, pa.array(np.arange(len(codes))), pa.array(list(codes), pa.string()))
+            for name, codes in self.columns.items()
+        )
         with pq.ParquetWriter(path, schema) as writer:
-            for name, codes in self.columns.items():
-                columns = [
-                    pa.repeat(name, len(codes)),
-                    pa.array(np.arange(len(codes))),
-                    pa.array(list(codes), pa.string()),
-                ]
-                writer.write_table(pa.table(columns, schema=schema))
-            for ids, texts in hashed:
-                columns = [pa.repeat("item_id", len(ids)), ids, texts]
+            for name, ids, texts in chain(coded, (("item_id", *each) for each in hashed)):
+                columns = [pa.repeat(name, len(ids)), ids, texts]
                 writer.write_table(pa.table(columns, schema=schema))
 
 

@@ -21,7 +21,8 @@ catalogue and the users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +73,10 @@ def make_action(ratings: pa.Array) -> pa.Array:
 
 
 def make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str, pa.Array]:
+    flags = {name: block.convert(name, _parse_flag) for name in names}
     action = pa.repeat(pa.scalar(0, pa.int64()), block.table.num_rows)
-    flags = {}
-    for name in names:
-        flag = block.convert(name, _parse_flag)
+    for name, flag in flags.items():
         action = pc.bit_wise_or(action, pc.shift_left(flag.cast(pa.int64()), FEEDBACK.index(name)))
-        flags[name] = flag
     return {"action": action, **flags}
 
 
@@ -140,6 +139,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
         self.fraction = 0.0  # share of bytes or rows read so far
+        self._bytes = 0  # of the batches so far
         self.missing_rows = 0  # dropped
         self._events = self._lines = 0
         self._done, self._total = 0, sum(file.size for file in self.files)
@@ -160,7 +160,12 @@ class Interactions(Iterator[pa.RecordBatch]):
                 self.restart(found.reading)
             else:
                 self._begun = True
+                self._bytes += batch.nbytes
                 return batch
+
+    def estimate_bytes(self) -> float:
+        """Of all batches; 0 before the first."""
+        return self._bytes / self.fraction if self.fraction else 0.0
 
     def _find_sides(self) -> tuple[list[str], list[str]]:
         """Numeric columns of Parquet files: kept, and not kept."""
@@ -190,7 +195,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         unit = choose_unit(times) if len(self.files) > 1 else None
         for file, layout in zip(self.files, self.layouts):
             events = 0
-            needed = self._list_needed(file, layout)
+            needed = self._list_needed(layout)
             for block in read_tables(file, layout, needed, self._lines):
                 self.fraction = min((self._done + block.share * file.size) / self._total, 1.0)
                 batch = self._normalise(block, layout, unit)
@@ -209,7 +214,7 @@ class Interactions(Iterator[pa.RecordBatch]):
             self._done += file.size
         self.fraction = 1.0
 
-    def _list_needed(self, file: SourceFile, layout: Layout) -> list[str]:
+    def _list_needed(self, layout: Layout) -> list[str]:
         sides = self.sides[0] if layout.format == "parquet" else ()
         needed = [
             *layout.roles.values(),
@@ -226,10 +231,8 @@ class Interactions(Iterator[pa.RecordBatch]):
             column = layout.roles.get("time")
             if column is None:
                 continue
-            values = pa.nulls(0)
-            for block in read_tables(file, layout, [column]):
-                values = pa.concat_arrays(block.table.column(column).chunks)
-                break
+            first = next(read_tables(file, layout, [column]), None)
+            values = pa.nulls(0) if first is None else first.get_values(column)
             times = detect_timestamps(file, column, values, layout.unit)
             for _ in range(self.reading.finer.get(str(file), 0)):
                 times = times.refine()
@@ -260,19 +263,17 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if name in layout.names:
                     columns[name] = block.convert(name, parse_side)
         for label in self.labels:
-            columns[label.name] = block.convert(label.column, make_label(label))
+            columns[label.name] = block.convert(label.column, partial(make_label, label))
         return pa.RecordBatch.from_pydict(columns)
 
     def _parse_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
+        encode: Callable[[pa.Array], pa.Array] = parse_integers
         if name == "item_id" and self.hashed is not None:
             encode = self.hashed.encode
-            return block.convert(column, lambda values: encode(decode_text(values)))
-        if name in self.reading.coded:
-            return block.convert(
-                column, lambda values: self.vocabulary.encode(name, decode_text(values))
-            )
+        elif name in self.reading.coded:
+            encode = partial(self.vocabulary.encode, name)
         try:
-            return block.convert(column, lambda values: parse_integers(decode_text(values)))
+            return block.convert(column, lambda values: encode(decode_text(values)))
         except NotIntegers as reason:
             raise ReadDifferently(
                 f"{block.file}: column {column!r} holds {reason} after integers; `prepare` reads "
@@ -300,12 +301,9 @@ class Interactions(Iterator[pa.RecordBatch]):
 
     def _note_labels(self, batch: pa.RecordBatch, file: SourceFile, layout: Layout) -> None:
         for name in batch.schema.names:
-            value = (
-                None
-                if name in REQUIRED or name in self.no_labels
-                else find_non_label(batch.column(name).to_numpy())
-            )
-            if value is not None:
+            if name in REQUIRED or name in self.no_labels:
+                continue
+            if value := find_non_label(batch.column(name).to_numpy()):
                 made = name == "action" and "action" not in layout.roles
                 source = layout.roles.get("rating", "feedback") if made else name
                 column = f"'action' (made of {source!r})" if made else repr(name)

@@ -17,6 +17,7 @@ from freescale.data.ingest.column_names import find_roles, require_roles
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.text_blocks import read_head
 from freescale.data.ingest.timestamps import guess_unit
+from freescale.data.values import reads_as_number
 
 # KuaiRand; the place in this list is the bit of the action.
 FEEDBACK = (
@@ -86,12 +87,13 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
     separator = find_separator(lines)
     names = split_line(lines[0], separator)
     numbers = [name for name in given.values() if name and name != ORDER]
-    if numbers and all(map(str.isdecimal, numbers)):  # there is no header
-        names = [str(number + 1) for number in range(len(names))]
-        return _lay_out(file, "csv", names, given, separator, header=False)
-    if len(names) == 3 and not given and _looks_like_events(lines, separator):
-        names = ["user", "item", "time"]
-        return _lay_out(file, "csv", names, given, separator, header=False)
+    unnamed: list[str] = []  # names of columns without a header
+    if numbers and all(map(str.isdecimal, numbers)):
+        unnamed = [str(number + 1) for number in range(len(names))]
+    elif not given and _looks_like_events(lines, separator):
+        unnamed = ["user", "item", "time"]
+    if unnamed:
+        return _lay_out(file, "csv", unnamed, given, separator, header=False)
     typed = [_TYPED.fullmatch(name) for name in names]
     if all(typed):
         names = [match[1] for match in typed if match]
@@ -128,12 +130,12 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
     if len(find_roles(fields, {}, ("user", "item"))) == 2:
         return "csv"
     counts = Counter(len(line.split()) for line in lines)
-    numbers = sum(map(_is_number, fields))
-    if separator == b"," and len(fields) == 4 and _is_number(fields[3]):
+    numbers = sum(map(reads_as_number, fields))
+    if separator == b"," and len(fields) == 4 and reads_as_number(fields[3]):
         return "amazon"
     if separator in (b"\t", b"::") and len(fields) == 4 and numbers == 4:
         return "movielens"
-    if len(fields) == 3 and _looks_like_events(lines, separator):
+    if _looks_like_events(lines, separator):
         return "csv"
     if separator in (b" ", b"\t") and set(counts) == {2}:
         return "pairs"
@@ -147,10 +149,9 @@ def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str,
         )
     if separator in (b" ", b"\t") and all(token.isdigit() for token in b" ".join(lines).split()):
         heads = [line.split()[0] for line in lines]
-        start = int(heads[0]) if heads[0] in (b"0", b"1") else None
-        numbered = start is not None and len(lines) > 2
-        counted = [str(start + i).encode() for i in range(len(heads))] if start is not None else []
-        return "user-sequences" if numbered and heads == counted else "sequences"
+        counts_from = {start: [b"%d" % (start + i) for i in range(len(heads))] for start in (0, 1)}
+        numbered = len(lines) > 2 and heads in counts_from.values()
+        return "user-sequences" if numbered else "sequences"
     if not numbers and separator in (b",", b";", b"|", b"\t") and find_roles(fields, {}):
         return "csv"  # a header that is not fully recognised: a later error names the gaps
     shown = separator.decode().join(fields)[:80]
@@ -186,11 +187,7 @@ def _lay_out_movielens(file: SourceFile, lines: Sequence[bytes]) -> Layout:
         require_columns(file, ("userId", "movieId", "rating", "timestamp"), names)
         roles = {"user": "userId", "item": "movieId", "time": "timestamp", "rating": "rating"}
         return Layout("movielens", names, roles, separator, unit="s")
-    if len(names) != 4:
-        raise ValueError(
-            f"{file}: {len(names)} columns, not the 4 of user::item::rating::timestamp; see "
-            "--format"
-        )
+    _require_four(file, names, "user::item::rating::timestamp")
     names = ["user", "item", "rating", "timestamp"]
     roles = {"user": "user", "item": "item", "time": "timestamp", "rating": "rating"}
     return Layout("movielens", names, roles, separator, header=False, quoted=False, unit="s")
@@ -203,14 +200,16 @@ def _lay_out_amazon(file: SourceFile, lines: Sequence[bytes]) -> Layout:
     names = split_line(lines[0], b",")
     if any(name in names for known in _AMAZON.values() for name in known):
         return _make_amazon(file, names)
-    if len(names) != 4:
-        raise ValueError(
-            f"{file}: {len(names)} columns, not the 4 of user,item,rating,timestamp; see --format"
-        )
+    _require_four(file, names, "user,item,rating,timestamp")
     # Release 2018 starts with the item: 10 characters; users are longer and begin with A.
     swapped = len(names[0]) == 10 and len(names[1]) > 10 and names[1].startswith("A")
     both = ["item", "user"] if swapped else ["user", "item"]
     return _make_amazon(file, [*both, "rating", "timestamp"], header=False)
+
+
+def _require_four(file: SourceFile, names: Sequence[str], expected: str) -> None:
+    if len(names) != 4:
+        raise ValueError(f"{file}: {len(names)} columns, not the 4 of {expected}; see --format")
 
 
 def _make_amazon(
@@ -253,7 +252,7 @@ def _read_types(file: SourceFile, lines: Sequence[bytes]) -> dict[str, pa.DataTy
 def _looks_like_events(lines: Sequence[bytes], separator: bytes) -> bool:
     """Whether lines are user, item and a time of plausible magnitude."""
     rows = [split_line(line, separator) for line in lines]
-    return all(len(row) == 3 and _is_number(row[2]) for row in rows) and all(
+    return all(len(row) == 3 and reads_as_number(row[2]) for row in rows) and all(
         guess_unit(float(row[2])) is not None for row in rows
     )
 
@@ -284,11 +283,3 @@ def require_columns(file: object, needed: Sequence[str], present: Sequence[str])
             f"{file}: column {', '.join(map(repr, missing))} is missing; the file has "
             f"{', '.join(present)[:200]}; name the columns with --columns, or another --format"
         )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

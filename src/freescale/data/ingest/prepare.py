@@ -13,7 +13,7 @@ from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import parse_labels
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.ingest.digest import compute_digest, read_contents
-from freescale.data.ingest.history_builder import Progress, Spilled, build_histories
+from freescale.data.ingest.history_builder import Progress, build_histories
 from freescale.data.ingest.ids import ReadDifferently
 from freescale.data.ingest.interactions import IDS, Interactions
 from freescale.data.ingest.sources import find_files
@@ -109,27 +109,18 @@ def prepare(
     remove_dead_workspaces(cache)
     if target.is_file():
         return target
-    spilled = Spilled()
-    work = f"preparing {files[0]}"
-    with explain_full_disk(
-        cache, work, "make room, or name a cache folder on another disk", spilled.estimate_peak
-    ):
+    work, fix = f"preparing {files[0]}", "make room, or name a cache folder on another disk"
+    # all histories twice, while users are ordered
+    with explain_full_disk(cache, work, fix, lambda: 2 * interactions.estimate_bytes()):
         cache.mkdir(parents=True, exist_ok=True)
         with _lock_cache(cache), workspace(cache, key) as folder:
             if target.is_file():  # made by another rank meanwhile
                 return target
             written = None
             while written is None:
-                spilled.bytes, spilled.share = 0, 0.0
                 try:
                     written = build_histories(
-                        interactions,
-                        folder,
-                        num_items,
-                        make_fingerprint,
-                        report,
-                        bucket_events,
-                        spilled,
+                        interactions, folder, num_items, make_fingerprint, report, bucket_events
                     )
                 except ReadDifferently as found:
                     interactions.restart(found.reading)

@@ -68,22 +68,22 @@ def find_files(
     return found
 
 
-def _make_source(path: Path, shown: str) -> SourceFile:
-    """A single file; of an archive, its only member."""
+def _make_source(path: Path, shown: str, member: str = "") -> SourceFile:
+    """A single file; of an archive, the `member`, or its only one."""
     if path.suffix.lower() != ".zip":
         return SourceFile(path, shown)
     members = _list_members(path, shown)
+    listed = ", ".join(members)[:200]
+    if member and member not in members:
+        raise ValueError(f"{shown}: the archive has no {member}; it holds {listed}")
     if not members:
         raise ValueError(f"{shown}: the archive has no files; give one with events")
-    if len(members) != 1:
+    if not member and len(members) != 1:
         raise ValueError(
-            f"{shown}: the archive holds {len(members)} files ({', '.join(members)[:200]}); name "
-            f"one: {shown}/{members[0]}"
+            f"{shown}: the archive holds {len(members)} files ({listed}); name one: "
+            f"{shown}/{members[0]}"
         )
-    return _make_member(path, shown, members[0])
-
-
-def _make_member(path: Path, shown: str, member: str) -> SourceFile:
+    member = member or members[0]
     if member.lower().endswith(PARQUET):
         raise ValueError(f"{shown}/{member}: Parquet is not read from archives; unpack {shown}")
     return SourceFile(path, f"{shown}/{member}", member)
@@ -100,19 +100,8 @@ def _list_members(path: Path, shown: str) -> list[str]:
 
 def _find_remote(url: str, cache: Path | None) -> list[SourceFile]:
     archive, inside, member = url.partition(".zip/")
-    if not inside:
-        return [_make_source(*copy) for copy in fetch_files(url, cache)]
-    copies = fetch_files(f"{archive}.zip", cache)
-    return [_find_member(path, shown, member) for path, shown in copies]
-
-
-def _find_member(path: Path, shown: str, member: str) -> SourceFile:
-    members = _list_members(path, shown)
-    if member not in members:
-        raise ValueError(
-            f"{shown}: the archive has no {member}; it holds {', '.join(members)[:200]}"
-        )
-    return _make_member(path, shown, member)
+    copies = fetch_files(f"{archive}.zip" if inside else url, cache)
+    return [_make_source(*copy, member) for copy in copies]
 
 
 def _find_local(path: Path) -> list[SourceFile]:
@@ -128,7 +117,7 @@ def _find_local(path: Path) -> list[SourceFile]:
         return files
     for parent in path.parents:
         if parent.is_file() and parent.suffix.lower() == ".zip":
-            return [_find_member(parent, str(parent), path.relative_to(parent).as_posix())]
+            return [_make_source(parent, str(parent), path.relative_to(parent).as_posix())]
     raise ValueError(f"{path}: no such file; give the path of an interaction file")
 
 

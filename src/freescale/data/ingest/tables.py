@@ -21,7 +21,8 @@ from freescale.data.ingest.text_parser import parse_csv, parse_json, parse_lines
 from freescale.data.values import BadValue
 
 _ROWS = 1 << 18  # rows of Parquet
-_OWN = {"user": "user_id", "item": "item_id", "time": "timestamp"}  # names of our Parquet files
+# names of our Parquet files
+_OWN = {"user": "user_id", "item": "item_id", "time": "timestamp", "action": "action"}
 
 T = TypeVar("T")
 
@@ -37,17 +38,17 @@ class TableBlock:
 
     def convert(self, column: str, function: Callable[[pa.Array], T]) -> T:
         """Applies a function to a column. The error for a bad value says where it is."""
-        chunks = self.table.column(column)
-        values = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-        if isinstance(values, pa.ChunkedArray):
-            values = pa.concat_arrays(values.chunks)
         try:
-            return function(values)
+            return function(self.get_values(column))
         except BadValue as error:
             where = "" if error.row is None else f", {self.locate(error.row)}"
             raise ValueError(
                 f"{self.file}{where}: column {column!r} {error.problem}; {error.fix}"
             ) from error
+
+    def get_values(self, column: str) -> pa.Array:
+        chunks = self.table.column(column)
+        return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
     def drop_rows(self, columns: Sequence[str]) -> TableBlock:
         """The rows with a value in all of the columns."""
@@ -129,14 +130,10 @@ def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
     with _open_parquet(file) as opened:
         schema = opened.schema_arrow
     names = schema.names
-    own = {role: name for role, name in _OWN.items() if name in names}
-    own |= {"action": "action"} if "action" in names else {}
-    known = {**own, **given}
-    roles = find_roles(names, known, ("user", "item", "time", "action", "rating"))
-    if "rating" not in given:  # it is a side column
-        roles.pop("rating", None)
-    if "action" not in known:
-        roles.pop("action", None)
+    known = {role: name for role, name in _OWN.items() if name in names} | dict(given)
+    # other actions and ratings are side columns
+    further = [role for role in ("action", "rating") if role in known]
+    roles = find_roles(names, known, ("user", "item", "time", *further))
     require_roles(file, names, given, roles)
     if roles["time"] == ORDER:
         del roles["time"]
@@ -152,7 +149,7 @@ def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
 def list_side_columns(file: SourceFile, layout: Layout) -> tuple[list[str], list[str]]:
     """Further numeric columns of a Parquet file: complete ones, and by statistics incomplete
     ones."""
-    used = {*layout.roles.values(), *_OWN.values(), "action"}
+    used = {*layout.roles.values(), *_OWN.values()}
     with _open_parquet(file) as opened:
         schema, metadata = opened.schema_arrow, opened.metadata
         repeated = {name for name in schema.names if schema.names.count(name) > 1}
@@ -173,8 +170,7 @@ def _read_parquet(file: SourceFile, columns: Sequence[str]) -> Iterator[TableBlo
         while (batch := _read_batch(file, batches, rows)) is not None:
             first, rows = rows, rows + batch.num_rows
             table = pa.Table.from_batches([batch])
-            locate = partial(_name_row, first)
-            yield TableBlock(file, table, locate, rows / total)
+            yield TableBlock(file, table, partial(_name_row, first), rows / total)
 
 
 def _read_batch(

@@ -17,6 +17,7 @@ from freescale.data.values import (
     find_first_failing,
     is_text,
     parse_text,
+    reads_as_number,
     refuse_any,
     refuse_nulls,
 )
@@ -151,7 +152,8 @@ class TimestampFormat:
             return values.cast(pa.timestamp(self.unit, zone)).cast(pa.int64())
         except pa.ArrowInvalid:
             finest = values.cast(pa.string())
-            parse_text(finest, pa.timestamp("ns", zone), _describe_dates(zone), _FIX)
+            kind = "with a time zone like those before it" if zone else "without a time zone"
+            parse_text(finest, pa.timestamp("ns", zone), f"a date {kind}", _FIX)
             if self.unit != "ns":
                 raise FinerTimes from None
             raise
@@ -183,13 +185,10 @@ def detect_timestamps(
         return TimestampFormat(path, column, kind.unit, zoned, shown, kind="dates")
     if pa.types.is_date(kind):
         return TimestampFormat(path, column, "s", False, str(kind), kind="dates")
-    if is_text(kind) and len(values):
-        try:
-            float(values[0].as_py())
-        except ValueError:
-            zoned = _has_zone(values[0].as_py())
-            shown = f"dates {'with a' if zoned else 'of no'} time zone"
-            return TimestampFormat(path, column, "s", zoned, shown, kind="dates")
+    if is_text(kind) and len(values) and not reads_as_number(values[0].as_py()):
+        zoned = _has_zone(values[0].as_py())
+        shown = f"dates {'with a' if zoned else 'of no'} time zone"
+        return TimestampFormat(path, column, "s", zoned, shown, kind="dates")
     typed = "int64" if is_text(kind) or pa.types.is_null(kind) else str(kind)
     found = unit or _guess_units(values)
     shown = typed if found is None else f"{typed} ({found})"
@@ -238,10 +237,6 @@ def _has_zone(text: str) -> bool:
     except pa.ArrowInvalid:
         return False
     return True
-
-
-def _describe_dates(zone: str | None) -> str:
-    return "a date with a time zone like those before it" if zone else "a date without a time zone"
 
 
 def _cast_time(values: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -20,14 +20,14 @@ class CollisionCounter:
 
     def __init__(self, items: int):
         self._seen = np.zeros(items, bool)
-        self._last = np.zeros(0, np.int64)
+        self._last: NDArray[Any] | None = None
         self.hits = self.total = 0
 
-    def add(self, requests: NDArray[Any], first: bool) -> None:
-        if not first:
+    def add(self, requests: NDArray[Any]) -> None:
+        if self._last is not None:
             self.hits += int(self._seen[requests].sum())
             self.total += len(requests)
-        self._seen[self._last] = False
+            self._seen[self._last] = False
         self._seen[requests] = True
         self._last = requests
 
@@ -39,10 +39,8 @@ class CollisionCounter:
 def _measure_rate(source: SyntheticSource, batches: Iterable[DrawnBatch], mixing: float) -> float:
     """Collision rate over consecutive batches."""
     collisions = CollisionCounter(source.items)
-    for number, batch in enumerate(batches):
-        collisions.add(
-            source.list_requests(batch, source.choose_items(batch, mixing)), first=number == 0
-        )
+    for batch in batches:
+        collisions.add(source.list_requests(batch, source.choose_items(batch, mixing)))
     return collisions.rate or 0.0
 
 

@@ -123,7 +123,7 @@ def generate(
             for number in range(source.batches):
                 batch = source.draw_batch(number)
                 ids = source.choose_items(batch, mixing)
-                collisions.add(source.list_requests(batch, ids), first=number == 0)
+                collisions.add(source.list_requests(batch, ids))
                 histogram += np.bincount(batch.lengths.numpy(), minlength=len(histogram))
                 writer.write(_make_table(source, batch, ids, schema, labels))
                 if progress is not None:

@@ -46,7 +46,8 @@ class Graphs:
         """`replays`: False launches the same work kernel by kernel, always: the oracle."""
         self._schedule, self._replays = schedule, replays
         self._steps: dict[Any, StaticStep] = {}
-        self._pool: Any = None
+        # memory that all graphs share: one of them runs at a time
+        self.pool: Any = torch.cuda.graph_pool_handle()
         device = schedule.transport.device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -73,13 +74,6 @@ class Graphs:
             static = StaticBatch(size, batch, longest, span)
             step = self._steps[key] = StaticStep(self._schedule, static, self)
         return step
-
-    @property
-    def pool(self) -> Any:
-        """Memory that all graphs share: one of them runs at a time."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
 
     def has_room(self) -> bool:
         """Whether one more graph may be made."""

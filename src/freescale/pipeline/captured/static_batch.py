@@ -46,11 +46,10 @@ class StaticBatch:
         self._lengths = torch.zeros(size.samples, dtype=torch.int64, device=device)
         self._numbers = torch.arange(size.tokens, device=device)
         self._staging = torch.zeros(size.samples + 1, dtype=torch.int64)
-        if device.type == "cuda":
-            self._staging = self._staging.pin_memory()
         self._staged = torch.zeros(size.samples + 1, dtype=torch.int64, device=device)
         self._free: torch.cuda.Event | None = None  # of the last copy out of `_staging`
         if device.type == "cuda":
+            self._staging = self._staging.pin_memory()
             self._free = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.host_lengths = torch.zeros(size.samples, dtype=torch.int64)
         self._plans = StaticPlans(max(longest, size.filler))
@@ -98,22 +97,16 @@ class StaticBatch:
         if self._free is not None:
             self._free.record()
         self._lengths.copy_(self._staged[:-1])
-        into: list[Tensor] = []
-        source: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []  # into, source
         own = self.batch.sequences
         for name, part in batch.sequences.items():
             own[name].values[tokens:].fill_(-1)
-            into.append(own[name].values[:tokens])
-            source.append(part.values)
-        for name, column in batch.dense.items():
-            into.append(self.batch.dense[name][: size.real])
-            source.append(column)
-        for name, column in batch.shared.items():
-            into.append(self.batch.shared[name])
-            source.append(column)
+            copies.append((own[name].values[:tokens], part.values))
+        copies += [(self.batch.dense[n][: size.real], part) for n, part in batch.dense.items()]
+        copies += [(self.batch.shared[n], part) for n, part in batch.shared.items()]
         if batch.keys is not None and self.batch.keys is not None:
-            into.append(self.batch.keys[: size.real])
-            source.append(batch.keys)
+            copies.append((self.batch.keys[: size.real], batch.keys))
+        into, source = zip(*copies, strict=True)
         torch._foreach_copy_(into, source)
         self._plans.refill(padded.numpy())
         real = self._numbers < self._staged[-1]

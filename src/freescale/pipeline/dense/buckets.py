@@ -42,15 +42,11 @@ class GradientBuckets(Reducer):
     resumes. Rows of positions that no sample of the step has are not sent.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        device: torch.device,
-        summing: PartitionedAllReduce | None = None,
-    ) -> None:
-        """`summing` sums in place of the transport; it may be set later, between two steps."""
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._device, self.summing = device, summing
+        self._device = device
+        # sums in place of the transport; it is set between two steps
+        self.summing: PartitionedAllReduce | None = None
         # of each bucket: parameters whose gradient is not there yet; empty while nobody asks
         self._lacking: list[set[int]] = []
         self._hooked = False  # the backward tells which gradients are there
@@ -150,10 +146,8 @@ class GradientBuckets(Reducer):
             self.parameters[number].numel() * self.parameters[number].element_size()
             for number in numbers
         ]
-        least, most = (
-            _LEAST_BYTES[self._device.type],
-            compute_bucket_limit(sum(sizes), self._device.type),
-        )
+        least = _LEAST_BYTES[self._device.type]
+        most = compute_bucket_limit(sum(sizes), self._device.type)
         buckets: list[list[int]] = []
         filled = most
         for number, size in zip(numbers, sizes, strict=True):

@@ -67,8 +67,6 @@ class ThresholdedGradients(Reducer):
         eta: float,
         every: int = TrainConfig.compress_every,
     ) -> None:
-        check_share(eta)
-        check_period(every)
         self.every = every
         self.parameters = [p for p in parameters if p.requires_grad]
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
