@@ -19,14 +19,14 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from freescale.embedding.memory import get_available_memory
+from freescale.kernels.checksums import native, reference
 from freescale.kernels.checksums.reference import Words, as_bytes
-from freescale.kernels.dispatch.checksums import choose_checksums
 from freescale.train.state.chain import Damaged
 from freescale.train.state.transfers import FileReads, create_file
 
@@ -36,6 +36,22 @@ _ALIGN = 64
 _RESERVE = 0.95  # share of the free memory that a file may take
 
 Entries = dict[str, list[Any]]  # of the JSON
+
+
+class Checksums(Protocol):
+    """The functions of `checksums.reference`."""
+
+    def sum_blocks(self, value: Tensor) -> Words: ...
+    def sum_file(self, file: int, place: int, size: int, threads: int = 1) -> Words: ...
+    def copy_blocks(self, value: Tensor, into: Tensor) -> Words: ...
+    def replace_rows(
+        self, into: Tensor, sums: Words, rows: Tensor, source: Tensor, packed: bool = False
+    ) -> None: ...
+
+
+def choose_checksums() -> Checksums:
+    """In C if there is a compiler."""
+    return native if native.is_there() else reference
 
 
 def sum_tensor(value: Tensor) -> int:
