@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -224,9 +223,10 @@ class SequenceBatch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors as a flat list: counts and lengths before values, shared tensors last."""
-        columns = self.parts().values()
-        of_parts = ([part] if isinstance(part, Tensor) else part.tensors() for part in columns)
-        return [*chain.from_iterable(of_parts), *self.list_shared()]
+        tensors: list[Tensor] = []
+        for part in self.parts().values():
+            tensors += [part] if isinstance(part, Tensor) else part.tensors()
+        return tensors + self.list_shared()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> SequenceBatch:
         """The same features with other tensors: the inverse of `tensors`."""
@@ -235,13 +235,13 @@ class SequenceBatch:
     def with_packing(self, packing: Packed, moved: bool = False) -> SequenceBatch:
         """The same features as views of a buffer. `moved`: the buffer is on another device, so
         lengths that were on the CPU are kept as host sizes."""
-        copied = self._refill(packing.tensors(), lambda part, queue: part.copy(queue, moved))
-        return replace(copied, packing=packing)
+        return self._refill(packing.tensors(), lambda part, queue: part.copy(queue, moved), packing)
 
     def _refill(
         self,
         tensors: Iterable[Tensor],
         refill: Callable[[Jagged | Nested, Iterator[Tensor]], Jagged | Nested],
+        packing: Packed | None = None,
     ) -> SequenceBatch:
         queue = iter(tensors)
         batch = self.with_parts(
@@ -251,7 +251,7 @@ class SequenceBatch:
             }
         )
         shared = dict(zip(sorted(self.shared), queue, strict=True))
-        return replace(batch, shared=shared) if shared else batch
+        return replace(batch, shared=shared, packing=packing) if shared or packing else batch
 
 
 def check_is_batch(batch: object) -> SequenceBatch:

@@ -7,7 +7,7 @@ on any device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -123,8 +123,8 @@ class Jagged:
     def copy(self, tensors: Iterator[Tensor], moved: bool) -> Jagged:
         """As `refill`, for copies of the tensors. `moved`: they are on another device, so lengths
         that are on the CPU here are kept as host sizes."""
-        host = self if moved and self.lengths.is_cpu else self.host
-        return replace(self.refill(tensors), host=host, span=self.span)
+        lengths, host = next(tensors), self if moved and self.lengths.is_cpu else self.host
+        return Jagged(next(tensors), lengths, host, self.span)
 
 
 @dataclass(frozen=True)
@@ -179,4 +179,5 @@ class Nested:
     def copy(self, tensors: Iterator[Tensor], moved: bool) -> Nested:
         """As of `Jagged`."""
         host = self if moved and self.counts.is_cpu else self.host
-        return replace(self.refill(tensors), host=host)
+        counts, lengths = next(tensors), next(tensors)
+        return Nested(next(tensors), lengths, counts, host)
