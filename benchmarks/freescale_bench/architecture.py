@@ -118,7 +118,7 @@ _PHASES = (
     ("gradients", "the rank that reads", "one for each row"),
     ("update", "the owners", "each row once a step"),
 )
-_VERBS = ("request", "resolve", "fetch", "backward", "collect")  # that lead out of each phase
+_VERBS = ("request →", "resolve →", "↓ fetch", "← backward", "← collect")  # to the next phase
 _GROUPS = (
     ("sharded", "rows divided over the ranks: four AllToAlls"),
     ("replicated", "whole on every rank: one AllReduce"),
@@ -142,18 +142,12 @@ def draw_tables() -> str:
             column = columns - 1 - column
         x, top = 14.0 + column * (wide + gap), 40 + row * (high + 36)
         parts += _draw_box(x, top, wide, high, phase, (where, what), svg.TEAL)
-        if number + 1 == len(_PHASES):
-            continue
-        middle = top + high / 2
-        if number + 1 == columns:
-            x, middle = x + wide / 2, top + high
-            parts += _draw_arrow(x, middle + 4, x, middle + 32)
-            parts.append(svg.text(x + 8, middle + 22, _VERBS[number], style=svg.SMALL))
-        else:
-            begin, end = (x - 6, x - gap + 6) if row else (x + wide + 6, x + wide + gap - 6)
-            parts += _draw_arrow(begin, middle, end, middle)
-            left = min(begin, end) + 8
-            parts.append(svg.text(left, middle - 6, _VERBS[number], style=svg.SMALL))
+        if number + 1 < len(_PHASES):
+            verb = _VERBS[number]
+            left, below = (x - gap + 6.0 if row else x + wide + 6.0), top + high / 2 + 4
+            if number + 1 == columns:
+                left, below = x + wide / 2, top + high + 22.0
+            parts.append(svg.text(left, below, verb, style=svg.SMALL))
     note = "Staged divides Requested by what consecutive batches share: RowParts, GradientParts."
     parts.append(svg.text(14, 228, note, style=svg.SMALL))
     for title, x, boxes, ink in (
@@ -165,15 +159,6 @@ def draw_tables() -> str:
             top = 276 + number * 52
             parts += _draw_box(x, top, _WIDE / 2 - 28, 42, name, (about,), ink)
     return svg.finish(parts)
-
-
-def _draw_arrow(x: float, y: float, to_x: float, to_y: float) -> list[str]:
-    """Along an axis."""
-    back_x, back_y = (6 * ((a > b) - (a < b)) for a, b in ((x, to_x), (y, to_y)))
-    side_x, side_y = (4, 0) if x == to_x else (0, 4)
-    heads = ((to_x + back_x + sign * side_x, to_y + back_y + sign * side_y) for sign in (-1, 1))
-    found = [svg.rule(x, y, to_x, to_y, svg.GREY)]
-    return found + [svg.rule(*head, to_x, to_y, svg.GREY) for head in heads]
 
 
 def _draw_box(

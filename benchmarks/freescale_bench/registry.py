@@ -54,7 +54,7 @@ class Machine:
     def inspect(file: str | None) -> Machine:
         import torch
 
-        from freescale_bench.common.machine import get_gpu_name
+        from freescale_bench.common.ranks import get_gpu_name
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return Machine(

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from freescale.embedding.dynamic import drawn_rows
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.layout import DynamicLayout
@@ -122,5 +123,5 @@ if __name__ == "__main__":
         # Rows are exchanged back by plain torch, so that it is compared with, too.
         patches.enter_context(mock.patch.object(dynamic_storage, "fits_exchange", lambda _: True))
         # Of these few rows, too, some are in before it is known how many come.
-        patches.enter_context(mock.patch.object(dynamic_storage, "_ALIGNED", 1))
+        patches.enter_context(mock.patch.object(drawn_rows, "_ALIGNED", 1))
         print(json.dumps({name: compare(*case) for name, case in CASES.items()}))

@@ -28,8 +28,7 @@ from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.hosts import Loopback
-from freescale_bench.common.machine import get_gpu_name
-from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.ranks import get_gpu_name, join, start_ranks
 from freescale_bench.common.results import Destination, at_most, spread, write
 from freescale_bench.common.turns import wait_idle
 from freescale_bench.common.workload import draw_lengths

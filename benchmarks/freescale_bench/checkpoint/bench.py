@@ -30,8 +30,7 @@ from freescale.train.state.contents import Contents
 from freescale.train.state.pace import BUDGET
 from freescale.train.state.snapshots import Snapshots
 from freescale.transport.api import Transport
-from freescale_bench.common.machine import get_gpu_name
-from freescale_bench.common.ranks import open_rank
+from freescale_bench.common.ranks import get_gpu_name, open_rank
 from freescale_bench.common.results import Destination, Row, at_least, at_most, spread, write
 from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.shapes import SHAPES, Shape

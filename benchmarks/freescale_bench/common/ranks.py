@@ -26,6 +26,18 @@ from freescale_bench.common.repository import package_path
 _CONTROL = "nvidia-cuda-mps-control"
 
 
+def get_gpu_name() -> str:
+    """Short name of the first GPU, as in the names of result files: `h200`. Empty without one."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return "-".join(name.lower().removeprefix("nvidia ").split())
+
+
+def get_gpu_settings() -> dict[str, str]:
+    """Environment variables that configure CUDA and NCCL."""
+    prefixes = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
 def require_gpu(device: str) -> None:
     """Raises ValueError if `device` is cuda and there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from freescale.embedding.storage.api import TableRange
 from freescale.embedding.storage.device import DeviceStorage
 from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
 from freescale.ledger.ledger import Ledger
-from freescale_bench.common.machine import get_gpu_name
+from freescale_bench.common.ranks import get_gpu_name
 from freescale_bench.common.results import Destination, Row, at_most, show_claims, write
 from freescale_bench.common.turns import wait_idle
 

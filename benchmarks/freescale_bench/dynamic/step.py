@@ -38,8 +38,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.ledger.merge import merge_step
 from freescale.random import derive, integers
 from freescale.transport.api import Transport
-from freescale_bench.common.machine import get_gpu_name
-from freescale_bench.common.ranks import gather_json, open_rank
+from freescale_bench.common.ranks import gather_json, get_gpu_name, open_rank
 from freescale_bench.common.results import (
     Destination,
     Row,

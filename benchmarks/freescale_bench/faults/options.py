@@ -7,7 +7,7 @@ from pathlib import Path
 
 from faults.setting import HOSTS, LAUNCHED, TORCHRUN, Setting, choose_setting
 
-from freescale_bench.common.machine import get_gpu_name
+from freescale_bench.common.ranks import get_gpu_name
 
 
 @dataclass(frozen=True)

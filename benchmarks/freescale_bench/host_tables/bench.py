@@ -27,8 +27,7 @@ from freescale.data.batches.loader import Histories
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.storage.cached import CachedStorage
 from freescale.transport.api import Transport
-from freescale_bench.common.machine import get_gpu_name
-from freescale_bench.common.ranks import gather_json, open_rank
+from freescale_bench.common.ranks import gather_json, get_gpu_name, open_rank
 from freescale_bench.common.results import (
     Destination,
     Row,

@@ -26,8 +26,7 @@ from torch import Tensor
 from freescale.embedding.host_tables.tiers import Host, parse_bytes
 from freescale.ledger.ledger import Ledger
 from freescale_bench.common.arm import Arm
-from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.ranks import get_gpu_name, get_gpu_settings, join, start_ranks
 from freescale_bench.common.results import (
     Destination,
     Row,

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from freescale.kernels.dispatch.versions import has_triton
-from freescale_bench.common.machine import get_gpu_name
 from freescale_bench.common.markdown import format_rows
-from freescale_bench.common.ranks import require_gpu
+from freescale_bench.common.ranks import get_gpu_name, require_gpu
 from freescale_bench.common.results import Destination, Target, describe_run, make_claims, write
 from freescale_bench.kernels.attention import measure_attention
 from freescale_bench.kernels.launches import measure_launches

@@ -18,8 +18,13 @@ from functools import partial
 from typing import Any
 
 from freescale.launch.ranks import is_rank
-from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common.ranks import gather_json, join, start_ranks
+from freescale_bench.common.ranks import (
+    gather_json,
+    get_gpu_name,
+    get_gpu_settings,
+    join,
+    start_ranks,
+)
 from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.common.turns import make_rows, time_turns
 from freescale_bench.common.workload import Workload
@@ -57,18 +62,14 @@ def make_claims(rows: list[Row]) -> list[Claim]:
             "full system: samples/s over serial's", 1.4, rate[PARTITIONED] / rate[SERIAL], "times"
         ),
     ]
-    if SPARSE_DIST in rate:
-        value = rate[PARTITIONED] / rate[SPARSE_DIST]
-        found.append(
-            at_least("full system: samples/s over TorchRec SparseDist's", 1.3, value, "times")
-        )
-    if SEMI_SYNC in rate:
-        value = rate[PARTITIONED] / rate[SEMI_SYNC]
-        found.append(
-            at_least(
-                "full system: samples/s over TorchRec SemiSync's (stale rows)", 1.0, value, "times"
-            )
-        )
+    for arm, whose, least in (
+        (SPARSE_DIST, "TorchRec SparseDist's", 1.3),
+        (SEMI_SYNC, "TorchRec SemiSync's (stale rows)", 1.0),
+    ):
+        if arm in rate:
+            value = rate[PARTITIONED] / rate[arm]
+            text = f"full system: samples/s over {whose}"
+            found.append(at_least(text, least, value, "times"))
     return found
 
 

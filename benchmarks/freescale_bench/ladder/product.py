@@ -26,8 +26,13 @@ from freescale.launch.ranks import is_rank
 from freescale.ledger.ledger import Ledger
 from freescale.train.trainer import Trainer
 from freescale_bench.common.arm import Running, open_transport
-from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common.ranks import gather_json, join, start_ranks
+from freescale_bench.common.ranks import (
+    gather_json,
+    get_gpu_name,
+    get_gpu_settings,
+    join,
+    start_ranks,
+)
 from freescale_bench.common.results import Claim, Destination, Row, at_least, at_most, write
 from freescale_bench.common.torchrec import build_torchrec_retrieval
 from freescale_bench.common.turns import make_rows, time_turns

@@ -12,8 +12,7 @@ import torch
 
 from freescale.kernels.dispatch.versions import has_triton
 from freescale.launch.ranks import is_rank
-from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common.ranks import join, start_ranks
+from freescale_bench.common.ranks import get_gpu_name, get_gpu_settings, join, start_ranks
 from freescale_bench.common.results import Destination, Row, Target, make_claims, show_claims, write
 from freescale_bench.overlap.arms import SECONDS, Bed
 from freescale_bench.overlap.overlapped import FULL, measure_layers, measure_products

@@ -19,7 +19,7 @@ from freescale.config.options import read_number
 from freescale.config.recipe import find_settings
 from freescale.data.batches.splits import LEAST_EVENTS
 from freescale_bench.common.jobs import Job, run_jobs
-from freescale_bench.common.machine import get_gpu_name
+from freescale_bench.common.ranks import get_gpu_name
 from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.quality.intervals import (
     METRICS,

@@ -18,8 +18,13 @@ from freescale.launch.ranks import is_rank
 from freescale.pipeline.staged import Staged
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale_bench.common.arm import Arm
-from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common.ranks import gather_json, join, start_ranks
+from freescale_bench.common.ranks import (
+    gather_json,
+    get_gpu_name,
+    get_gpu_settings,
+    join,
+    start_ranks,
+)
 from freescale_bench.common.results import Destination, Row, at_most, write
 from freescale_bench.common.turns import make_rows, time_turns, wait_idle
 from freescale_bench.common.workload import Workload

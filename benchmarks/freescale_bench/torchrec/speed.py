@@ -19,8 +19,13 @@ from typing import Any
 from freescale.launch.ranks import is_rank
 from freescale.ledger.merge import merge_step
 from freescale_bench.common.hosts import RATE, open_hosts
-from freescale_bench.common.machine import get_gpu_name, get_gpu_settings
-from freescale_bench.common.ranks import gather_json, join, start_ranks
+from freescale_bench.common.ranks import (
+    gather_json,
+    get_gpu_name,
+    get_gpu_settings,
+    join,
+    start_ranks,
+)
 from freescale_bench.common.results import (
     Claim,
     Destination,

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.train.device_figures import watch_compilations
-from freescale_bench.common.machine import get_gpu_name
-from freescale_bench.common.ranks import require_gpu
+from freescale_bench.common.ranks import get_gpu_name, require_gpu
 from freescale_bench.common.results import Destination, Target, make_claims, write
 from freescale_bench.train.measure import measure_shape
 from freescale_bench.train.shapes import SHAPES

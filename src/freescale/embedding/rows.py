@@ -8,9 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freescale.embedding.request import Index
+from freescale.embedding.request import Index, Requested, Resident
 from freescale.kernels.dispatch.rows import keeps_gradients, read_rows, sum_by_row
 from freescale.kernels.rows.gradients import RowGradients
+
+FindKeys = Callable[[int, Tensor], Tensor]  # keys [...] of a table's ids [...]
 
 
 class Rows(Protocol):
@@ -37,7 +39,7 @@ class FetchedRows:
         self,
         index: Index,
         rows: Tensor,
-        find_keys: Callable[[int, Tensor], Tensor],
+        find_keys: FindKeys,
         *,
         train: bool,
         log_q: Tensor | None = None,
@@ -46,7 +48,7 @@ class FetchedRows:
         Args:
             index: finds the rows of ids.
             rows: [u, width], whose memory is used as it is.
-            find_keys: keys [...] of a table's ids [...].
+            find_keys: makes keys of ids.
             train: whether their gradient is wanted.
             log_q: [u] of the index's keys, if the table counts draws.
         """
@@ -86,6 +88,17 @@ class FetchedRows:
         if gradients is not None:
             return sum_readings(gradients, rows.grad, rows.shape[0])
         return rows.grad if rows.grad is not None else torch.zeros_like(rows)
+
+
+class TrainingRows(FetchedRows):
+    """Rows of a training step, with what their gradients need to find their way back."""
+
+    def __init__(
+        self, request: Requested, resident: Resident, rows: Tensor, find_keys: FindKeys
+    ) -> None:
+        log_q = resident.log_q.wait() if resident.log_q is not None else None
+        super().__init__(resident.index, rows, find_keys, train=True, log_q=log_q)
+        self.request, self.resident = request, resident
 
 
 def sum_readings(gradients: RowGradients, others: Tensor | None, count: int) -> Tensor:

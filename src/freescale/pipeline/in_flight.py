@@ -13,9 +13,9 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.groups.replicated import ReplicatedRows
-from freescale.embedding.groups.sharded import TrainingRows
 from freescale.embedding.lease import Capture
 from freescale.embedding.request import Requested, RequestPart, Resident, RowParts
+from freescale.embedding.rows import TrainingRows
 from freescale.embedding.storage.api import UpdateOptions
 from freescale.ledger.ledger import Collective, Ledger
 from freescale.pipeline.agreement import Agreement

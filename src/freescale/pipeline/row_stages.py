@@ -9,8 +9,9 @@ from functools import partial
 from torch import Tensor
 
 from freescale.embedding.collision import Masks, collision_masks
-from freescale.embedding.groups.sharded import Sharded, TrainingRows
+from freescale.embedding.groups.sharded import Sharded
 from freescale.embedding.request import Requested
+from freescale.embedding.rows import TrainingRows
 from freescale.embedding.tables import Tables
 from freescale.pipeline.in_flight import RowUpdates, StagedBatch
 from freescale.pipeline.lane import Lane

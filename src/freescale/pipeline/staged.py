@@ -32,8 +32,8 @@ import torch
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.collision import Masks, collision_masks
-from freescale.embedding.groups.sharded import TrainingRows
 from freescale.embedding.lease import Capture
+from freescale.embedding.rows import TrainingRows
 from freescale.pipeline.in_flight import IncomingBatch, InFlight, RowUpdates, StagedBatch
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation

@@ -52,7 +52,7 @@ from freescale.embedding.request import (
     has_default_row,
     list_ids,
 )
-from freescale.embedding.rows import FetchedRows
+from freescale.embedding.rows import FetchedRows, TrainingRows
 from freescale.embedding.storage.api import Storage, UpdateOptions
 from freescale.embedding.storage.opening import open_dynamic_storage, open_storage
 from freescale.kernels.dispatch.requests import deduplicate, put_rows
@@ -88,18 +88,6 @@ def run_pipelined(
         meanwhile()
     for first, handle in under_way:
         finish(first, handle.wait())
-
-
-class TrainingRows(FetchedRows):
-    """Rows of a training step, with what their gradients need to find their way back."""
-
-    def __init__(
-        self, group: Sharded, request: Requested, resident: Resident, rows: Tensor
-    ) -> None:
-        log_q = resident.log_q.wait() if resident.log_q is not None else None
-        find_keys = group.layout.compute_keys
-        super().__init__(resident.index, rows, find_keys, train=True, log_q=log_q)
-        self.request, self.resident = request, resident
 
 
 class Sharded:
@@ -194,7 +182,7 @@ class Sharded:
     ) -> TrainingRows:
         """The rows [u, width] are here: their step begins, and the model can read them."""
         self.rows.begin(transport.ledger)
-        return TrainingRows(self, request, resident, rows)
+        return TrainingRows(request, resident, rows, self.layout.compute_keys)
 
     def collect(self, rows: TrainingRows, transport: Transport) -> tuple[TrainingRows, Tensor]:
         """Sends the gradient of the rows to the owners. A collective."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from freescale.embedding.dynamic.decisions import Decision, Decisions
 from freescale.embedding.dynamic.device_directory import Deciding, DeviceDirectory
 from freescale.embedding.dynamic.directory import BatchFigures, Decided, Directory
+from freescale.embedding.dynamic.drawn_rows import DrawnRows
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
 from freescale.embedding.storage.api import (
@@ -42,14 +43,10 @@ from freescale.embedding.storage.api import (
     draw_initial_rows,
 )
 from freescale.kernels.dispatch.rows import choose_row_exchange, fits_exchange
-from freescale.kernels.row_moves.triton import insert_drawn, insert_zeros
 from freescale.kernels.row_sums.reference import SortedRows
-from freescale.random import derive, hash_name
 from freescale.streams import current_stream
 
 EXTRA_ROWS = 2  # of the storage, behind those of the table
-_SPARE = 4  # headroom: 25 % above the larger of the last two batches
-_ALIGNED = 32  # rows: the rest begins at an address for which kernels are compiled
 
 
 class DynamicStorage(Storage):
@@ -78,12 +75,9 @@ class DynamicStorage(Storage):
         self._zero, self._spent = inner.size - 2, inner.size - 1  # local rows
         self._slots: list[int] | None = None  # of these two
         self._seed, self._std = 0, 1.0
-        self._table_seed: Tensor | None = None  # [1] on the device, once rows are drawn there
+        self._drawn = DrawnRows(self.spec, self.weight, self.state)
         self._decisions = Decisions(directory, draws, self._exchange_rows)
         self._deciding: Deciding | None = None  # what the device decides about the last one
-        self._inserted = (0, 0)  # rows, by each of the last two batches
-        self._early: dict[str, Tensor] = {}  # what was in the slots of rows that are in already
-        self._late = 0  # batches with which more rows came than were in already
         self.last_figures = BatchFigures(0, 0, 0, 0, 0, 0)
         self._uncounted: deque[dict[str, int]] = deque()  # of batches whose step has not begun
         self._lock = RLock()  # a lane decides while the main thread begins a step
@@ -138,7 +132,7 @@ class DynamicStorage(Storage):
         """The device decides, and begins to draw rows, while the host goes on."""
         deciding = directory.begin(rows, counted, self._zero)
         placed = deciding.placed.entries
-        self._begin_insert(placed, deciding.new_ids, deciding.total)
+        self._drawn.begin(placed, deciding.new_ids, deciding.total)
         self._slots = [self._zero, self._spent]
         self._decisions.add(Decision(None, None, placed, {}))
         self._deciding = deciding
@@ -155,18 +149,18 @@ class DynamicStorage(Storage):
             decided, decision = self._deciding_directory.finish(deciding), self._decisions.last
             decision.changes, decision.removed = decided.changes, decided.removed
             decision.slots = decided.new
-            decision.rows = self._end_insert(decided.new, decided.new_ids)
+            decision.rows = self._drawn.end(decided.new, decided.new_ids)
             self._mark_exchanged(decision)
             self._note(decided.figures)
             self._deciding = None  # last: who finds it so does not ask for the lock
 
     def gather(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        if not self._early:
+        if not self._drawn.early:
             self.wait_for_rows()
         # Before the host knows how many rows have come: the device has work while it waits.
-        late, read = self._late, super().gather(slots, dtype)
+        late, read = self._drawn.late, super().gather(slots, dtype)
         self.wait_for_rows()
-        return read if late == self._late else super().gather(slots, dtype)
+        return read if late == self._drawn.late else super().gather(slots, dtype)
 
     def _note(self, figures: BatchFigures) -> None:
         """For the ledger: the decisions about a batch, and the table after them."""
@@ -184,7 +178,7 @@ class DynamicStorage(Storage):
         host has decided."""
         decision = Decision(decided.changes, decided.removed, slots, {})
         if self._draws_in_place:
-            decision.rows = self._end_insert(slots, decided.new_ids)
+            decision.rows = self._drawn.end(slots, decided.new_ids)
             self._mark_exchanged(decision)
         else:
             decision.rows = {
@@ -196,48 +190,6 @@ class DynamicStorage(Storage):
             )
             self._exchange_rows(decision)
         self._decisions.add(decision)
-
-    def _begin_insert(self, slots: Tensor, ids: Tensor, total: Tensor) -> None:
-        """Inserts rows before the host knows how many there are, `total` [1]: as many as came with
-        the larger of the last two batches, and some headroom. The device has work while the host
-        waits for the number."""
-        most = max(self._inserted)
-        room = min(slots.numel(), most + most // _SPARE)
-        room -= room % _ALIGNED
-        self._early = self._insert_in_place(slots, ids, room, total) if room else {}
-
-    def _end_insert(self, slots: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Inserts those that are left. Returns what was in all of the slots [m], by part, and maybe
-        anything behind it."""
-        early, self._early = self._early, {}
-        count = slots.numel()
-        self._inserted = (self._inserted[-1], count)
-        room = early["rows"].shape[0] if early else 0
-        if early and room >= count:
-            return early
-        self._late += 1
-        late = self._insert_in_place(slots[room:], ids[room:], count - room)
-        if not early:
-            return late
-        return {name: torch.cat([early[name], value]) for name, value in late.items()}
-
-    def _insert_in_place(
-        self, slots: Tensor, ids: Tensor, room: int, total: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Draws the first rows, as many as there is room for, and puts zeros into their state.
-        Returns what was there."""
-        kept, state, seed = {}, dict(self.state), self._get_table_seed()
-        # A number of each row goes with it: a launch less for the host.
-        narrow = next((name for name, value in state.items() if value.dim() == 1), "")
-        kept["rows"], zeroed = insert_drawn(
-            self.weight, slots, ids, seed, self._std,
-            state=state.pop(narrow, None), room=room, total=total,
-        )  # fmt: skip
-        if zeroed is not None:
-            kept[narrow] = zeroed
-        for name, value in state.items():
-            kept[name] = insert_zeros(value, slots, room, total)
-        return kept
 
     def _find_missing(self, slots: Tensor) -> Tensor:
         """[n] uint8: which slots [n] are of keys that have no row."""
@@ -265,13 +217,6 @@ class DynamicStorage(Storage):
         """Whether the kernels of a GPU draw the rows of this table: wherever they are at home and
         whoever decides, so that they have the same bits."""
         return self.spec.padding is None and fits_exchange(self.weight)
-
-    def _get_table_seed(self) -> Tensor:
-        """[1] on the device."""
-        if self._table_seed is None:
-            seed = derive(self._seed, hash_name(self.spec.name)).view(1)
-            self._table_seed = seed.to(self.weight.device)
-        return self._table_seed
 
     @property
     def _parts(self) -> list[tuple[str, Tensor]]:
@@ -378,7 +323,8 @@ class DynamicStorage(Storage):
 
     def initialise(self, name: str, seed: int, std: float) -> None:
         """Rows are drawn when their ids come."""
-        self._seed, self._std, self._table_seed = seed, std, None
+        self._seed, self._std = seed, std
+        self._drawn.seed_with(seed, std)
 
     def get_tensors(self, name: str) -> dict[str, Tensor]:
         """By position: rows that hold an id, and others, whose last use is -1."""
