@@ -13,6 +13,7 @@ tables, everything that all ranks have alike, and the marks of changed rows.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ Span = list[int]  # [count, first position, last position] of a rank's changed r
 
 
 @dataclass(kw_only=True)
-class Contents:
+class Contents(ABC):
     """A rank's part of a state. `collect` reads what the main thread updates, between two steps;
     `add_sharded` the rows of sharded tables, once no gradients are deferred."""
 
@@ -94,12 +95,12 @@ class Contents:
         if self.copies is not None:
             self.copies.seal()
 
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027 - most have nothing to do
         """Before anything is collected."""
 
+    @abstractmethod
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
         """Tables of one kind of placement, which are all those of their groups."""
-        raise NotImplementedError
 
     def _keep(self, value: Tensor) -> Tensor:
         """A tensor that is a copy already."""
@@ -176,7 +177,7 @@ class MemoryContents(Contents):
     _changes: bool = False  # the file needs only the rows that have changed
     _waiting: list[tuple[str, Tensor | None, Tensor]] = field(default_factory=list)
 
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027 - most have nothing to do
         self._changes = self.file.current
         self.file.begin()
         self.state["marks"] = []
