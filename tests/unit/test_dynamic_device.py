@@ -150,8 +150,8 @@ def test_kernels_are_compiled_before_the_first_step(evict):
         inner = DeviceStorage([part], 5 + EXTRA_ROWS, build_row_optimizer(config), weight.device)
         storage = DynamicStorage(inner, directory)
         for room in (0, 2):
-            storage._insert_in_place(KEYS[:3], KEYS[:3], 3 - room)
-            storage._insert_in_place(KEYS[:3], KEYS[:3], 3, KEYS[:1])
+            storage._drawn._insert(KEYS[:3], KEYS[:3], 3 - room)
+            storage._drawn._insert(KEYS[:3], KEYS[:3], 3, KEYS[:1])
         for value in (weight, *storage.state.values()):
             row_exchange.swap_rows(value, KEYS[:3], torch.zeros_like(value[:3]))
         draws = DrawCounts(rules, 3, 6)

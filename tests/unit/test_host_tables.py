@@ -365,7 +365,10 @@ def test_pages_of_rows():
 
 
 def test_a_file_cut_short_is_named():
-    assert "rank 1 was killed by signal 7 (a file" in Ended((1, -signal.SIGBUS), 0).describe()
+    assert (
+        "rank 1 was killed by signal 7 (a memory-mapped file"
+        in Ended((1, -signal.SIGBUS), 0).describe()
+    )
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):
