@@ -1,5 +1,5 @@
-"""Rows of a table in plain torch: gather, sum of duplicates, exchange. embedding/storage.py draws
-initial rows.
+"""Rows of a table in plain torch: gather, sum of duplicates, exchange. embedding/storage/api.py
+draws initial rows.
 """
 
 from __future__ import annotations
