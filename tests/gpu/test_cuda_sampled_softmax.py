@@ -148,7 +148,8 @@ def test_evaluation_ranks_as_on_the_cpu():
     seen = (places[:, None] + torch.tensor([1, 7, 20_000])) % 40_000
     tile, found = choose_tile(40_000), {}
     for device in ("cpu", "cuda"):
-        q, i, p, out, past = (x.to(device) for x in (queries, items, places, left_out, seen))
+        q, i, p, past = (x.to(device) for x in (queries, items, places, seen))
+        out = Jagged(left_out.values.to(device), left_out.lengths.to(device))
         goals = score_targets(q, i, p, tile=tile)
         counts = count_better(q, i, p, goals, tile=tile, seen=past)
         best = find_best(q, i, 10, tile=tile, left_out=out)[1]
