@@ -22,7 +22,8 @@ from freescale.transport.local import LocalTransport
 
 ITEMS = 37
 BATCHES = ((0, 11), (1, 2))  # seed and samples: one of three ranks has none of the second
-POPULARITY = (1 << 53) + torch.arange(ITEMS) // 4  # ties, and counts that no float tells apart
+# ties, few events, and counts that no float tells apart
+POPULARITY = 1 + torch.arange(ITEMS) // 4 + (torch.arange(ITEMS) >= 25) * (1 << 53)
 
 
 def encoder():
@@ -102,7 +103,7 @@ def expected():
         model.item.weight.copy_(table)
         model.encoder.load_state_dict(parallel.module.encoder.state_dict())
     ranks = {who: ([], []) for who in ("model", "popularity")}  # among all, among unseen
-    repeats = []
+    repeats, counts = [], []
     for seed, samples in BATCHES:
         batch = retrieval_batch(seed, samples)
         with torch.no_grad():
@@ -112,6 +113,7 @@ def expected():
         for row, target, items in zip(scores, batch.dense["target"].tolist(), past):
             if items:
                 repeats.append(target in items)
+                counts.append(POPULARITY[target].item())
                 for who, values in (("model", row), ("popularity", POPULARITY.numpy())):
                     for kind, left_out in enumerate(((), items)):
                         ranks[who][kind].append(last_place(values, target, left_out))
@@ -120,6 +122,9 @@ def expected():
         who: measure(every) | measure(unseen, "/unseen") for who, (every, unseen) in ranks.items()
     }
     found["model"]["repeats"] = np.mean(repeats)
+    cold = np.array(counts) <= 5
+    assert 0 < cold.mean() < 1
+    found["model"] |= measure(np.array(ranks["model"][0])[cold], "/cold") | {"cold": cold.mean()}
     return found
 
 
@@ -210,6 +215,8 @@ def test_a_target_without_a_row_is_a_miss(world):
     for found, kept in run_ranks(world, dynamic_evaluated):
         for who, (every, unseen) in ranks.items():
             expected = measure(every) | measure(unseen, "/unseen")
+            if who == "model":  # no item has many events
+                expected |= measure(every, "/cold") | {"cold": 1.0}
             found[who].pop("repeats", None)
             assert found[who] == pytest.approx(expected, rel=1e-14), who
         assert kept.tolist() == np.where(np.isinf(ranks["model"]), 0, ranks["model"]).tolist()
@@ -218,7 +225,8 @@ def test_a_target_without_a_row_is_a_miss(world):
 def test_an_empty_table_finds_nothing():
     found, ranks = dynamic_evaluated(LocalTransport(), rows=0)
     for who in ("model", "popularity"):
-        found[who].pop("repeats", None)
+        for share in ("repeats", "cold"):
+            found[who].pop(share, None)
         assert set(found[who].values()) == {0.0}, who
     assert ranks.numel() and not ranks.any()
 

@@ -46,6 +46,24 @@ class DataConfig(Checked):
         "there is no header",
         common=True,
     )
+    items: str | None = option(
+        None,
+        "file with attributes of items: a row per item, by the same ids (any format of --data)",
+        common=True,
+    )
+    features: str = option(
+        "",
+        "columns that are features, as category,price=numeric,tags=multi,brand*color=cross; auto: "
+        "all of --items and of the events; none (default: all columns of --items)",
+        common=True,
+    )
+    schema: str | None = option(None, "features with all their settings, a TOML file")
+    id_dropout: float = option(
+        0.0,
+        "share of the items of a training batch that are known by their features alone",
+        minimum=0.0,
+        below=1.0,
+    )
     missing: str = option(
         "refuse", "rows without a user, an item or a time", choices=("refuse", "drop")
     )

@@ -1,6 +1,7 @@
 """Sequence recommenders as plain modules: nothing here knows that it may be distributed."""
 
 from freescale.models.encoder import Encoder
+from freescale.models.features import add_features, sum_features
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
@@ -14,5 +15,7 @@ __all__ = [
     "Retrieval",
     "SASRec",
     "SegmentedHSTU",
+    "add_features",
     "split_history",
+    "sum_features",
 ]

@@ -28,16 +28,24 @@ from freescale.models.columns import (
     sum_values,
 )
 from freescale.models.encoder import Encoder
+from freescale.models.features import ItemVectors, add_features, describe_items, sum_features
 from freescale.models.segments import Memory, SegmentedHSTU
 
 
 class _SequenceHead(nn.Module):
-    """Item and action tables in front of the encoder; on the meta device they take no memory."""
+    """Item and action tables in front of the encoder, and those of features; on the meta device
+    they take no memory."""
 
     _item_features: tuple[str, ...]
 
     def __init__(
-        self, encoder: Encoder, num_items: int, num_actions: int, table_device: str | None
+        self,
+        encoder: Encoder,
+        num_items: int,
+        num_actions: int,
+        item_feature_rows: int,
+        event_feature_rows: int,
+        table_device: str | None,
     ) -> None:
         super().__init__()
         if num_items < 1 or num_actions < 0:
@@ -45,34 +53,57 @@ class _SequenceHead(nn.Module):
                 "num_items must be at least 1 and num_actions at least 0, not "
                 f"{num_items} and {num_actions}"
             )
+
+        def make_table(rows: int) -> nn.Embedding | None:
+            return nn.Embedding(rows, encoder.width, device=table_device) if rows else None
+
         self.item = nn.Embedding(num_items, encoder.width, device=table_device)
-        self.action = (
-            nn.Embedding(num_actions, encoder.width, device=table_device) if num_actions else None
-        )
+        self.action = make_table(num_actions)
         self.encoder = encoder
-        for table in (self.item, self.action):
+        self.item_features = make_table(item_feature_rows)
+        self.event_features = make_table(event_feature_rows)
+        for table in (self.item, self.action, self.item_features, self.event_features):
             if table is not None:
                 nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
     @property
     def features(self) -> dict[str, list[str]]:
         """Which batch features each table reads."""
-        actions = {} if self.action is None else {"action": ["actions"]}
-        return {"item": list(self._item_features)} | actions
+        found = {"item": list(self._item_features)}
+        if self.action is not None:
+            found["action"] = ["actions"]
+        if self.item_features is not None:
+            found["item_features"] = [f"{name}_features" for name in self._item_features]
+        if self.event_features is not None:
+            found["event_features"] = ["event_features"]
+        return found
 
-    def _embed_events(self, batch: SequenceBatch, history: Jagged) -> Tensor:
-        """Sums the item and action rows of each event: [tokens, width]."""
-        x: Tensor = self.item(history.values)
+    def _describe_items(self, batch: SequenceBatch, names: Sequence[str]) -> ItemVectors | None:
+        """The vectors of the items of some batch features; None if items have no features."""
+        if self.item_features is None:
+            return None
+        return describe_items(self.item, self.item_features, batch, names)
+
+    def _embed_events(
+        self, batch: SequenceBatch, history: Jagged, items: ItemVectors | None
+    ) -> Tensor:
+        """Sums the rows of each event: of its item, action and features. [tokens, width]"""
+        x: Tensor = self.item(history.values) if items is None else items.read("history")
+        if self.event_features is not None:
+            found = find_sequence(batch, "event_features", history)
+            x = x + sum_features(self.event_features, found.values)
         if self.action is not None:
             x = x + self.action(find_sequence(batch, "actions", history).values)
         return x
 
     def _build_inputs(
-        self, batch: SequenceBatch
+        self, batch: SequenceBatch, items: ItemVectors | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, HostSizes]:
         """Encoder inputs of the histories: events, lengths, timestamps, host sizes."""
         history = find_sequence(batch, "history")
-        x, timestamps, span = self._embed_events(batch, history), None, None
+        if items is None:
+            items = self._describe_items(batch, ["history"])
+        x, timestamps, span = self._embed_events(batch, history, items), None, None
         if self.encoder.has_time_bias:
             times = find_sequence(batch, "timestamps", history)
             timestamps, span = times.values, measure_time_span(times)
@@ -132,9 +163,12 @@ class Retrieval(_SequenceHead):
         num_actions: int = 0,
         temperature: float = ModelConfig.temperature,
         normalize: bool = True,
+        item_feature_rows: int = 0,
+        event_feature_rows: int = 0,
         table_device: str | None = None,
     ) -> None:
-        super().__init__(encoder, num_items, num_actions, table_device)
+        sizes = num_items, num_actions, item_feature_rows, event_feature_rows
+        super().__init__(encoder, *sizes, table_device)
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}")
         self.temperature = temperature
@@ -160,10 +194,14 @@ class Retrieval(_SequenceHead):
         if targets_log_q is None and negatives.log_q is None:
             targets_log_q = find_log_q(self.item, targets.values)
             negatives = replace(negatives, log_q=find_log_q(self.item, negatives.index))
-        outputs = self.encode_history(batch)
+        items = self._describe_items(batch, self._item_features)
+        outputs = self._encode_history(batch, items)
         if not outputs.shape[0]:
             return {"next_item": to_at_least_float32(outputs).sum()}
-        rows, (goals, others) = locate_rows(self.item, targets.values, negatives.index)
+        if items is None:
+            rows, (goals, others) = locate_rows(self.item, targets.values, negatives.index)
+        else:
+            rows, goals, others = items.rows, items.places["targets"], items.places["negatives"]
         total = sampled_softmax(
             outputs,
             rows,
@@ -195,13 +233,29 @@ class Retrieval(_SequenceHead):
         last = self._normalize_rows(outputs[(history.offsets[1:] - 1).clamp(min=0)])
         return last.masked_fill((history.lengths == 0)[:, None], 0)
 
-    def encode_items(self, rows: Tensor) -> Tensor:
-        """Encodes rows [n, width] of the item table as the loss sees them: [n, width]."""
+    def encode_items(
+        self, rows: Tensor, codes: Tensor | None = None, known: Tensor | None = None
+    ) -> Tensor:
+        """Encodes items as the loss sees them: [n, width].
+
+        Args:
+            rows: [n, width] of the item table.
+            codes: [n, places] rows of their features, if the model has any.
+            known: [n] bool: whether an item's own row counts.
+        """
+        if self.item_features is not None:
+            assert codes is not None and known is not None, "the model has features of items"
+            rows = add_features(rows, known, sum_features(self.item_features, codes))
         return self._normalize_rows(rows)
 
     def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         """Outputs of the encoder for every event: [tokens, width]."""
-        x, lengths, timestamps, host = self._build_inputs(batch)
+        return self._encode_history(batch, None, memory)
+
+    def _encode_history(
+        self, batch: SequenceBatch, items: ItemVectors | None, memory: Memory | None = None
+    ) -> Tensor:
+        x, lengths, timestamps, host = self._build_inputs(batch, items)
         return self._encode(x, lengths, batch.keys, timestamps, host=host, memory=memory)
 
     def _normalize_rows(self, rows: Tensor) -> Tensor:
@@ -227,9 +281,12 @@ class Ranking(_SequenceHead):
         num_items: int,
         tasks: Sequence[str],
         num_actions: int = 0,
+        item_feature_rows: int = 0,
+        event_feature_rows: int = 0,
         table_device: str | None = None,
     ) -> None:
-        super().__init__(encoder, num_items, num_actions, table_device)
+        sizes = num_items, num_actions, item_feature_rows, event_feature_rows
+        super().__init__(encoder, *sizes, table_device)
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks must be different names, at least one, not {list(tasks)}")
         self.tasks = tuple(tasks)
@@ -263,10 +320,10 @@ class Ranking(_SequenceHead):
 
     def _compute_logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         history, candidates = find_sequence(batch, "history"), find_candidates(batch)
-        x, rows = (
-            self._embed_events(batch, history),
-            sum_values(to_at_least_float32(self.item(candidates.values)), candidates.inner),
-        )
+        items = self._describe_items(batch, self._item_features)
+        x = self._embed_events(batch, history, items)
+        offered = self.item(candidates.values) if items is None else items.read("candidates")
+        rows = sum_values(to_at_least_float32(offered), candidates.inner)
         lengths, counts = history.lengths + candidates.counts, candidates.counts
         starts = compute_offsets(lengths)[:-1]
         # [candidates]: after the sample's history

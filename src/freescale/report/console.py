@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from freescale.config.metrics import REPEATS, select_headlines
+from freescale.config.metrics import COLD, COLD_TARGETS, REPEATS, select_headlines
 
 
 def print_quality(
@@ -20,6 +20,9 @@ def print_quality(
     table = Table(title=f"{part} part, full catalogue" if REPEATS in model else f"{part} part")
     if REPEATS in model:
         table.caption = f"{100 * model[REPEATS]:.1f} % of the targets are repeats"
+        if model.get(COLD_TARGETS):
+            rate = f"HR@10 of these {model[f'hr@10{COLD}']:.4f}"
+            table.caption += f", {100 * model[COLD_TARGETS]:.1f} % cold items ({rate})"
     table.add_column("metric")
     for name in quality:
         table.add_column(name, justify="right")

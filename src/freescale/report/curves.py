@@ -7,7 +7,14 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from freescale.config.metrics import REPEATS, UNSEEN, select_headlines
+from freescale.config.metrics import (
+    COLD,
+    COLD_EVENTS,
+    COLD_TARGETS,
+    REPEATS,
+    UNSEEN,
+    select_headlines,
+)
 from freescale.report.charts import Series, draw_lines, render_panel, render_panels
 from freescale.report.glossary import explain
 from freescale.report.markup import render_name, render_table
@@ -104,6 +111,9 @@ def _render_best(runs: Sequence[Run]) -> str:
     return "".join(parts)
 
 
+_KINDS = {"": "all items", UNSEEN: "unseen items", COLD: "cold items"}
+
+
 def _render_test_metrics(runs: Sequence[Run]) -> str:
     """A table of the test metrics of the model and of the baselines: among all items, and among
     those that the history does not hold."""
@@ -115,15 +125,19 @@ def _render_test_metrics(runs: Sequence[Run]) -> str:
         entry: dict[str, Any] = next(tests, {})
         test: dict[str, dict[str, Any]] = entry.get("test", {})
         for who, values in test.items():
-            kinds = {kind: _select_kind(values, kind) for kind in ("", UNSEEN)}
-            parts = {"": "all items", UNSEEN: "unseen items"} if kinds[UNSEEN] else {"": ""}
+            kinds = {kind: _select_kind(values, kind) for kind in _KINDS}
+            parts = _KINDS if kinds[UNSEEN] else {"": ""}
             columns += [
                 (f"{name}{who}{', ' if words else ''}{words}", kinds[kind])
                 for kind, words in parts.items()
+                if kinds[kind]
             ]
         if (share := test.get("model", {}).get(REPEATS)) is not None:
             words = f"{100 * share:.1f} % of the targets are repeats: the history holds them."
             notes.append(name + words)
+        if share := test.get("model", {}).get(COLD_TARGETS):
+            about = f"items with at most {COLD_EVENTS} training events"
+            notes.append(f"{name}{100 * share:.1f} % of the targets are cold: {about}.")
         if entry.get("of_step") is not None:
             notes.append(f"{name}Evaluated with the checkpoint of step {entry['of_step']:,}.")
     names = dict.fromkeys(name for _, values in columns for name in values)
@@ -139,10 +153,10 @@ def _render_test_metrics(runs: Sequence[Run]) -> str:
 
 
 def _select_kind(values: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The metrics among all items (kind "") or among unseen ones, by their names without the
-    kind."""
-    return {
-        name.removesuffix(UNSEEN): value
-        for name, value in values.items()
-        if name != REPEATS and name.endswith(UNSEEN) == (kind == UNSEEN)
-    }
+    """The metrics among all items (kind "") or of another kind, by their names without it."""
+    found = {}
+    for name, value in values.items():
+        suffix = next((suffix for suffix in _KINDS if suffix and name.endswith(suffix)), "")
+        if name not in (REPEATS, COLD_TARGETS) and suffix == kind:
+            found[name.removesuffix(suffix)] = value
+    return found

@@ -19,6 +19,8 @@ from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.negatives import choose_negatives
 from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
+from freescale.data.features.prepare import list_event_columns, prepare_features
+from freescale.data.features.store import FeatureStore
 from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.prepare import prepare
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
@@ -69,7 +71,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
     data = config.data
     return prepare(
         data.data,
-        Path(data.cache) if data.cache else find_cache_folder(),
+        find_cache(config),
         data.format,
         data.num_items,
         progress,
@@ -78,20 +80,45 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
         missing=data.missing,
         any_ids="item" in config.dynamic_tables,
         vocabulary=data.vocabulary,
+        events=list_event_columns(data, find_cache(config)),
     )
+
+
+def find_cache(config: RunConfig) -> Path:
+    """The folder of prepared data."""
+    return Path(config.data.cache) if config.data.cache else find_cache_folder()
+
+
+def load_features(config: RunConfig, histories: Path) -> FeatureStore | None:
+    """Opens the features of the items and events, made now if they are not in the cache; None
+    without features."""
+    store = prepare_features(
+        config.data,
+        histories,
+        find_cache(config),
+        SplitSpec(config.data.split, config.data.split_time),
+        any_ids="item" in config.dynamic_tables,
+    )
+    if store is not None:
+        store.drop_ids(config.data.id_dropout, config.train.seed)
+    return store
 
 
 def load_histories(
     config: RunConfig, path: Path, transport: Transport, part: str = "train"
 ) -> Histories:
     """Opens one rank's data of a part of the split."""
-    train = config.train
+    train, features = config.train, load_features(config, path)
+    specs = build_specs(config, part)
+    if features is not None and not features.any_ids:
+        specs["read"] = replace(specs["read"], num_items=features.num_items)
     return Histories(
         path,
         train.global_batch if part == "train" else train.eval_batch,
         rank=transport.rank,
         world=transport.world,
-        **build_specs(config, part),
+        features=features,
+        **specs,
     )
 
 
@@ -133,14 +160,19 @@ def adopt_choices(config: RunConfig, chosen: NegativeSpec) -> RunConfig:
     return replace(config, data=data)
 
 
-def build_module(config: RunConfig, num_items: int, num_actions: int) -> nn.Module:
-    """Builds the model as a plain module. Its tables are on the meta device until `parallelize`."""
+def build_module(
+    config: RunConfig, num_items: int, num_actions: int, item_rows: int = 0, event_rows: int = 0
+) -> nn.Module:
+    """Builds the model as a plain module. Its tables are on the meta device until `parallelize`.
+    `item_rows`, `event_rows`: of the tables of features."""
     model = config.model
     torch.manual_seed(config.train.seed)
     encoder = build_encoder(config)
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
+        "item_feature_rows": item_rows,
+        "event_feature_rows": event_rows,
         "table_device": "meta",
     }
     if model.task == "ranking":
@@ -216,7 +248,9 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     """Builds the module and spreads its tables over the ranks."""
     train = config.train
     # a dynamic table has no rows before its ids arrive
-    module = build_module(config, max(1, data.num_items), data.num_actions)
+    store = data.features
+    rows = (0, 0) if store is None else (store.item_rows, store.event_rows)
+    module = build_module(config, max(1, data.num_items), data.num_actions, *rows)
     return parallelize(
         module,
         module.features,  # type: ignore[arg-type]
@@ -319,4 +353,5 @@ def evaluate_part(
         return evaluate_ranking(model, data, config.label_names)
     training = load_histories(config, path, model.transport) if baseline else None
     popularity = None if training is None else training.count_items_of
-    return evaluate_retrieval(model, data, popularity=popularity, keep=keep)
+    features = None if data.features is None else data.features.find_items
+    return evaluate_retrieval(model, data, popularity=popularity, keep=keep, features=features)

@@ -9,12 +9,13 @@ rank ever holds the whole table, nothing is sampled, and nothing is scored twice
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.config.metrics import REPEATS, UNSEEN
+from freescale.config.metrics import COLD, COLD_EVENTS, COLD_TARGETS, REPEATS, UNSEEN
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
 from freescale.kernels.softmax.scores import (
     choose_tile,
@@ -28,6 +29,9 @@ from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
 Popularity = Callable[[Tensor], Tensor]  # ids [n] -> counts [n]
+FindFeatures = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+_AT_ONCE = 1 << 16  # items whose features are fetched at a time
 
 
 def evaluate_retrieval(
@@ -36,35 +40,40 @@ def evaluate_retrieval(
     *,
     popularity: Popularity | None = None,
     keep: SampleRanks | None = None,
+    features: FindFeatures | None = None,
 ) -> dict[str, dict[str, float]]:
     """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue.
     The same on every rank.
 
     Metrics are HR@k, NDCG@k and MRR among all items ("hr@10") and without the items of the sample's
-    history ("hr@10/unseen"), and "repeats", the share of targets that are in the history. The
-    target itself is never left out. Among equal scores or counts, the target ranks last. A target
-    that cannot be recommended is a miss in every metric: for the model one without a row in a
-    dynamic table, for the baseline also one that is not in the training part.
+    history ("hr@10/unseen"), and "repeats", the share of targets that are in the history. With the
+    baseline, also those of cold targets, with at most 5 training events, among all items
+    ("hr@10/cold"), and "cold", their share. The target itself is never left out. Among equal scores
+    or counts, the target ranks last. A target that cannot be recommended is a miss in every metric:
+    for the model one without a row in a dynamic table, for the baseline also one that is not in the
+    training part.
 
     Args:
         parallel: A sharded Retrieval model.
         data: This rank's batches; all ranks have equally many.
         popularity: Occurrences of each item in the training part, for the baseline.
         keep: Receives the target's rank for each sample.
+        features: Rows of the features of items, and whether their own row counts
+            (`FeatureStore.find_items`), if the model has any.
     """
     transport, module = parallel.transport, parallel.module
     parallel.tables.lease.flush()
     ids, rows = parallel.tables.get_local_rows("item")
     with torch.no_grad(), evaluation_mode(module):
         # Scores are computed on the device, wherever the rows are stored.
-        rows = rows.to(transport.device)
-        catalogue = module.encode_items(rows)  # type: ignore[operator]  # [n, width]
+        catalogue = encode_catalogue(parallel, ids, rows.to(transport.device), features)
     place, dynamic = _PlaceFinder(ids), parallel.tables.specs["item"].dynamic is not None
     # on every rank, whatever it owns
     tile = choose_tile(-(-parallel.tables.specs["item"].rows // transport.world))
     baseline = None if popularity is None else _Popularity(popularity(ids))
     ranks: list[Tensor] = []  # [2, q] each: among all items, among the unseen
     popular: list[Tensor] = []  # likewise
+    cold: list[Tensor] = []  # [q] each: whether the target has few training events
     repeats: list[Tensor] = []
 
     def add_up(mine: Tensor) -> Tensor:
@@ -90,6 +99,7 @@ def evaluate_retrieval(
             occurrences = add_up(baseline.score_targets(places))
             counts = baseline.count_better(places, occurrences, seen)
             popular.append(_to_ranks(add_up(torch.stack(counts)), occurrences > 0))
+            cold.append(occurrences <= COLD_EVENTS)
 
     visit_batches(parallel, data, visit)
     if keep is not None:
@@ -100,7 +110,32 @@ def evaluate_retrieval(
     results = {"model": _measure(ranks) | {REPEATS: found.mean().item()}}
     if popular:
         results["popularity"] = _measure(popular)
+        rare = torch.cat(cold)
+        quality = ranking_quality(torch.cat(ranks, 1)[0, rare].cpu())
+        results["model"] |= {name + COLD: value for name, value in quality.items()}
+        results["model"] |= {COLD_TARGETS: rare.double().mean().item()}
     return results
+
+
+def encode_catalogue(
+    parallel: ShardedModel, ids: Tensor, rows: Tensor, features: FindFeatures | None
+) -> Tensor:
+    """[n, width]: this rank's items [n] as the loss sees them. A collective."""
+    module: Any = parallel.module
+    if getattr(module, "item_features", None) is None:
+        return module.encode_items(rows)  # type: ignore[no-any-return]
+    if features is None:
+        raise ValueError("the model has features of items: pass them, as `features`")
+    counts = parallel.transport.all_gather(torch.tensor([len(ids)], device=rows.device), "counts")
+    found = []
+    for first in range(0, int(counts.wait().max()), _AT_ONCE):  # as many on every rank
+        part = slice(first, first + _AT_ONCE)
+        codes, known = features(ids[part].cpu())
+        batch = parallel.check_batch(SequenceBatch(dense={"history_features": codes}))
+        with parallel.rows_fetched(batch):
+            codes = batch.values("history_features")
+            found.append(module.encode_items(rows[part], codes, known.to(rows.device)))
+    return torch.cat(found) if found else rows
 
 
 def _gather_samples(

@@ -20,6 +20,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.data.batches.epoch_order import EpochOrder
 from freescale.data.batches.negatives import NegativeSampler, build_sampler, resolve_negatives
 from freescale.data.batches.specs import (
+    Features,
     NegativeSpec,
     ReadSpec,
     SampleSpec,
@@ -32,6 +33,7 @@ from freescale.data.labels import check_labels
 from freescale.random import derive
 
 # The columns of a file and what a batch calls them.
+_ITEMS = {"history", "targets", "negatives", "candidates"}  # features of a batch
 _NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
 
@@ -89,6 +91,7 @@ class Histories:
         negatives: Which items the targets compete with. The attribute has every automatic choice
             made.
         read: Order, memory, epochs, and the ids of the items.
+        features: Of items and events. None: there are none.
 
     Raises:
         ValueError: An option is out of range, or the file does not fit it.
@@ -105,10 +108,12 @@ class Histories:
         split: SplitSpec | None = None,
         negatives: NegativeSpec | None = None,
         read: ReadSpec | None = None,
+        features: Features | None = None,
     ):
         check_least(1, global_batch=global_batch, world=world)
         if not 0 <= rank < world:
             raise ValueError(f"rank is {rank}; with {world} ranks it must be in [0, {world})")
+        self.features = features
         self.sample, self.split = sample or SampleSpec(), split or SplitSpec()
         self.read = read or ReadSpec()
         self.file = HistoriesFile(path, self.read.num_items, self.read.any_ids)
@@ -125,6 +130,7 @@ class Histories:
         self._check_tasks()
         present = self.file.columns
         self._columns = ("item_id", "timestamp", *(["action"] if "action" in present else []))
+        self._event_columns = () if features is None else features.event_columns
         self._open_reader()
         self._seek(self.read.start)
 
@@ -136,7 +142,7 @@ class Histories:
             self.file,
             self._order,
             self.split,
-            tuple(dict.fromkeys([*self._columns, *labels])),
+            tuple(dict.fromkeys([*self._columns, *labels, *self._event_columns])),
             self.read,
             max_length=self.sample.max_length,
             tail=self.sample.candidates if is_long else 1,
@@ -265,6 +271,10 @@ class Histories:
             for column in self._columns
         }
         sequences["timestamps"] = _measure_span(sequences["timestamps"])
+        if self._event_columns:
+            assert self.features is not None
+            found = {name: columns[name][before] for name in self._event_columns}
+            sequences["event_features"] = Jagged(self.features.find_events(found), own_history)
         if self._is_ranking:
             after = list_ranges(offsets[:own] + history[:own], tail[:own])
             given = {name: torch.from_numpy(column[after]) for name, column in columns.items()}
@@ -289,7 +299,32 @@ class Histories:
             place = np.where(tail > 0, offsets + history, len(items))
             dense["target"] = torch.from_numpy(padded[place])
             weights = {"next_item": own_tail.to(torch.float32)}
-        return SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
+        batch = SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
+        return batch if self.features is None else self._add_item_features(batch)
+
+    def _add_item_features(self, batch: SequenceBatch) -> SequenceBatch:
+        """Adds `NAME_features` and `NAME_known` to each feature of items, where it is."""
+        store = self.features
+        assert store is not None
+        training = batch.number if self.split.part == "train" else None
+
+        def extend(columns: Mapping[str, Any]) -> dict[str, Any]:
+            found = dict(columns)
+            for name in _ITEMS & columns.keys():
+                part = columns[name]
+                of_tensor = isinstance(part, Tensor)
+                joined = store.find_items(part if of_tensor else part.values, training)
+                for kind, values in zip(("features", "known"), joined, strict=True):
+                    found[f"{name}_{kind}"] = values if of_tensor else replace(part, values=values)
+            return found
+
+        return replace(
+            batch,
+            sequences=extend(batch.sequences),
+            candidates=extend(batch.candidates),
+            dense=extend(batch.dense),
+            shared=extend(batch.shared),
+        )
 
     def _find_samples(self, epoch: int, first: int, size: int, low: int, count: int) -> Tensor:
         """`count` sample indices from place `low` on, cyclically within a global batch of `size`

@@ -5,8 +5,12 @@ Defaults are those of `freescale train`, except for `ReadSpec.epochs`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor
 
 from freescale.config import DataConfig, ModelConfig, TrainConfig
 
@@ -130,6 +134,28 @@ class ReadSpec:
     def __post_init__(self) -> None:
         check_least(1, shuffle_groups=self.shuffle_groups, epochs=self.epochs)
         check_least(0, kept_bytes=self.kept_bytes)
+
+
+class Features(Protocol):
+    """The features of items and events, as rows of a table for each (`FeatureStore`)."""
+
+    @property
+    def item_rows(self) -> int:
+        """Rows of the table of item features; 0: items have none."""
+
+    @property
+    def event_rows(self) -> int: ...
+
+    @property
+    def event_columns(self) -> tuple[str, ...]:
+        """Columns of the histories file that the features of events are made of."""
+
+    def find_events(self, columns: Mapping[str, NDArray[Any]]) -> Tensor:
+        """Columns [n] of the histories file -> rows [n, places] int64 of event features."""
+
+    def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
+        """Item ids [...] -> rows of their features [..., places] int64, and whether the item's own
+        row counts [...] bool. `batch`: number of the training batch, of which some ids drop out."""
 
 
 def check_least(least: int, **options: float) -> None:

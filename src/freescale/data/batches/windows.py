@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.batch import concat_ranges
 from freescale.data.batches.epoch_order import EpochOrder
 from freescale.data.batches.specs import ReadSpec, SplitSpec
 from freescale.data.batches.splits import Window, find_ends, find_later, find_window
@@ -133,29 +132,13 @@ class WindowReader:
     def count_items(self) -> Tensor:
         """[num_items] int64: how often each item occurs in the train part. Reads the whole file."""
         counts = np.zeros(self._file.num_items, np.int64)
-        for items in self._read_train_items():
+        for (items,) in read_train_columns(self._file, self._split, ("item_id",)):
             np.add.at(counts, items, 1)
         return torch.from_numpy(counts)
 
     def count_items_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: how often each of ids [n] occurs in the train part. Reads the whole file."""
-        order = np.argsort(ids)
-        ordered, counts = ids[order], np.zeros(len(ids), np.int64)
-        for items in self._read_train_items() if len(ids) else ():
-            place = np.searchsorted(ordered, items).clip(max=len(ids) - 1)
-            place = place[ordered[place] == items]
-            counts += np.bincount(place, minlength=len(ids))
-        found = np.empty_like(counts)
-        found[order] = counts
-        return found
-
-    def _read_train_items(self) -> Iterator[NDArray[np.int64]]:
-        """Item ids of the train part, of one row group after the other."""
-        for number in range(self._file.num_groups):
-            group = self._file.read(number, ("item_id", "timestamp"))
-            lengths = torch.from_numpy(find_ends(self._split, group, "train") - group.offsets[:-1])
-            index = concat_ranges(torch.from_numpy(group.offsets[:-1]), lengths).numpy()
-            yield group.values["item_id"][index]
+        return count_train_items(self._file, self._split, ids)
 
     def share_targets(self) -> tuple[NDArray[np.float64], float]:
         """[num_items] probability of each item to be a target, if samples are equally likely and so
@@ -175,6 +158,33 @@ class WindowReader:
         return shares / samples, empty / samples
 
 
+def read_train_columns(
+    file: HistoriesFile, split: SplitSpec, columns: Sequence[str]
+) -> Iterator[list[NDArray[Any]]]:
+    """Columns of the train part's events, of one row group after the other."""
+    for number in range(file.num_groups):
+        group = file.read(number, tuple(dict.fromkeys((*columns, "timestamp"))))
+        lengths = find_ends(split, group, "train") - group.offsets[:-1]
+        index = list_ranges(group.offsets[:-1], lengths)
+        yield [group.values[name][index] for name in columns]
+
+
+def count_train_items(
+    file: HistoriesFile, split: SplitSpec, ids: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """[n]: how often each of the distinct ids [n] occurs in the train part. Reads the whole
+    file."""
+    order = np.argsort(ids)
+    ordered, counts = ids[order], np.zeros(len(ids), np.int64)
+    for (items,) in read_train_columns(file, split, ("item_id",)) if len(ids) else ():
+        place = np.searchsorted(ordered, items).clip(max=len(ids) - 1)
+        place = place[ordered[place] == items]
+        counts += np.bincount(place, minlength=len(ids))
+    found = np.empty_like(counts)
+    found[order] = counts
+    return found
+
+
 def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     """Index ranges [starts[i], starts[i] + lengths[i]), one after another: [sum(lengths)]."""
     ends = np.cumsum(lengths)
@@ -187,5 +197,7 @@ def _count_bytes(group: RowGroup) -> int:
     return sum(values.nbytes for values in group.values.values())
 
 
-def _find_dtype(column: str) -> type[np.int64] | type[np.float32]:
-    return np.int64 if column in ("item_id", "timestamp", "action") else np.float32
+def _find_dtype(column: str) -> type[np.int64] | type[np.float32] | type[np.float64]:
+    if column in ("item_id", "timestamp", "action") or column.startswith("category."):
+        return np.int64
+    return np.float64 if column.startswith("number.") else np.float32

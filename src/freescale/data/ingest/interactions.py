@@ -28,10 +28,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
+from freescale.data.feature_values import read_keys, read_numbers
 from freescale.data.ingest.column_names import refuse_repeated
 from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import (
@@ -105,9 +107,11 @@ class Interactions(Iterator[pa.RecordBatch]):
         missing: str = "refuse",
         any_ids: bool = False,
         vocabulary: bool = True,
+        events: Sequence[str] = (),
     ):
-        """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed
-        texts."""
+        """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed texts.
+        `events`: features to keep, as `category.COLUMN` (numbered in order of appearance, -1 if
+        missing) or `number.COLUMN` (NaN if missing)."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = [file for file in files if not is_empty(file)]
@@ -117,6 +121,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         self._drop = missing == "drop"
         self._any_ids, self._keeps_texts = any_ids, vocabulary
         given = parse_columns(columns)
+        self._features = {name: name.partition(".")[2] for name in events}
         self.layouts = [lay_out(file, format, given) for file in self.files]
         self.sides = self._find_sides()  # of Parquet files: kept, and not kept
         # without those that are columns already
@@ -129,6 +134,14 @@ class Interactions(Iterator[pa.RecordBatch]):
                         f"the file has {', '.join(layout.names)[:200]}; name one of these"
                     )
                 refuse_repeated(file, label.column, layout.names)
+            for column in self._features.values():
+                if column not in layout.names:
+                    raise ValueError(
+                        f"{file}: column {column!r}, a feature, is missing; the file has "
+                        f"{', '.join(layout.names)[:200]}; add it to all files, or leave the "
+                        "feature out"
+                    )
+                refuse_repeated(file, column, layout.names)
         self.restart(Reading())
 
     def restart(self, reading: Reading) -> None:
@@ -220,6 +233,7 @@ class Interactions(Iterator[pa.RecordBatch]):
             *layout.roles.values(),
             *layout.feedback,
             *(label.column for label in self.labels),
+            *self._features.values(),
             *(name for name in sides if name in layout.names),
         ]
         return list(dict.fromkeys(needed))
@@ -262,9 +276,19 @@ class Interactions(Iterator[pa.RecordBatch]):
             for name in self.sides[0]:
                 if name in layout.names:
                     columns[name] = block.convert(name, parse_side)
+        for name, column in self._features.items():
+            read = read_numbers if name.startswith("number.") else partial(self._number, name)
+            columns[name] = pa.array(block.convert(column, read))
         for label in self.labels:
             columns[label.name] = block.convert(label.column, partial(make_label, label))
         return pa.RecordBatch.from_pydict(columns)
+
+    def _number(self, name: str, values: pa.Array) -> NDArray[np.int64]:
+        """Numbers categories in order of appearance; -1 if missing."""
+        keys = read_keys(decode_text(values))
+        found = np.full(len(keys), -1)
+        found[np.asarray(pc.is_valid(keys))] = self.vocabulary.encode(name, keys.drop_null())
+        return found
 
     def _parse_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
         encode: Callable[[pa.Array], pa.Array] = parse_integers

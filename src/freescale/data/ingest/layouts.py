@@ -94,12 +94,26 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
         unnamed = ["user", "item", "time"]
     if unnamed:
         return _lay_out(file, "csv", unnamed, given, separator, header=False)
+    layout = lay_out_columns(file)
+    found = _lay_out(file, "csv", layout.names, given, separator, quoted=layout.quoted)
+    return replace(found, padded=layout.padded)
+
+
+def lay_out_columns(file: SourceFile) -> Layout:
+    """The layout of a text file of any columns: JSON lines, or with a header. No column has a
+    role."""
+    lines = read_head(file)
+    if lines[0].lstrip().startswith(b"{"):
+        types = _read_types(file, lines)
+        return Layout("jsonl", list(types), {}, b"{", header=False, types=types)
+    separator = find_separator(lines)
+    names = split_line(lines[0], separator)
     typed = [_TYPED.fullmatch(name) for name in names]
     if all(typed):
         names = [match[1] for match in typed if match]
-        return _lay_out(file, "csv", names, given, separator, quoted=False)
+        return Layout("csv", names, {}, separator, quoted=False)
     padded = lines[0].count(separator + b" ") == lines[0].count(separator) > 0
-    return replace(_lay_out(file, "csv", names, given, separator), padded=padded)
+    return Layout("csv", names, {}, separator, padded=padded)
 
 
 def _detect_format(file: SourceFile, lines: Sequence[bytes], given: Mapping[str, str]) -> str:

@@ -37,6 +37,7 @@ def prepare(
     missing: str = DataConfig.missing,
     any_ids: bool = False,
     vocabulary: bool = DataConfig.vocabulary,
+    events: Sequence[str] = (),
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
     """Makes a histories file of interaction files, or finds it in the cache.
@@ -61,6 +62,7 @@ def prepare(
         any_ids: For a dynamic item table: item ids that are numbers of 64 bits stay as they are,
             others are hashed (`hash_ids`). The metadata says whether different ones share an id.
         vocabulary: Whether `vocabulary.parquet` has the texts of hashed item ids.
+        events: Features of events to keep, as `Interactions` names them.
         bucket_events: Events in memory at once, about.
 
     Returns:
@@ -85,7 +87,9 @@ def prepare(
                 f"{files[0]}: a histories file, whose columns have their names; leave --columns out"
             )
         return HistoriesFile(files[0].path, num_items, any_ids).path
-    interactions = Interactions(files, format, columns, labels, missing, any_ids, vocabulary)
+    interactions = Interactions(
+        files, format, columns, labels, missing, any_ids, vocabulary, events
+    )
     paths = [file.path for file in files]
     sources = read_contents(paths, cache / "digests", lambda share: report("hash", share))
     made = ",".join(label.text for label in interactions.labels)
@@ -95,6 +99,7 @@ def prepare(
     about: list[Any] = [[source.digest for source in sources], interactions.formats, num_items]
     about += [*([given] if given else []), *([members] if members else [])]
     about += ["any ids"] if any_ids else []
+    about += [["events", *events]] if events else []
 
     def make_fingerprint() -> str:
         # Earlier versions coded integers in Amazon's format: keep such runs apart.
@@ -113,7 +118,7 @@ def prepare(
     # all histories twice, while users are ordered
     with explain_full_disk(cache, work, fix, lambda: 2 * interactions.estimate_bytes()):
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock_cache(cache), workspace(cache, key) as folder:
+        with lock_cache(cache), workspace(cache, key) as folder:
             if target.is_file():  # made by another rank meanwhile
                 return target
             written = None
@@ -133,7 +138,7 @@ def prepare(
 
 
 @contextmanager
-def _lock_cache(cache: Path) -> Iterator[None]:
+def lock_cache(cache: Path) -> Iterator[None]:
     """Admits one process at a time, since the ranks of a machine all ask for the same file. The
     lock ends with its holder.
 

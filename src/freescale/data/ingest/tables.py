@@ -64,11 +64,14 @@ class TableBlock:
 
 def lay_out(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
     """Detects how a file of any format is laid out."""
-    if format == "parquet" or (
-        format == "auto" and (file.is_parquet or _starts_like_parquet(file))
-    ):
+    if format == "parquet" or (format == "auto" and is_parquet(file)):
         return _lay_out_parquet(file, given)
     return detect_layout(file, format, given)
+
+
+def is_parquet(file: SourceFile) -> bool:
+    """By its name or its first bytes."""
+    return file.is_parquet or _starts_like_parquet(file)
 
 
 def read_tables(

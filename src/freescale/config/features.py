@@ -1,0 +1,235 @@
+"""The features of items and events: what a user says of them, on the command line or in a schema
+file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from freescale.config.columns import RESERVED
+from freescale.config.options import split_names
+
+KINDS = ("categorical", "multi", "numeric", "cross")
+SOURCES = ("item", "event")
+AUTO, NONE = "auto", "none"
+
+_PART = re.compile(r"(?:(item|event)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*(?::\s*(.+))?)?")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature.
+
+    Attributes:
+        name: of the feature; that of its column, unless it is a cross.
+        source: `item` (a column of --items) or `event` (a column of the interactions).
+        kind: one of KINDS. None: inferred from the values.
+        columns: of the source; several of a cross.
+        rows: of a cross: how many rows its combinations are hashed into.
+        buckets: of a number: buckets with about equally many training values.
+        separator: between the values of a multi feature that is text.
+        least: a category needs this many training items or events, else it counts as unknown.
+    """
+
+    name: str
+    source: str
+    kind: str | None
+    columns: tuple[str, ...]
+    rows: int = 100_000
+    buckets: int = 32
+    separator: str = "|"
+    least: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.source}.{self.name}"
+
+
+# The keys of a feature in a schema file, with their types and least values.
+_KEYS: dict[str, tuple[type, Any]] = {
+    "kind": (str, None),
+    "columns": (list, None),
+    "rows": (int, 1),
+    "buckets": (int, 2),
+    "separator": (str, None),
+    "least": (int, 1),
+}
+_ONLY = {"columns": "cross", "rows": "cross", "buckets": "numeric", "separator": "multi"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The features that a run uses. `listed` None: all that can be used of the sources in
+    `all_of`."""
+
+    listed: tuple[Feature, ...] | None = None
+    all_of: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.listed) or bool(self.all_of)
+
+
+def request_features(features: str, schema: str | None, has_items: bool) -> Request:
+    """Reads `--features` and `--schema`. Without either, all columns of --items are used.
+
+    Raises:
+        ValueError: the options exclude each other, or one is not valid.
+    """
+    if schema is not None:
+        if features:
+            raise ValueError(
+                f"--schema {schema} and --features {features}: a schema lists all features; "
+                "leave --features out"
+            )
+        return Request(read_schema(Path(schema)))
+    if features == NONE:
+        return Request()
+    if features == AUTO:
+        return Request(all_of=SOURCES if has_items else ("event",))
+    if not features:
+        return Request(all_of=("item",) if has_items else ())
+    return Request(parse_features(features))
+
+
+def parse_features(text: str) -> tuple[Feature, ...]:
+    """Parses `category,price=numeric,tags=multi:;,brand*category=cross:50000,event.channel`.
+
+    Each part is a column, with `item.` or `event.` before it if both files have it, then its kind,
+    then one number or sign: the buckets of a number, the separator of a multi feature, the rows of
+    a cross. The columns of a cross are joined by `*`.
+
+    Raises:
+        ValueError: a part is not of this form, or names a feature twice.
+    """
+    found: dict[str, Feature] = {}
+    for part in split_names(text):
+        feature = _parse_part(part)
+        if feature.label in found:
+            raise ValueError(f"--features names {feature.name!r} twice: name it once")
+        found[feature.label] = feature
+    return tuple(found.values())
+
+
+def _parse_part(part: str) -> Feature:
+    match = _PART.fullmatch(part)
+    if match is None:
+        raise ValueError(
+            f"--features has {part!r}: write a column, or column=kind, as price=numeric; kinds are "
+            f"{', '.join(KINDS)}"
+        )
+    source, name, kind, option = match.groups()
+    columns = tuple(column.strip() for column in name.split("*"))
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"--features has {part!r}: kind {kind!r} is none of {', '.join(KINDS)}")
+    if len(columns) > 1:
+        kind = kind or "cross"
+    _check_columns(columns, kind, f"--features has {part!r}")
+    feature = Feature(name, source or "", kind, columns)
+    if option is None:
+        return feature
+    if kind == "multi":
+        return replace(feature, separator=option)
+    key = {"numeric": "buckets", "cross": "rows"}.get(kind or "")
+    least = _KEYS[key][1] if key else 0
+    if key is None or not option.isdecimal() or int(option) < least:
+        raise ValueError(
+            f"--features has {part!r}: after the kind follows the number of buckets (numeric, 2 or "
+            "more), the separator (multi) or the number of rows (cross)"
+        )
+    changed: dict[str, Any] = {key: int(option)}
+    return replace(feature, **changed)
+
+
+def _check_columns(columns: Sequence[str], kind: str | None, where: str) -> None:
+    if (len(columns) > 1) != (kind == "cross"):
+        raise ValueError(f"{where}: a cross has two columns or more, other kinds have one")
+    for column in columns:
+        if column in RESERVED:
+            raise ValueError(
+                f"{where}: {column!r} is a column of every history and no feature; rename the "
+                "column, or leave it out"
+            )
+
+
+def read_schema(path: Path) -> tuple[Feature, ...]:
+    """Reads a schema file: a table for each feature, `[item.NAME]` or `[event.NAME]`, with the keys
+    of `Feature`.
+
+    Raises:
+        ValueError: the file cannot be read or has a key or value that does not exist; the message
+            has file, key and value.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"--schema {path}: {error}") from None
+    features = []
+    for source, tables in content.items():
+        if source not in SOURCES or not isinstance(tables, dict):
+            raise ValueError(
+                f"{path}: [{source}] is no table of features; write [item.NAME] or [event.NAME]"
+            )
+        for name, keys in tables.items():
+            features.append(_read_feature(path, source, name, keys))
+    if not features:
+        raise ValueError(f"{path}: no feature; write [item.NAME] or [event.NAME], then its keys")
+    return tuple(features)
+
+
+def _read_feature(path: Path, source: str, name: str, keys: Any) -> Feature:
+    where = f"{path}: [{source}.{name}]"
+    if not isinstance(keys, Mapping):
+        raise ValueError(f"{where} is {keys!r}; write its keys below it, as kind = 'categorical'")
+    for key, value in keys.items():
+        if key not in _KEYS:
+            raise ValueError(f"{where} has key {key!r}, which is none of {', '.join(_KEYS)}")
+        needed, least = _KEYS[key]
+        if type(value) is not needed or (least is not None and value < least):
+            words = {"kind": "text", "separator": "text", "columns": "a list of columns"}
+            wanted = words.get(key, f"a number from {least} on")
+            raise ValueError(f"{where}: {key} = {value!r} is not {wanted}")
+    kind = keys.get("kind")
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"{where}: kind = {kind!r} is none of {', '.join(KINDS)}")
+    for key, owner in _ONLY.items():
+        if key in keys and kind != owner:
+            raise ValueError(f"{where}: {key} = {keys[key]!r} is a key of kind = {owner!r}")
+    columns = tuple(map(str, keys.get("columns", [name])))
+    _check_columns(columns, kind, where)
+    others = {key: value for key, value in keys.items() if key not in ("kind", "columns")}
+    return Feature(name, source, kind, columns, **others)
+
+
+def write_schema(features: Iterable[Feature], notes: Mapping[str, str]) -> str:
+    """The text of a schema file, with a comment for each feature by label."""
+    usual = {entry.name: entry.default for entry in fields(Feature)}
+    parts = []
+    for feature in features:
+        lines = [f"# {notes[feature.label]}"] if feature.label in notes else []
+        lines.append(f"[{feature.source}.{_quote(feature.name)}]")
+        for key in _KEYS:
+            value = getattr(feature, key)
+            if key in _ONLY and _ONLY[key] != feature.kind:
+                continue
+            if key == "least" and value == usual[key]:
+                continue
+            lines.append(f"{key} = {_format(value)}")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _quote(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name) else _format(name)
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_format, value)) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return str(value)

@@ -1,0 +1,88 @@
+"""A feature's values as keys or numbers, whatever the format of the file.
+
+A category is text: 3, 3.0 and "3" are one category. Empty text and NaN are missing, as null is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+
+from freescale.data.histories import is_list
+from freescale.data.values import BadValue, cast_values, is_text, parse_text, refuse_any
+from freescale.random import derive, hash_name
+
+_MISSING = hash_name("missing value of a cross")
+
+
+def read_keys(values: pa.Array) -> pa.Array:
+    """[n] text, null if missing. BadValue if the type has no categories."""
+    kind = values.type
+    if pa.types.is_null(kind):
+        return values.cast(pa.string())
+    if pa.types.is_floating(kind):
+        whole = pc.equal(pc.floor(values), values)
+        texts = cast_values(values, pa.string(), "categories")
+        texts = pc.if_else(whole, pc.replace_substring_regex(texts, r"\.0$", ""), texts)
+        return pc.if_else(pc.is_nan(values), pa.scalar(None, pa.string()), texts)
+    if is_list(kind) or pa.types.is_nested(kind):
+        raise BadValue(None, f"holds {kind}, not categories", "use kind multi for lists of text")
+    texts = cast_values(values, pa.string(), "categories")
+    if is_text(kind):
+        texts = pc.utf8_trim_whitespace(texts)
+        texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+    return texts
+
+
+def read_key_lists(values: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Lists, or text with a separator -> (keys [m] of all values without missing ones, how many of
+    them each of the n lists has). BadValue for other types."""
+    if not is_list(values.type):
+        if not (is_text(values.type) or pa.types.is_null(values.type)):
+            raise BadValue(
+                None, f"holds {values.type}, neither lists nor text", "use kind categorical"
+            )
+        values = pc.split_pattern(values.cast(pa.string()), separator)
+    sizes = np.asarray(pc.fill_null(pc.list_value_length(values), 0), np.int64)
+    keys = read_keys(pc.list_flatten(values))
+    there = np.asarray(pc.is_valid(keys))
+    owner = np.repeat(np.arange(len(sizes)), sizes)[there]
+    return keys.filter(pa.array(there)), np.bincount(owner, minlength=len(sizes))
+
+
+def read_numbers(values: pa.Array) -> NDArray[np.float64]:
+    """[n] float64, NaN if missing. BadValue for text that is no number, and for infinity."""
+    if pa.types.is_null(values.type):
+        return np.full(len(values), np.nan)
+    if is_text(values.type):
+        texts = pc.utf8_trim_whitespace(values)
+        texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+        fix = "fix or drop such rows, or use kind categorical"
+        numbers = parse_text(texts, pa.float64(), "a number", fix)
+    else:
+        if pa.types.is_boolean(values.type):
+            values = values.cast(pa.int8())
+        if pa.types.is_temporal(values.type):
+            values = values.cast(pa.int64() if values.type.bit_width == 64 else pa.int32())
+        numbers = cast_values(values, pa.float64(), "numbers")
+    infinite = pc.fill_null(pc.is_inf(numbers), False)
+    refuse_any(infinite, values, "holds {!r}, and numbers are finite", "fix or empty that value")
+    return np.array(pc.fill_null(numbers, np.nan), np.float64)
+
+
+def hash_keys(columns: Sequence[pa.Array]) -> NDArray[np.int64]:
+    """Keys [n] of several columns -> [n] int64 hashes of their combinations, the same in every
+    version: `random.hash_name` of each key, joined by `random.derive` in the order of the
+    columns."""
+    found = torch.zeros(len(columns[0]), dtype=torch.int64)
+    for keys in columns:
+        encoded = keys.dictionary_encode()
+        hashes = [*map(hash_name, encoded.dictionary.to_pylist()), _MISSING]
+        index = np.array(pc.fill_null(encoded.indices, len(hashes) - 1), np.int64)
+        found = derive(found, torch.tensor(hashes)[torch.from_numpy(index)])
+    return found.numpy()

@@ -1,0 +1,78 @@
+"""Reads a file with a row of attributes per item, in any format that interactions have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from freescale.data.histories import explain_damage
+from freescale.data.ingest.column_names import find_roles, refuse_repeated
+from freescale.data.ingest.layouts import Layout, lay_out_columns
+from freescale.data.ingest.sources import SourceFile
+from freescale.data.ingest.tables import is_parquet, read_tables
+from freescale.data.values import decode_text
+
+
+@dataclass(frozen=True)
+class AttributeFile:
+    """A file of attributes: its columns, and the one with the ids."""
+
+    file: SourceFile
+    layout: Layout
+    key: str
+
+    @property
+    def names(self) -> list[str]:
+        """All columns but the ids."""
+        return [name for name in self.layout.names if name != self.key]
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Columns of the whole file, dictionaries and bytes decoded. Rows keep their order."""
+        for name in columns:
+            if name not in self.layout.names:
+                raise ValueError(
+                    f"{self.file}: column {name!r} is missing; the file has "
+                    f"{', '.join(self.layout.names)[:200]}; name one of these"
+                )
+            refuse_repeated(self.file, name, self.layout.names)
+        blocks = list(read_tables(self.file, self.layout, columns))
+        if not blocks:
+            raise ValueError(f"{self.file}: the file has no rows; give one with a row per item")
+        tables = [block.table for block in blocks]
+        joined = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        return pa.table({n: decode_text(_get_only(joined.column(n))) for n in columns})
+
+
+def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
+    """Finds out how a file of attributes is laid out.
+
+    Args:
+        file: of any format.
+        role: whose attributes: `item`.
+        name: of the id column in the interactions, which counts first.
+
+    Raises:
+        ValueError: the format is unclear, or no column is recognised as the ids.
+    """
+    if is_parquet(file):
+        with explain_damage(file):
+            layout = Layout("parquet", pq.read_schema(file.path).names, {})
+    else:
+        layout = lay_out_columns(file)
+    given = {role: name} if name in layout.names else {}
+    key = find_roles(layout.names, given, (role,)).get(role)
+    if key is None:
+        shown = ", ".join(map(repr, layout.names))[:200]
+        raise ValueError(
+            f"{file}: no column is recognised as the {role} among {shown}; rename it to {name!r}, "
+            "as in the interactions"
+        )
+    refuse_repeated(file, key, layout.names)
+    return AttributeFile(file, layout, key)
+
+
+def _get_only(chunks: pa.ChunkedArray) -> pa.Array:
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()

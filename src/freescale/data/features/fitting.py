@@ -1,0 +1,169 @@
+"""Fits features to the training part: which categories exist, where buckets end. Then values become
+rows of a table.
+
+All features of a source share one table, each with a range of its rows:
+
+    row 0               nothing: fills the places of multi features with fewer values than others
+    categorical, multi  missing, unknown, then the categories of the training part in order of text
+    numeric             missing, then the buckets
+    cross               the hashes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from freescale.config.features import Feature
+from freescale.data.feature_values import hash_keys, read_key_lists, read_keys, read_numbers
+
+MOST_VALUES = 16  # of a multi feature
+_MISSING, _UNKNOWN, _FIRST = 0, 1, 2  # local rows of categories
+
+Columns = Mapping[str, pa.Array]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A feature with what the training part says of it.
+
+    Attributes:
+        feature: as declared, with its kind.
+        first: its first row in the table of its source.
+        rows: how many it has.
+        places: values of one item or event, at most.
+        categories: of the training part, in order of text; empty for other kinds.
+        edges: between the buckets of a number.
+    """
+
+    feature: Feature
+    first: int
+    rows: int
+    places: int = 1
+    categories: tuple[str, ...] = ()
+    edges: tuple[float, ...] = ()
+
+    def encode(self, columns: Columns) -> NDArray[np.int32]:
+        """Values of the source -> [n, places] rows of its table."""
+        feature = self.feature
+        if feature.kind == "multi":
+            return self._encode_lists(columns[feature.columns[0]])
+        if feature.kind == "numeric":
+            local = self._find_buckets(read_numbers(columns[feature.columns[0]]))
+        elif feature.kind == "cross":
+            keys = [read_keys(columns[name]) for name in feature.columns]
+            local = (hash_keys(keys).view(np.uint64) % np.uint64(self.rows)).astype(np.int64)
+        else:
+            local = self._find_categories(read_keys(columns[feature.columns[0]]))
+        return (local.astype(np.int32) + np.int32(self.first))[:, None]
+
+    def _find_categories(self, keys: pa.Array) -> NDArray[np.int64]:
+        known = pc.index_in(keys, pa.array(self.categories, pa.string()))
+        local = np.array(pc.fill_null(known, _UNKNOWN - _FIRST), np.int64) + _FIRST
+        local[np.asarray(pc.is_null(keys))] = _MISSING
+        return local
+
+    def _find_buckets(self, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+        local = 1 + np.searchsorted(np.array(self.edges), numbers, "right")
+        local[np.isnan(numbers)] = _MISSING
+        return local
+
+    def _encode_lists(self, values: pa.Array) -> NDArray[np.int32]:
+        keys, sizes = read_key_lists(values, self.feature.separator)
+        found = np.zeros((len(sizes), self.places), np.int32)
+        found[sizes == 0, 0] = self.first + _MISSING
+        column = np.arange(len(keys)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        kept = column < self.places
+        row = np.repeat(np.arange(len(sizes)), sizes)[kept]
+        found[row, column[kept]] = self.first + self._find_categories(keys)[kept]
+        return found
+
+
+def fit_feature(feature: Feature, columns: Columns, counts: NDArray[np.int64]) -> Fitted:
+    """Fits one feature; its first row is 0.
+
+    Args:
+        feature: with its kind.
+        columns: values of items or events [n] by column.
+        counts: [n] how often each is in the training part. Others are not looked at.
+
+    Raises:
+        BadValue: a value is not of the kind.
+    """
+    name, trained = feature.columns[0], counts > 0
+    if feature.kind == "cross":
+        return Fitted(feature, 0, feature.rows)
+    if feature.kind == "numeric":
+        numbers = read_numbers(columns[name])[trained]
+        edges = _find_edges(numbers[~np.isnan(numbers)], feature.buckets)
+        return Fitted(feature, 0, len(edges) + 2, edges=edges)
+    if feature.kind == "multi":
+        keys, sizes = read_key_lists(columns[name], feature.separator)
+        places = int(np.clip(sizes[trained].max(initial=1), 1, MOST_VALUES))
+        categories = _find_categories(keys, np.repeat(trained, sizes), feature.least)
+        return Fitted(feature, 0, len(categories) + _FIRST, places, categories)
+    categories = _find_categories(read_keys(columns[name]), trained, feature.least)
+    return Fitted(feature, 0, len(categories) + _FIRST, categories=categories)
+
+
+def _find_categories(keys: pa.Array, trained: NDArray[np.bool_], least: int) -> tuple[str, ...]:
+    counted = pc.value_counts(keys.filter(pa.array(trained)).drop_null())
+    enough = counted.filter(pc.greater_equal(counted.field("counts"), least))
+    return tuple(sorted(enough.field("values").to_pylist()))
+
+
+def _find_edges(numbers: NDArray[np.float64], buckets: int) -> tuple[float, ...]:
+    """Where buckets begin, except the first: quantiles, or each value if there are few."""
+    values = np.unique(numbers)
+    if len(values) > buckets:
+        shares = np.arange(1, buckets) / buckets
+        edges = np.unique(np.quantile(numbers, shares, method="lower"))
+        values = np.append(values[:1], edges[edges > values[0]])
+    return tuple(values[1:].tolist())
+
+
+def count_cut(fitted: Fitted, columns: Columns) -> int:
+    """Values beyond the places of a multi feature, which are left out."""
+    if fitted.feature.kind != "multi":
+        return 0
+    values = columns[fitted.feature.columns[0]]
+    _, sizes = read_key_lists(values, fitted.feature.separator)
+    return int(np.maximum(sizes - fitted.places, 0).sum())
+
+
+def stack_rows(features: Iterable[Fitted]) -> list[Fitted]:
+    """Gives each feature its range of rows, from row 1 on."""
+    found, first = [], 1
+    for fitted in features:
+        found.append(replace(fitted, first=first))
+        first += fitted.rows
+    return found
+
+
+def count_rows(features: Sequence[Fitted]) -> int:
+    """Rows of a source's table; 0 without features."""
+    return features[-1].first + features[-1].rows if features else 0
+
+
+def encode_all(features: Sequence[Fitted], columns: Columns) -> NDArray[np.int32]:
+    """Values of a source -> [n, places] rows of its table, feature after feature."""
+    return np.concatenate([fitted.encode(columns) for fitted in features], axis=1)
+
+
+def to_json(features: Iterable[Fitted]) -> list[dict[str, Any]]:
+    return [asdict(fitted) for fitted in features]
+
+
+def from_json(entries: Iterable[Mapping[str, Any]]) -> list[Fitted]:
+    found = []
+    for entry in entries:
+        declared = dict(entry["feature"]) | {"columns": tuple(entry["feature"]["columns"])}
+        known = {name: tuple(entry[name]) for name in ("categories", "edges")}
+        found.append(Fitted(**dict(entry) | known | {"feature": Feature(**declared)}))
+    return found

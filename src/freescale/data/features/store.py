@@ -1,0 +1,147 @@
+"""The features of a run's items and events, as rows of tables, and their join into batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from freescale.config.features import Feature
+from freescale.data.batches.specs import Features
+from freescale.data.features.fitting import count_rows, encode_all, from_json
+from freescale.data.ingest.ids import VOCABULARY
+from freescale.random import derive, uniform
+
+ABOUT = "features.json"
+CODES, KNOWN, IDS = "items.npy", "known.npy", "item_ids.npy"
+_DROPPED = 0x1D  # key of the draws that drop ids
+
+
+class FeatureStore(Features):
+    """Features that `prepare_features` has made; opened by each process that needs them.
+
+    Attributes:
+        folder: holds the files.
+        item: fitted features of items.
+        event: of events.
+        num_items: rows of the item table, items without an event included.
+        any_ids: items are arbitrary ids of a dynamic table, which have no such number.
+        lines: a report of what was read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._id_dropout, self._seed = folder, 0.0, 0
+        about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        self.item, self.event = from_json(about["item"]), from_json(about["event"])
+        self.num_items: int = about["num_items"]
+        self.any_ids: bool = about["any_ids"]
+        self.lines: tuple[str, ...] = tuple(about["lines"])
+        self.fingerprint: str = about["fingerprint"]
+        self._texts: dict[str, list[str]] = about["event_texts"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "dropout": self._id_dropout, "seed": self._seed}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["folder"])  # type: ignore[misc]
+        self.drop_ids(state["dropout"], state["seed"])
+
+    def drop_ids(self, share: float, seed: int) -> None:
+        """From now on a share of a training batch's items is known by their features alone."""
+        self._id_dropout, self._seed = share, seed
+
+    @property
+    def item_rows(self) -> int:
+        return count_rows(self.item)
+
+    @property
+    def event_rows(self) -> int:
+        return count_rows(self.event)
+
+    @property
+    def vocabulary(self) -> Path | None:
+        """The vocabulary of the data with further items of --items."""
+        path = self.folder / VOCABULARY
+        return path if path.is_file() else None
+
+    @cached_property
+    def _codes(self) -> NDArray[np.int32]:  # [items (+ 1 with arbitrary ids), places]
+        return np.load(self.folder / CODES, mmap_mode="r")  # type: ignore[no-any-return]
+
+    @cached_property
+    def _known(self) -> NDArray[np.bool_] | None:  # [items]: whether it has a training event
+        path = self.folder / KNOWN
+        return np.load(path, mmap_mode="r") if path.is_file() else None
+
+    @cached_property
+    def _ids(self) -> NDArray[np.int64] | None:  # [items] sorted, if ids are arbitrary
+        path = self.folder / IDS
+        return np.load(path, mmap_mode="r") if path.is_file() else None
+
+    def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
+        numbers = ids.numpy()
+        places = self._find_places(numbers)
+        codes = torch.from_numpy(self._codes[places].astype(np.int64))
+        own = np.ones(numbers.shape, bool) if self._known is None else self._known[places]
+        known = torch.from_numpy(np.asarray(own))
+        if batch is not None and self._id_dropout:
+            draws = uniform(derive(derive(self._seed, _DROPPED, batch), ids))
+            known = known & (draws >= self._id_dropout)
+        return codes, known
+
+    def _find_places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._ids is None:
+            return ids
+        last = len(self._ids)  # of items without features
+        places = np.searchsorted(self._ids, ids)
+        found = self._ids[places.clip(max=max(last - 1, 0))] == ids if last else False
+        return np.where(found, places, last)
+
+    # ---- events
+
+    @property
+    def event_columns(self) -> tuple[str, ...]:
+        return tuple(
+            dict.fromkeys(name for each in self.event for name in list_stored(each.feature))
+        )
+
+    def find_events(self, columns: Mapping[str, NDArray[Any]]) -> Tensor:
+        parts = []
+        for fitted in self.event:
+            names = list_stored(fitted.feature)
+            if fitted.feature.kind == "numeric":
+                values = {fitted.feature.columns[0]: pa.array(columns[names[0]])}
+                parts.append(fitted.encode(values))
+            elif fitted.feature.kind == "categorical":
+                parts.append(self._event_codes[fitted.feature.name][columns[names[0]]])
+            else:
+                texts = {
+                    column: self._event_texts[column].take(pa.array(columns[name]))
+                    for column, name in zip(fitted.feature.columns, names, strict=True)
+                }
+                parts.append(fitted.encode(texts))
+        return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))
+
+    @cached_property
+    def _event_texts(self) -> dict[str, pa.Array]:  # by column; the last one is missing (-1)
+        return {n: pa.array([*texts, None], pa.string()) for n, texts in self._texts.items()}
+
+    @cached_property
+    def _event_codes(self) -> dict[str, NDArray[np.int32]]:
+        """Rows of each value of the categorical features, as numbered in the histories file."""
+        of_kind = [each for each in self.event if each.feature.kind == "categorical"]
+        return {each.feature.name: encode_all([each], self._event_texts) for each in of_kind}
+
+
+def list_stored(feature: Feature) -> list[str]:
+    """The columns of a histories file that hold the values of an event feature."""
+    kind = "number" if feature.kind == "numeric" else "category"
+    return [f"{kind}.{column}" for column in feature.columns]

@@ -1,0 +1,75 @@
+"""Features of items and events in a model: rows of a table, added to what they describe.
+
+A source of features (items, events) has one table for all of them. Row 0 stands for nothing: it
+fills the places of an item with fewer values than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
+
+from freescale.batch import SequenceBatch
+from freescale.kernels.dispatch.rows import read_rows
+from freescale.models.columns import locate_rows
+
+
+def sum_features(table: nn.Module, codes: Tensor) -> Tensor:
+    """codes [..., places], rows of a table of features -> their sum [..., width]."""
+    rows, (index,) = locate_rows(table, codes)
+    flat = torch.where(codes == 0, -1, index.long()).view(-1, codes.shape[-1])
+    return _sum_places(rows, flat).view(*codes.shape[:-1], rows.shape[1])
+
+
+def add_features(own: Tensor, known: Tensor, features: Tensor) -> Tensor:
+    """The vectors of items: their own rows [..., width] and those of their features. An item that
+    is not `known` [...] bool by its own row, which is noise until it is trained, is described by
+    its features alone."""
+    return torch.where(known[..., None], own, 0) + features
+
+
+@dataclass(frozen=True)
+class ItemVectors:
+    """The items that a batch reads, each once."""
+
+    rows: Tensor  # [u, width]
+    places: dict[str, Tensor]  # of each batch feature: where its items [...] are among them
+
+    def read(self, name: str) -> Tensor:
+        """The vectors [..., width] of a batch feature."""
+        return read_rows(self.rows, self.places[name])
+
+
+def describe_items(
+    item: nn.Module, features: nn.Module, batch: SequenceBatch, names: Sequence[str]
+) -> ItemVectors:
+    """Computes the vectors of the items of some features of a batch.
+
+    Args:
+        item: the table of items.
+        features: the table of their features.
+        batch: has `NAME`, `NAME_features` and `NAME_known` of each name, as `Histories` makes them.
+        names: as `history`.
+    """
+    own, places = locate_rows(item, *(batch.values(name) for name in names))
+    given = [batch.values(f"{name}_features") for name in names]
+    rows, found = locate_rows(features, *given)
+    # Of each item once, however often it occurs: positions of the same item write the same.
+    known = torch.zeros(own.shape[0], dtype=torch.bool, device=own.device)
+    codes = torch.full((own.shape[0], given[0].shape[-1]), -1, device=own.device)
+    for name, place, code, row in zip(names, places, given, found, strict=True):
+        at = place.reshape(-1).long()
+        known[at] = batch.values(f"{name}_known").reshape(-1)
+        codes[at] = torch.where(code == 0, -1, row.long()).view(-1, codes.shape[1])
+    vectors = add_features(own, known, _sum_places(rows, codes))
+    return ItemVectors(vectors, dict(zip(names, places, strict=True)))
+
+
+def _sum_places(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [v, width], index [n, places] into them, -1 for nothing -> sums [n, width]."""
+    used = (index >= 0).to(rows.dtype)
+    return embedding_bag(index.clamp(min=0), rows, mode="sum", per_sample_weights=used)

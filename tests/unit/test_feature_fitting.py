@@ -1,0 +1,158 @@
+"""Features as rows of a table: categories, buckets, lists and crosses, by the training part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from freescale.config.features import Feature
+from freescale.data.feature_values import hash_keys, read_keys, read_numbers
+from freescale.data.features.fitting import (
+    count_cut,
+    count_rows,
+    encode_all,
+    fit_feature,
+    from_json,
+    stack_rows,
+    to_json,
+)
+from freescale.data.features.inference import complete_kinds, infer_column
+from freescale.data.values import BadValue
+
+ALL = np.ones(6, np.int64)
+
+
+def fit(kind, values, counts=ALL, **settings):
+    feature = Feature("x", "item", kind, ("x",), **settings)
+    return fit_feature(feature, {"x": pa.array(values)}, np.asarray(counts))
+
+
+def test_categories_are_those_of_the_training_part():
+    fitted = fit("categorical", ["b", "a", None, "b", "c", ""], [1, 2, 1, 0, 0, 1])
+    assert fitted.categories == ("a", "b")  # c has no training event
+    rows = fitted.encode({"x": pa.array(["a", "b", "c", None, " ", "b "])})
+    assert rows[:, 0].tolist() == [2, 3, 1, 0, 0, 3]  # missing 0, unknown 1
+    assert fitted.rows == 4
+    often = fit("categorical", ["b", "a", "b", "a", "b", "c"], least=3)
+    assert often.categories == ("b",)
+
+
+def test_a_category_is_the_same_in_every_format():
+    for values in ([3, 12], [3.0, 12.0], ["3", " 12 "]):
+        assert read_keys(pa.array(values)).to_pylist() == ["3", "12"]
+    assert read_keys(pa.array([True, None])).to_pylist() == ["true", None]
+    assert read_keys(pa.array([2.5, float("nan")])).to_pylist() == ["2.5", None]
+
+
+def test_buckets_have_about_equally_many_training_values():
+    values = [*range(1, 101), 10_000.0, float("nan")]
+    counts = [1] * 100 + [0, 0]
+    fitted = fit("numeric", values, counts, buckets=4)
+    assert len(fitted.edges) == 3 and max(fitted.edges) <= 100
+    rows = fitted.encode({"x": pa.array(values)})[:, 0]
+    assert np.bincount(rows[:100], minlength=5)[1:].tolist() == [24, 25, 25, 26]
+    assert rows[100] == 4 and rows[101] == 0  # beyond the last edge; missing
+    alike = fit("numeric", [7.0] * 5 + [8.0])
+    assert fit("numeric", [7.0] * 6).rows == 2
+    assert alike.encode({"x": pa.array([7.0, 8.0])})[:, 0].tolist() == [1, 2]
+
+
+def test_numbers_as_text_and_what_is_no_number():
+    assert read_numbers(pa.array(["1.5", "", None]))[0] == 1.5
+    with pytest.raises(BadValue, match="holds 'cheap', not a number"):
+        read_numbers(pa.array(["1", "cheap"]))
+    for values in (["1", "inf"], [1.0, -np.inf]):
+        with pytest.raises(BadValue, match="numbers are finite") as error:
+            read_numbers(pa.array(values))
+        assert error.value.row == 1
+
+
+def test_lists_have_as_many_places_as_training_items_need():
+    values = [["a", "b"], [], None, ["b", None, "c"], ["a"] * 5, ["d"]]
+    fitted = fit("multi", values, [1, 1, 1, 1, 0, 1])
+    assert fitted.categories == ("a", "b", "c", "d") and fitted.places == 2
+    (stacked,) = stack_rows([fitted])
+    rows = stacked.encode({"x": pa.array(values)})
+    # row 0 is nothing, 1 missing, 2 unknown
+    assert rows.tolist() == [[3, 4], [1, 0], [1, 0], [4, 5], [3, 3], [6, 0]]
+    assert count_cut(fitted, {"x": pa.array(values)}) == 3
+    text = fit("multi", ["a|b", "", None, "b| c", "a", "d"])
+    assert text.categories == fitted.categories
+
+
+def test_the_hash_of_a_cross_never_changes():
+    """A served model meets the hashes of its training."""
+    found = hash_keys([pa.array(["red", None]), pa.array(["7", "7"])])
+    assert found.tolist() == [7659972981298662938, -6001841121116985465]
+
+
+def test_a_cross_tells_combinations_apart():
+    feature = Feature("x*y", "item", "cross", ("x", "y"), rows=1 << 40)
+    columns = {"x": pa.array(["a", "b", "a", "ab"]), "y": pa.array(["b", "a", "b", ""])}
+    fitted = fit_feature(feature, columns, np.ones(4))
+    hashes = hash_keys([read_keys(columns["x"]), read_keys(columns["y"])])
+    assert len(set(hashes.tolist())) == 3 and hashes[0] == hashes[2]
+    assert fitted.rows == 1 << 40
+
+
+def test_all_features_of_a_source_share_a_table():
+    columns = {"x": pa.array(["a", "b"]), "y": pa.array([1.0, 2.0])}
+    declared = [
+        Feature("x", "item", "categorical", ("x",)),
+        Feature("y", "item", "numeric", ("y",)),
+        Feature("x*y", "item", "cross", ("x", "y"), rows=10),
+    ]
+    fitted = stack_rows(fit_feature(each, columns, np.ones(2)) for each in declared)
+    assert [each.first for each in fitted] == [1, 5, 8] and count_rows(fitted) == 18
+    assert count_rows([]) == 0
+    rows = encode_all(fitted, columns)
+    assert rows[:, :2].tolist() == [[3, 6], [4, 7]] and (rows[:, 2] >= 8).all()
+    again = from_json(to_json(fitted))
+    assert again == fitted
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["toys", "books", "toys", "food"] * 9, "categorical"),
+        ([1.5, 2.5, 3.25, None] * 9, "numeric"),
+        ([*range(60)], "numeric"),
+        ([1, 2, 3, 4] * 9, "categorical"),
+        (["1.5", "2.5", "", "3.5"] * 9, "numeric"),
+        (["007", "008", "009"] * 9, "categorical"),
+        (["a|b", "a", "b|c", ""] * 9, "multi"),
+        ([["a"], ["b", "a"], []] * 9, "multi"),
+        ([True, False] * 9, "categorical"),
+    ],
+)
+def test_kinds_are_inferred(values, kind):
+    column = infer_column("x", "item", pa.array(values))
+    assert column.feature.kind == kind and column.used
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ([None, None], "no values"),
+        (["same"] * 9, "all the same"),
+        ([7] * 9, "all the same"),
+        ([f"title {n}" for n in range(200)], "most values occur once; name it to use it"),
+        ([[0.5, 0.25]] * 9, "vectors"),
+        ([{"a": 1}] * 3, "holds struct"),
+    ],
+)
+def test_columns_that_are_left_out_say_why(values, reason):
+    column = infer_column("x", "item", pa.array(values))
+    assert not column.used and reason in column.reason
+    with pytest.raises(ValueError, match="say which, as x=categorical"):
+        complete_kinds([column.feature], [column])
+
+
+def test_a_category_of_many_values_is_used_if_it_is_named():
+    values = pa.array([str(n) + "x" for n in range(120_000)])
+    column = infer_column("x", "item", values)
+    assert "120,000 values are many" in column.reason
+    named = Feature("x", "item", "categorical", ("x",))
+    assert complete_kinds([named], [column]) == [named]
+    assert len(fit_feature(named, {"x": values}, np.ones(120_000)).categories) == 120_000
