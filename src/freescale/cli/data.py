@@ -54,19 +54,28 @@ def _spell(line: str) -> str:
 
 
 _INSPECTED = ("format", "columns", "missing", "cache", "num_items", "max_length")
+_FEATURES = ("items", "features", "schema")
 
 
 @click.command(cls=DataCommand)
 @click.argument("data")
-@add_settings(DataConfig, ModelConfig, TrainConfig, only=(*_INSPECTED, "labels", "global_batch"))
+@add_settings(
+    DataConfig, ModelConfig, TrainConfig, only=(*_INSPECTED, *_FEATURES, "labels", "global_batch")
+)
+@click.option(
+    "--write-schema", type=PATH, help="write the features into a file, for --schema of train"
+)
 @exit_cleanly
-def inspect(data: str, **given: Any) -> None:
+def inspect(data: str, write_schema: Path | None, **given: Any) -> None:
     """Show what a data file holds, before training on it.
 
-    Shows how columns are read, users, items, lengths, collisions and columns that are left out, and
-    ends with the command to train on it.
+    Shows how columns are read, users, items, lengths, collisions, and which columns become
+    features, and ends with the command to train on it.
     """
+    from freescale.config.features import write_schema as spell_schema
+    from freescale.data.features.inspection import inspect_features
     from freescale.data.inspection import describe_inspection, inspect_histories
+    from freescale.train.build import find_cache
 
     ranking = {"task": "ranking"} if given["labels"] else {}
     config = RunConfig.from_settings({"data": data, **given, **ranking})
@@ -80,6 +89,13 @@ def inspect(data: str, **given: Any) -> None:
     )
     for line in describe_inspection(found):
         click.echo(_spell(line))
+    lines, features, notes = inspect_features(config.data, find_cache(config))
+    for line in lines:
+        click.echo(_spell(line))
+    if write_schema is not None:
+        write_schema.write_text(spell_schema(features, notes), encoding="utf-8")
+        click.echo(f"wrote {write_schema}: {len(features)} features")
+        given |= {"schema": str(write_schema), "features": None}
     split = {} if found.leaves_one_out else {"split": "none"}
     arguments = format_arguments({"data": data, **ranking, **split, **select_given(given)})
     click.echo(f"train on it: freescale train {shlex.join(arguments)}")

@@ -55,8 +55,9 @@ def read_key_lists(values: pa.Array, separator: str) -> tuple[pa.Array, NDArray[
     return keys.filter(pa.array(there)), np.bincount(owner, minlength=len(sizes))
 
 
-def read_numbers(values: pa.Array) -> NDArray[np.float64]:
-    """[n] float64, NaN if missing. BadValue for text that is no number, and for infinity."""
+def read_numbers(values: pa.Array, finite: bool = True) -> NDArray[np.float64]:
+    """[n] float64, NaN if missing. BadValue for text that is no number, and if they must be
+    `finite` for infinity."""
     if pa.types.is_null(values.type):
         return np.full(len(values), np.nan)
     if is_text(values.type):
@@ -70,8 +71,10 @@ def read_numbers(values: pa.Array) -> NDArray[np.float64]:
         if pa.types.is_temporal(values.type):
             values = values.cast(pa.int64() if values.type.bit_width == 64 else pa.int32())
         numbers = cast_values(values, pa.float64(), "numbers")
-    infinite = pc.fill_null(pc.is_inf(numbers), False)
-    refuse_any(infinite, values, "holds {!r}, and numbers are finite", "fix or empty that value")
+    if finite:
+        infinite = pc.fill_null(pc.is_inf(numbers), False)
+        problem = "holds {!r}, and numbers are finite"
+        refuse_any(infinite, values, problem, "fix or empty that value")
     return np.array(pc.fill_null(numbers, np.nan), np.float64)
 
 

@@ -18,10 +18,11 @@ from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.negatives import choose_negatives
-from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
+from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.features.prepare import list_event_columns, prepare_features
-from freescale.data.features.store import FeatureStore
+from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.history_builder import Progress
+from freescale.data.ingest.ids import find_vocabulary
 from freescale.data.ingest.prepare import prepare
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
@@ -84,20 +85,33 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
     )
 
 
+def find_run_vocabulary(histories: Path, features: Features | None) -> Path | None:
+    """The vocabulary of a run's data: of the histories, or with further items of --items."""
+    own = None if features is None else features.vocabulary
+    return own or find_vocabulary(histories)
+
+
 def find_cache(config: RunConfig) -> Path:
     """The folder of prepared data."""
     return Path(config.data.cache) if config.data.cache else find_cache_folder()
 
 
-def load_features(config: RunConfig, histories: Path) -> FeatureStore | None:
+def load_features(
+    config: RunConfig, histories: Path, trained: Path | None = None
+) -> FeatureStore | None:
     """Opens the features of the items and events, made now if they are not in the cache; None
-    without features."""
+    without features. `trained`: the folder of the run whose statistics count; None: fitted to these
+    histories."""
+    statistics = None if trained is None else trained / FOLDER
+    if statistics is not None and not statistics.is_dir():
+        return None
     store = prepare_features(
         config.data,
         histories,
         find_cache(config),
         SplitSpec(config.data.split, config.data.split_time),
         any_ids="item" in config.dynamic_tables,
+        trained=statistics,
     )
     if store is not None:
         store.drop_ids(config.data.id_dropout, config.train.seed)
@@ -105,10 +119,14 @@ def load_features(config: RunConfig, histories: Path) -> FeatureStore | None:
 
 
 def load_histories(
-    config: RunConfig, path: Path, transport: Transport, part: str = "train"
+    config: RunConfig,
+    path: Path,
+    transport: Transport,
+    part: str = "train",
+    trained: Path | None = None,
 ) -> Histories:
-    """Opens one rank's data of a part of the split."""
-    train, features = config.train, load_features(config, path)
+    """Opens one rank's data of a part of the split. `trained`: as of `load_features`."""
+    train, features = config.train, load_features(config, path, trained)
     specs = build_specs(config, part)
     if features is not None and not features.any_ids:
         specs["read"] = replace(specs["read"], num_items=features.num_items)
@@ -334,6 +352,7 @@ def evaluate_part(
     part: str,
     baseline: bool = False,
     keep: SampleRanks | None = None,
+    trained: Path | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part of the split. A collective; the same on all ranks.
 
@@ -344,14 +363,15 @@ def evaluate_part(
         part: `validation` or `test`.
         baseline: whether to evaluate the popularity baseline too (retrieval).
         keep: receives the target's rank for each sample (retrieval).
+        trained: as of `load_features`.
 
     Returns:
         {"model": {metric: value}, "popularity": {metric: value}}
     """
-    data = load_histories(config, path, model.transport, part)
+    data = load_histories(config, path, model.transport, part, trained)
     if config.model.task == "ranking":
         return evaluate_ranking(model, data, config.label_names)
-    training = load_histories(config, path, model.transport) if baseline else None
+    training = load_histories(config, path, model.transport, trained=trained) if baseline else None
     popularity = None if training is None else training.count_items_of
     features = None if data.features is None else data.features.find_items
     return evaluate_retrieval(model, data, popularity=popularity, keep=keep, features=features)

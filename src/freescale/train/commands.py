@@ -14,10 +14,16 @@ import torch
 from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.data.histories import HistoriesFile
-from freescale.data.ingest.ids import VOCABULARY, check_vocabulary, find_vocabulary
+from freescale.data.ingest.ids import VOCABULARY, check_vocabulary
 from freescale.launch.attempts import AUTO
 from freescale.launch.signals import StopSignals, choose_status
-from freescale.train.build import build_model, evaluate_part, load_histories
+from freescale.train.build import (
+    build_model,
+    evaluate_part,
+    find_run_vocabulary,
+    load_features,
+    load_histories,
+)
 from freescale.train.metrics_log import to_json
 from freescale.train.progress import ConsoleProgress
 from freescale.train.sample_ranks import SampleRanks, write_ranks
@@ -175,9 +181,10 @@ def evaluate_checkpoint(
         raise ValueError(f"--ranks is for retrieval: {folder} is a run of --task ranking")
     checkpoints = Checkpoints(folder / "checkpoints", transport)
     found = checkpoints.find(checkpoint)
-    model = build_model(config, load_histories(config, path, transport), transport)
+    data = load_histories(config, path, transport, trained=folder)
+    model = build_model(config, data, transport)
     progress = checkpoints.load(found, model)
-    quality = evaluate_part(config, model, path, part, baseline=True, keep=keep)
+    quality = evaluate_part(config, model, path, part, baseline=True, keep=keep, trained=folder)
     return found, progress, quality
 
 
@@ -193,8 +200,10 @@ def run_evaluation(
     eval-PART.json into the run's folder, or eval-PART-DIGEST.json for data other than the run's.
     `ranks`: CSV file for the rank of every user's target (retrieval)."""
     path, hashed = prepare(), "item" in config.dynamic_tables
+    vocabulary = find_run_vocabulary(path, load_features(config, path, folder))
     if (folder / VOCABULARY).is_file():
-        check_vocabulary(path, folder / VOCABULARY, ["action"] if hashed else ["item_id", "action"])
+        columns = ["action"] if hashed else ["item_id", "action"]
+        check_vocabulary(vocabulary, folder / VOCABULARY, columns)
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     keep = SampleRanks() if ranks is not None else None
     found, progress, quality = evaluate_checkpoint(
@@ -222,7 +231,7 @@ def run_evaluation(
         print_quality(console, quality, part)
         lines = [f"all metrics are in {written}"]
         if ranks is not None and keep is not None:
-            write_ranks(ranks, path, keep, find_vocabulary(path))
+            write_ranks(ranks, path, keep, vocabulary)
             lines.append(f"the rank of every user's target is in {ranks}")
             if hashed and not config.data.vocabulary:
                 lines.append(

@@ -40,7 +40,9 @@ class ConsoleProgress(Callback):
     def on_start(self, trainer: RunView) -> None:
         if trainer.rank != 0:
             return
-        lines = (f"run folder {trainer.folder}", *trainer.notes, *trainer.data.file.read_as)
+        data = trainer.data
+        features = () if data.features is None else data.features.lines
+        lines = (f"run folder {trainer.folder}", *trainer.notes, *data.file.read_as, *features)
         for line in (*lines, *describe_run(trainer)):
             self._print(line)
         if self._console.is_terminal:

@@ -45,7 +45,7 @@ LOCK = ".lock"
 # The files of a run other than its checkpoints.
 _WRITTEN = (
     *("config.json", "metrics.jsonl", "ledger.jsonl", "ledger.json", "trace.json.gz"),
-    *("tensorboard", "vocabulary.parquet"),
+    *("tensorboard", "vocabulary.parquet", "features"),
 )
 
 
@@ -110,10 +110,15 @@ class RunFolder:
         self.path = self._agree_on(self._inspect)
         self._begun = self.is_auto and self.resume
 
-    def open(self, config: str, vocabulary: Path | None = None) -> None:
+    def open(
+        self,
+        config: str,
+        vocabulary: Path | None = None,
+        write: Callable[[Path], None] | None = None,
+    ) -> None:
         """Claims the folder, writes `config` into it and copies the `vocabulary` of the data.
         Called after all checks: a run that never began leaves no folder."""
-        self.path = self._agree_on(lambda: self._claim_new(config, vocabulary))
+        self.path = self._agree_on(lambda: self._claim_new(config, vocabulary, write))
         self._begun = True
 
     def forget_snapshots(self) -> None:
@@ -201,7 +206,9 @@ class RunFolder:
             self.close()  # until all checks are done
         return self._folder
 
-    def _claim_new(self, config: str, vocabulary: Path | None) -> Path:
+    def _claim_new(
+        self, config: str, vocabulary: Path | None, write: Callable[[Path], None] | None
+    ) -> Path:
         path = new_folder(self.path) if self._folder is None else self.path
         path.mkdir(parents=True, exist_ok=True)
         self._claim(path)
@@ -214,6 +221,8 @@ class RunFolder:
             self._name_run(path)
         if vocabulary is not None:
             copy_file(vocabulary, path / vocabulary.name)
+        if write is not None:
+            write(path)
         temporary = path / "config.json.tmp"
         temporary.write_text(config, encoding="utf-8")
         temporary.replace(path / "config.json")

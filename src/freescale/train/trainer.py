@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
-from freescale.data.ingest.ids import find_vocabulary
 from freescale.launch.attempts import AUTO
 from freescale.launch.ranks import has_launcher
 from freescale.launch.signals import StopSignals
@@ -22,6 +21,7 @@ from freescale.train.build import (
     build_model,
     build_optimizer,
     build_pipeline,
+    find_run_vocabulary,
     load_histories,
     prepare_data,
 )
@@ -273,7 +273,12 @@ class Trainer:
         if self.run_folder.resume:
             self.run_folder.forget_snapshots()
             give_up_later(self._run)
-        self.run_folder.open(self.config.to_json(), find_vocabulary(self.histories))
+        features = self.data.features
+        self.run_folder.open(
+            self.config.to_json(),
+            find_run_vocabulary(self.histories, features),
+            None if features is None else features.copy_statistics,
+        )
         self.run_folder.log_restarts(self.step)
         self.checkpoints.folder = self.folder / "checkpoints"
         if self.snapshots is not None:

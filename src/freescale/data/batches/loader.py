@@ -234,7 +234,7 @@ class Histories:
             "seed": self.read.seed,
             "shuffle": self.read.shuffle,
             "shuffle_groups": self.read.shuffle_groups,
-        }
+        } | ({} if self.features is None else {"features": self.features.fingerprint})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, ours in self.state_dict().items():

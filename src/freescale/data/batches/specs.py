@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -138,6 +139,17 @@ class ReadSpec:
 
 class Features(Protocol):
     """The features of items and events, as rows of a table for each (`FeatureStore`)."""
+
+    fingerprint: str  # of what they are made of
+    lines: tuple[str, ...]  # a report of what was read
+
+    @property
+    def vocabulary(self) -> Path | None:
+        """The vocabulary of the data with further items of --items."""
+
+    def copy_statistics(self, folder: Path) -> None:
+        """Copies what the training part says into the folder of a run: all that is needed to encode
+        other data."""
 
     @property
     def item_rows(self) -> int:

@@ -16,7 +16,8 @@ from freescale.data.values import BadValue, is_text, reads_as_number
 
 _FEW = 50  # different integers up to which they are categories and no amounts
 _MANY = 100_000  # categories that a column may have without being named
-_SHARE = 0.5  # of the rows, from which on different texts are names or descriptions
+_SHARE = 0.5  # of the rows, from which on different texts are names or descriptions,
+_SOME = 10  # unless there are only so few
 _SEPARATORS = ("|", ";", ", ", ",")
 _SPLIT = 0.2  # share of the texts with a separator that makes a column multi
 
@@ -55,7 +56,7 @@ def infer_column(name: str, source: str, values: pa.Array) -> Column:
         there = numbers[~np.isnan(numbers)]
         different = len(np.unique(there))
         missing = 1 - len(there) / len(numbers)
-        whole = bool((there == np.floor(there)).all())
+        whole = bool((np.isfinite(there) & (there == np.floor(there))).all())
         if different <= 1:
             return Column(feature, different, missing, "its values are all the same")
         few = whole and different <= _FEW
@@ -89,7 +90,7 @@ def _judge_categories(
         reason = "its values are all the same"
     elif different > _MANY:
         reason = f"{different:,} values are many; name it to use it: {feature.name}={kind}"
-    elif different > max(_FEW, _SHARE * rows):
+    elif different > max(_SOME, _SHARE * rows):
         reason = f"most values occur once; name it to use it: {feature.name}={kind}"
     return Column(replace(feature, kind=None if reason else kind), different, missing, reason)
 
@@ -104,7 +105,7 @@ def _read_numbers(values: pa.Array) -> np.ndarray | None:
         if pc.any(coded).as_py():
             return None
     try:
-        return read_numbers(values)
+        return read_numbers(values, finite=False)  # fitting refuses infinite ones, with their row
     except BadValue:
         return None
 

@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shutil import copyfile
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +28,7 @@ from freescale.data.features.fitting import (
     count_cut,
     encode_all,
     fit_feature,
+    from_json,
     stack_rows,
     to_json,
 )
@@ -181,6 +184,7 @@ def prepare_features(
     split: SplitSpec,
     *,
     any_ids: bool = False,
+    trained: Path | None = None,
     progress: Progress | None = None,
 ) -> FeatureStore | None:
     """Makes the features of a run, or finds them in the cache. One process of a machine makes them.
@@ -191,6 +195,8 @@ def prepare_features(
         cache: the folder of prepared data.
         split: categories, buckets and popularity are those of its training part.
         any_ids: items are arbitrary ids of a dynamic table.
+        trained: the statistics of a run (`FeatureStore.copy_statistics`), which count for any data.
+            None fits them to this one.
         progress: called with a stage and the share done.
 
     Returns:
@@ -206,11 +212,15 @@ def prepare_features(
     paths = [] if sources.items is None else [sources.items.file.path]
     digests = read_contents(paths, cache / "digests", lambda share: report("hash items", share))
     file = HistoriesFile(histories, config.num_items, any_ids)
-    key = compute_digest(
+    fingerprint = compute_digest(
         _VERSION, file.fingerprint, file.num_items, [each.digest for each in digests],
         [asdict(each) for each in request.listed or ()], request.all_of, split.kind, split.time,
-        any_ids, str(histories.resolve()),
+        any_ids,
     )  # fmt: skip
+    known = None if trained is None else read_statistics(trained)
+    if known is not None and known["fingerprint"] == fingerprint:
+        known = None  # the run's own data: what is in the cache is the same
+    key = compute_digest(fingerprint, str(histories.resolve()), known and known["fingerprint"])
     target = cache / f"features-{key}"
     if not target.is_dir():
         fix = "make room, or name a cache folder on another disk"
@@ -218,11 +228,19 @@ def prepare_features(
             cache.mkdir(parents=True, exist_ok=True)
             with lock_cache(cache), workspace(cache, key) as folder:
                 if not target.is_dir():
-                    making = _Making(config, histories, file, cache, split, sources, request)
-                    making.write(folder, key, report)
+                    making = _Making(
+                        config, histories, file, cache, split, sources, request, known, trained
+                    )
+                    making.write(folder, fingerprint, report)
                     made = folder / "made"
                     os.replace(made, target)
     return FeatureStore(target)
+
+
+def read_statistics(folder: Path) -> dict[str, Any]:
+    """The statistics of a run."""
+    found: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    return found
 
 
 class _Making:
@@ -237,12 +255,15 @@ class _Making:
         split: SplitSpec,
         sources: Sources,
         request: Request,
+        known: Mapping[str, Any] | None,
+        trained: Path | None,
     ) -> None:
+        self._trained, self._statistics = trained, known
         self._config, self._histories, self._file = config, histories, file
         self._cache, self._split, self._sources, self._request = cache, split, sources, request
         self._lines: list[str] = []
 
-    def write(self, folder: Path, key: str, report: Progress) -> None:
+    def write(self, folder: Path, fingerprint: str, report: Progress) -> None:
         out = folder / "made"
         out.mkdir(exist_ok=True)
         items = self._fit_items(out, report)
@@ -250,7 +271,7 @@ class _Making:
         events, texts = self._fit_events()
         report("fit events", 1.0)
         about = {
-            "fingerprint": key,
+            "fingerprint": fingerprint,
             "num_items": self._num_items,
             "any_ids": self._file.any_ids,
             "item": to_json(items),
@@ -280,12 +301,14 @@ class _Making:
         report("read items", 1.0)
         report("fit items", 0.0)
         counts = self._count(ids)
-        features = self._choose_kinds(declared, columns)
-        fitted = []
-        for feature in features:
-            with _naming(source.file, feature):
-                fitted.append(fit_feature(feature, columns, counts))
-        fitted = stack_rows(fitted)
+        if self._statistics is not None:
+            fitted = from_json(self._statistics["item"])
+        else:
+            fitted = []
+            for feature in self._choose_kinds(declared, columns):
+                with _naming(source.file, feature):
+                    fitted.append(fit_feature(feature, columns, counts))
+            fitted = stack_rows(fitted)
         self._write_items(out, fitted, columns, ids)
         self._describe_items(source, fitted, columns, ids, counts)
         report("fit items", 1.0)
@@ -386,9 +409,12 @@ class _Making:
         self._write_known(out)
 
     def _write_known(self, out: Path) -> None:
-        if not self._file.any_ids:
-            counts = self._count(np.arange(self._num_items))
-            np.save(out / KNOWN, counts > 0)
+        if self._file.any_ids:
+            return
+        if self._statistics is not None and self._trained is not None:
+            copyfile(self._trained / KNOWN, out / KNOWN)
+            return
+        np.save(out / KNOWN, self._count(np.arange(self._num_items)) > 0)
 
     def _describe_items(
         self,
@@ -422,6 +448,8 @@ class _Making:
             name: _read_texts(self._histories, name)
             for each in declared if each.kind != "numeric" for name in each.columns
         }  # fmt: skip
+        if self._statistics is not None:
+            return from_json(self._statistics["event"]), texts
         fitted = []
         for feature in declared:
             name = list_stored(feature)[0]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from freescale.data.features.fitting import count_rows, encode_all, from_json
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.random import derive, uniform
 
+FOLDER = "features"  # in the folder of a run
 ABOUT = "features.json"
 CODES, KNOWN, IDS = "items.npy", "known.npy", "item_ids.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
@@ -34,7 +36,6 @@ class FeatureStore(Features):
         event: of events.
         num_items: rows of the item table, items without an event included.
         any_ids: items are arbitrary ids of a dynamic table, which have no such number.
-        lines: a report of what was read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +69,6 @@ class FeatureStore(Features):
 
     @property
     def vocabulary(self) -> Path | None:
-        """The vocabulary of the data with further items of --items."""
         path = self.folder / VOCABULARY
         return path if path.is_file() else None
 
@@ -85,6 +85,13 @@ class FeatureStore(Features):
     def _ids(self) -> NDArray[np.int64] | None:  # [items] sorted, if ids are arbitrary
         path = self.folder / IDS
         return np.load(path, mmap_mode="r") if path.is_file() else None
+
+    def copy_statistics(self, folder: Path) -> None:
+        target = folder / FOLDER
+        target.mkdir(exist_ok=True)
+        for name in (ABOUT, KNOWN):
+            if (self.folder / name).is_file():
+                copyfile(self.folder / name, target / name)
 
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
         numbers = ids.numpy()

@@ -93,12 +93,13 @@ def describe_interactions(interactions: Interactions) -> list[str]:
     if layout.feedback:
         parts.append(f"{', '.join(layout.feedback)} -> action (as bits)")
     parts += [f"{label.text} -> label" for label in interactions.labels]
+    parts += [f"{column} -> feature" for column in interactions.features.values()]
     several = len(files) > 1
     about = f"{layout.format}, {len(files):,} files" if several else layout.format
     lines = [f"{files[0]}{' ...' if several else ''} ({about}): {', '.join(parts)}"]
     kept, incomplete = interactions.sides
     used = {*layout.roles.values(), *layout.feedback, *kept}
-    used |= {label.column for label in interactions.labels}
+    used |= {label.column for label in interactions.labels} | set(interactions.features.values())
     if left := [name for name in layout.names if name not in used]:
         gaps = [name for name in incomplete if name in left]
         why = f" (with missing values: {', '.join(gaps)})" if gaps else ""

@@ -155,11 +155,10 @@ def find_vocabulary(histories: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def check_vocabulary(histories: Path, expected: Path, columns: Sequence[str]) -> None:
-    """Raises ValueError if ids of a prepared file differ from the `expected` vocabulary in the
+def check_vocabulary(found: Path | None, expected: Path, columns: Sequence[str]) -> None:
+    """Raises ValueError if the vocabulary of prepared data differs from the `expected` one in the
     `columns` that a model knows."""
     known = _read_vocabulary(expected, columns)
-    found = find_vocabulary(histories)
     if known.num_rows and (found is None or not _read_vocabulary(found, columns).equals(known)):
         raise ValueError(
             f"ids of this data are numbered otherwise than those that the model was trained on "

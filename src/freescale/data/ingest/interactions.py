@@ -121,7 +121,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         self._drop = missing == "drop"
         self._any_ids, self._keeps_texts = any_ids, vocabulary
         given = parse_columns(columns)
-        self._features = {name: name.partition(".")[2] for name in events}
+        self.features = {name: name.partition(".")[2] for name in events}
         self.layouts = [lay_out(file, format, given) for file in self.files]
         self.sides = self._find_sides()  # of Parquet files: kept, and not kept
         # without those that are columns already
@@ -134,7 +134,7 @@ class Interactions(Iterator[pa.RecordBatch]):
                         f"the file has {', '.join(layout.names)[:200]}; name one of these"
                     )
                 refuse_repeated(file, label.column, layout.names)
-            for column in self._features.values():
+            for column in self.features.values():
                 if column not in layout.names:
                     raise ValueError(
                         f"{file}: column {column!r}, a feature, is missing; the file has "
@@ -233,7 +233,7 @@ class Interactions(Iterator[pa.RecordBatch]):
             *layout.roles.values(),
             *layout.feedback,
             *(label.column for label in self.labels),
-            *self._features.values(),
+            *self.features.values(),
             *(name for name in sides if name in layout.names),
         ]
         return list(dict.fromkeys(needed))
@@ -276,7 +276,7 @@ class Interactions(Iterator[pa.RecordBatch]):
             for name in self.sides[0]:
                 if name in layout.names:
                     columns[name] = block.convert(name, parse_side)
-        for name, column in self._features.items():
+        for name, column in self.features.items():
             read = read_numbers if name.startswith("number.") else partial(self._number, name)
             columns[name] = pa.array(block.convert(column, read))
         for label in self.labels:

@@ -1,0 +1,89 @@
+"""What the columns of the data hold, and which of them become features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from freescale.config import DataConfig
+from freescale.config.features import Feature
+from freescale.data.features.inference import Column, complete_kinds, infer_column
+from freescale.data.features.prepare import (
+    Sources,
+    find_columns,
+    get_request,
+    open_sources,
+    sample_events,
+)
+
+
+def inspect_features(
+    config: DataConfig, cache: Path
+) -> tuple[list[str], list[Feature], dict[str, str]]:
+    """Reads the columns of --items, and the first rows of those of the interactions.
+
+    Returns:
+        Report lines; the features that `freescale train` makes with these settings, with their
+        kinds; what is known of each column, by label.
+    """
+    sources = open_sources(config, cache)
+    columns = {"event": _infer_events(sources), "item": _infer_items(sources)}
+    chosen = _choose(config, sources, columns)
+    used = {f"{each.source}.{name}" for each in chosen for name in each.columns}
+    kinds = {each.label: each.kind for each in chosen}
+    lines, unused = [], []
+    for source, of in columns.items():
+        if not of:
+            continue
+        file = sources.events if source == "event" else sources.items and sources.items.file
+        lines.append(f"columns of {file}:")
+        width = max(len(column.feature.name) for column in of)
+        for column in of:
+            label = column.feature.label
+            kind = kinds.get(label, column.feature.kind)
+            state = f"{kind}" if kind else f"left out: {column.reason}"
+            if kind and label not in used:
+                state += ", not used"
+                unused.append(column.feature.name)
+            about = f"{column.different:,} values, {column.missing:.1%} missing"
+            lines.append(f"  {column.feature.name:{width}}  {about:28}  {state}")
+    if unused:
+        option = "auto" if not chosen else ",".join([*(f.name for f in chosen), *unused])
+        lines.append(f"use them as features: --features {option}")
+    notes = {c.feature.label: c.describe() for of in columns.values() for c in of}
+    return lines, chosen, notes
+
+
+def _infer_events(sources: Sources) -> list[Column]:
+    names = sources.event_names
+    if not names:
+        return []
+    values = sample_events(sources, names)
+    return [infer_column(name, "event", values[name]) for name in names]
+
+
+def _infer_items(sources: Sources) -> list[Column]:
+    if sources.items is None:
+        return []
+    names = sources.items.names
+    table = sources.items.read(names)
+    return [infer_column(n, "item", table.column(n).combine_chunks()) for n in names]
+
+
+def _choose(
+    config: DataConfig, sources: Sources, columns: dict[str, list[Column]]
+) -> list[Feature]:
+    request = get_request(config)
+    if not request:
+        return []
+    inferred = [column for of in columns.values() for column in of]
+    if request.listed is None:
+        usable = [
+            column.feature
+            for column in inferred
+            if column.used and column.feature.source in request.all_of
+        ]
+        return [f for f in usable if f.source == "item" or f.kind != "multi"]
+    return [
+        complete_kinds([feature], [c for c in inferred if c.feature.source == feature.source])[0]
+        for feature in find_columns(sources, request)
+    ]

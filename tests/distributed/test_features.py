@@ -1,0 +1,217 @@
+"""Training with features of every kind: the number of ranks, the schedule and a resume change
+nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.training import snapshot
+
+import freescale
+from freescale.balance.balancer import Balancer
+from freescale.balance.cost import CostModel
+from freescale.balance.partitioners.lookup import find_partitioner
+from freescale.config import RunConfig
+from freescale.data.batches.loader import Histories
+from freescale.models import HSTU, Ranking, Retrieval
+from freescale.train.build import build_specs, load_features, prepare_data
+from freescale.train.evaluate_retrieval import evaluate_retrieval
+from freescale.transport.local import LocalTransport
+
+USERS, ITEMS = 40, 60
+FEATURES = "category,price=numeric:5,tags=multi,category*price=cross:97,channel,amount=numeric:4"
+
+
+def write_files(folder):
+    """Interactions and items; a few items have no events, a few events no attributes."""
+    random = np.random.default_rng(0)
+    events = USERS * 9
+    items = random.integers(0, ITEMS - 6, events)
+    pq.write_table(
+        pa.table(
+            {
+                "user_id": random.integers(0, USERS, events),
+                "item_id": items,
+                "timestamp": np.arange(events) * 10,
+                "channel": random.choice(["web", "app", "shop", ""], events),
+                "amount": np.where(random.random(events) < 0.1, np.nan, random.random(events)),
+                "click": random.integers(0, 2, events),
+            }
+        ),
+        folder / "events.parquet",
+    )
+    ids = np.arange(3, ITEMS)
+    tags = [random.choice(["new", "sale", "eco"], n, replace=False) for n in ids % 4]
+    pq.write_table(
+        pa.table(
+            {
+                "item_id": ids,
+                "category": [f"c{n % 7}" if n % 11 else None for n in ids],
+                "price": random.lognormal(2, 1, len(ids)),
+                "tags": [list(each) for each in tags],
+            }
+        ),
+        folder / "items.parquet",
+    )
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_files(folder)
+    return {
+        "data": str(folder / "events.parquet"),
+        "items": str(folder / "items.parquet"),
+        "features": FEATURES,
+        "cache": str(folder / "cache"),
+        "global_batch": 13,
+        "max_length": 12,
+        "negatives": 6,
+        "id_dropout": 0.2,
+        "seed": 3,
+    }
+
+
+def open_data(settings, transport, part="train", **more):
+    config = RunConfig.from_settings({**settings, **more})
+    path = prepare_data(config)
+    store = load_features(config, path)
+    specs = build_specs(config, part)
+    specs["read"] = freescale.data.ReadSpec(num_items=store.num_items, epochs=4, seed=3)
+    return Histories(path, 13, rank=transport.rank, world=transport.world, features=store, **specs)
+
+
+def build(
+    transport, data, task="retrieval", schedule="serial", placement="sharded", balanced=False
+):
+    torch.manual_seed(0)
+    encoder = HSTU(
+        width=8, layers=2, heads=2, max_length=20, dropout=0.3, position_bias=True, time_bias=True
+    )
+    sizes = {
+        "num_items": data.num_items,
+        "item_feature_rows": data.features.item_rows,
+        "event_feature_rows": data.features.event_rows,
+        "table_device": "meta",
+    }
+    model = (
+        Ranking(encoder, tasks=("click",), **sizes)
+        if task == "ranking"
+        else Retrieval(encoder, **sizes)
+    )
+    parallel = freescale.parallelize(
+        model.double(), model.features, freescale.Adagrad(lr=0.1), transport=transport,
+        placement=placement, init_std=0.3,
+    )  # fmt: skip
+    cost = CostModel.of_hstu(width=8, layers=2, heads=2, d_qk=4, d_v=4)
+    balancer = Balancer(find_partitioner("greedy", "cpu"), cost) if balanced else None
+    dense = torch.optim.SGD(parallel.dense_parameters(), lr=0.1)
+    pipeline = freescale.Pipeline(parallel, dense, schedule=schedule, clip=1.0, balance=balancer)
+    return parallel, pipeline
+
+
+def train(transport, settings, task, steps=4, **options):
+    data = open_data(settings, transport, task=task, labels="click" if task == "ranking" else "")
+    parallel, pipeline = build(transport, data, task, **options)
+    losses = [r.loss for r in pipeline.run(data.batch(number) for number in range(steps))]
+    pipeline.close()
+    return losses, snapshot(parallel)
+
+
+@pytest.mark.parametrize("task", ["retrieval", "ranking"])
+def test_the_number_of_ranks_changes_nothing(settings, task):
+    for placement in ("sharded", "replicated"):
+        expected, tables = train(LocalTransport(), settings, task, placement=placement)
+        assert {"item/rows", "item_features/rows", "event_features/rows"} <= tables.keys()
+        for world in (2, 4):
+            for losses, found in run_ranks(
+                world, partial(train, settings=settings, task=task, placement=placement)
+            ):
+                assert losses == pytest.approx(expected, rel=1e-12)
+                for name, value in tables.items():
+                    torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("task", ["retrieval", "ranking"])
+def test_staged_is_serial_to_the_bit(settings, task):
+    work = partial(train, settings=settings, task=task, steps=8, balanced=True)
+    serial, staged = (
+        run_ranks(2, partial(work, schedule=schedule)) for schedule in ("serial", "staged")
+    )
+    for (losses, tables), (expected, wanted) in zip(staged, serial, strict=True):
+        assert losses == expected
+        assert all(torch.equal(tables[name], value) for name, value in wanted.items())
+
+
+def evaluate(transport, settings):
+    data = open_data(settings, transport, "test")
+    parallel, _ = build(transport, data)
+    parallel.tables.place()
+    counts = open_data(settings, transport).count_items_of
+    return evaluate_retrieval(parallel, data, popularity=counts, features=data.features.find_items)
+
+
+def test_evaluation_over_ranks(settings):
+    alone = evaluate(LocalTransport(), settings)
+    assert 0 < alone["model"]["cold"] < 1
+    for found in run_ranks(3, evaluate, settings):
+        assert found["model"] == pytest.approx(alone["model"], rel=1e-12)
+
+
+def test_an_item_without_events_can_be_recommended(settings):
+    """Its score comes from its features: those of an item with the same ones are equal."""
+    data = open_data(settings, LocalTransport())
+    ids = torch.arange(ITEMS)
+    codes, known = data.features.find_items(ids)
+    assert data.num_items == ITEMS and not known[ITEMS - 6 :].any() and known[:3].all()
+    assert torch.equal(codes[0], codes[1])  # not in the file of items: all features missing
+    parallel, _ = build(LocalTransport(), data)
+    parallel.tables.place()
+    _, rows = parallel.tables.get_local_rows("item")
+    batch = freescale.SequenceBatch(dense={"history_features": codes})
+    with parallel.reading(batch) as batch, torch.no_grad():
+        vectors = parallel.module.encode_items(rows, batch.values("history_features"), known)
+        moved = parallel.module.encode_items(rows + 1, batch.values("history_features"), known)
+    assert torch.equal(vectors[~known], moved[~known])
+    assert not torch.equal(vectors[known], moved[known])
+
+
+def test_ids_drop_out_by_batch_and_item_alone(settings):
+    data = open_data(settings, LocalTransport())
+    ids = torch.arange(ITEMS)
+    _, trained = data.features.find_items(ids)
+    first, second = (data.features.find_items(ids, batch)[1] for batch in (0, 1))
+    again = data.features.find_items(ids.flip(0), 0)[1].flip(0)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert 0 < (trained & ~first).sum() < trained.sum() / 2
+
+
+def test_statistics_come_from_the_training_part_only(settings, tmp_path):
+    """What validation and test hold changes nothing of what is fitted."""
+    events = pq.read_table(settings["data"]).to_pydict()
+    users, seen = np.array(events["user_id"]), {}
+    for row in reversed(range(len(users))):
+        seen[users[row]] = seen.get(users[row], 0) + 1
+        if seen[users[row]] <= 2:
+            events["channel"][row], events["amount"][row] = "fax", 1e6
+            events["item_id"][row] = ITEMS - 1
+    pq.write_table(pa.table(events), tmp_path / "events.parquet")
+    items = pq.read_table(settings["items"]).to_pydict()
+    items["category"][-1], items["price"][-1] = "only in test", 1e9
+    pq.write_table(pa.table(items), tmp_path / "items.parquet")
+    changed = {
+        **settings, "data": str(tmp_path / "events.parquet"),
+        "items": str(tmp_path / "items.parquet"),
+    }  # fmt: skip
+    before = open_data(settings, LocalTransport()).features
+    after = open_data(changed, LocalTransport()).features
+    assert before.item == after.item and before.event == after.event
+    assert "fax" not in str(after.event) and "only in test" not in str(after.item)
+    known = after.find_items(torch.arange(ITEMS))[1]
+    assert not known[ITEMS - 1]
