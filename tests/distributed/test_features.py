@@ -19,13 +19,16 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
-from freescale.models import HSTU, Ranking, Retrieval
+from freescale.models import HSTU, FeatureTables, Ranking, Retrieval
 from freescale.train.build import build_specs, load_features, prepare_data
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.transport.local import LocalTransport
 
 USERS, ITEMS = 40, 60
-FEATURES = "category,price=numeric:5,tags=multi,category*price=cross:97,channel,amount=numeric:4"
+FEATURES = (
+    "category,price=numeric:5,tags=multi,category*price=cross:97,channel,amount=numeric:4,"
+    "age=numeric:3,hobbies=multi"
+)
 
 
 def write_files(folder):
@@ -61,13 +64,26 @@ def write_files(folder):
     )
 
 
+def write_users(folder):
+    """Attributes of some users, and of some that have no events."""
+    random = np.random.default_rng(1)
+    ids = np.arange(4, USERS + 5)
+    hobbies = ["|".join(random.choice(["golf", "chess", "yoga"], n, False)) for n in ids % 4]
+    pq.write_table(
+        pa.table({"user_id": ids, "age": random.integers(18, 90, len(ids)), "hobbies": hobbies}),
+        folder / "users.parquet",
+    )
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_files(folder)
+    write_users(folder)
     return {
         "data": str(folder / "events.parquet"),
         "items": str(folder / "items.parquet"),
+        "users": str(folder / "users.parquet"),
         "features": FEATURES,
         "cache": str(folder / "cache"),
         "global_batch": 13,
@@ -96,8 +112,12 @@ def build(
     )
     sizes = {
         "num_items": data.num_items,
-        "item_feature_rows": data.features.item_rows,
-        "event_feature_rows": data.features.event_rows,
+        "features": FeatureTables(
+            data.features.item_rows,
+            data.features.event_rows,
+            data.features.user_rows,
+            data.features.user_places,
+        ),
         "table_device": "meta",
     }
     model = (
@@ -128,7 +148,8 @@ def train(transport, settings, task, steps=4, **options):
 def test_the_number_of_ranks_changes_nothing(settings, task):
     for placement in ("sharded", "replicated"):
         expected, tables = train(LocalTransport(), settings, task, placement=placement)
-        assert {"item/rows", "item_features/rows", "event_features/rows"} <= tables.keys()
+        wanted = {"item", "item_features", "event_features", "user_features"}
+        assert {f"{name}/rows" for name in wanted} <= tables.keys()
         for world in (2, 4):
             for losses, found in run_ranks(
                 world, partial(train, settings=settings, task=task, placement=placement)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import freescale
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.models import HSTU, Ranking, Retrieval, SASRec, sum_features
+from freescale.models import HSTU, FeatureTables, Ranking, Retrieval, SASRec, sum_features
 from freescale.transport.local import LocalTransport
 
 ITEMS, ROWS, EVENT_ROWS, PLACES = 30, 12, 7, 3
@@ -53,8 +53,9 @@ def make_batch(codes, known, per="sample"):
 
 def make_model(kind, **more):
     torch.manual_seed(0)
-    sizes = {"item_feature_rows": ROWS, "event_feature_rows": EVENT_ROWS}
-    return Retrieval(make_encoder(kind), num_items=ITEMS, temperature=0.3, **sizes, **more).double()
+    tables = FeatureTables(ROWS, EVENT_ROWS)
+    model = Retrieval(make_encoder(kind), num_items=ITEMS, temperature=0.3, features=tables, **more)
+    return model.double()
 
 
 def compute_loss(model, batch, per):
@@ -134,7 +135,7 @@ def test_ranking_describes_candidates_with_the_same_tables():
     codes, known = draw()
     torch.manual_seed(0)
     model = Ranking(
-        make_encoder("hstu"), num_items=ITEMS, tasks=("click",), item_feature_rows=ROWS
+        make_encoder("hstu"), num_items=ITEMS, tasks=("click",), features=FeatureTables(ROWS)
     ).double()
     batch = make_batch(codes, known)
     ids = torch.tensor([3, 8, 2, 3])

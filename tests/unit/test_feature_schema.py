@@ -46,13 +46,13 @@ def test_a_short_form_that_is_wrong(text, message):
 
 
 def test_what_is_used_by_default():
-    assert not request_features("", None, has_items=False)
-    assert request_features("", None, has_items=True).all_of == ("item",)
-    assert request_features("auto", None, has_items=True).all_of == ("item", "event")
-    assert request_features("auto", None, has_items=False).all_of == ("event",)
-    assert not request_features("none", None, has_items=True)
+    assert not request_features("", None, [])
+    assert request_features("", None, ["item", "user"]).all_of == ("item", "user")
+    assert request_features("auto", None, ["item"]).all_of == ("item", "event")
+    assert request_features("auto", None, []).all_of == ("event",)
+    assert not request_features("none", None, ["item"])
     with pytest.raises(ValueError, match="a schema lists all features"):
-        request_features("price", "schema.toml", has_items=True)
+        request_features("price", "schema.toml", ["item"])
 
 
 def test_a_schema_file_says_what_the_short_form_says(tmp_path):
@@ -79,7 +79,7 @@ def test_a_schema_file_says_what_the_short_form_says(tmp_path):
         ("[item.price]\nkind='numeric'\nbuckets = '9'", "buckets = '9' is not a number"),
         ("[item.price]\nkind='numeric'\nrows = 9", "rows = 9 is a key of kind = 'cross'"),
         ("[item.price]\nkind='cross'", "a cross has two columns or more"),
-        ("[user.age]\nkind='numeric'", r"\[user\] is no table of features"),
+        ("[context.age]\nkind='numeric'", r"\[context\] is no table of features"),
         ("price = 3", r"\[price\] is no table of features"),
         ("[item]\nprice = 3", r"\[item.price\] is 3; write its keys below it"),
         ("[item.price\n", "features.toml"),

@@ -8,7 +8,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,14 @@ class CostModel:
     def of(self, rows: NDArray[Any]) -> NDArray[Any]:
         """rows [n, 4] of `features` -> costs [n] float64."""
         return _product(rows, np.array(self.coefficients))
+
+    def with_prefix(self, tokens: int) -> CostModel:
+        """The cost if each sample has so many tokens before its history, which all others see."""
+        return replace(
+            self,
+            linear=self.linear + 2 * tokens * self.quadratic,
+            constant=self.constant + tokens * (self.candidate + tokens * self.quadratic),
+        )
 
     @staticmethod
     def balanced_at(length: float) -> CostModel:

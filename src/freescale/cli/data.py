@@ -54,7 +54,7 @@ def _spell(line: str) -> str:
 
 
 _INSPECTED = ("format", "columns", "missing", "cache", "num_items", "max_length")
-_FEATURES = ("items", "features", "schema")
+_FEATURES = ("items", "users", "features", "schema")
 
 
 @click.command(cls=DataCommand)

@@ -51,10 +51,13 @@ class DataConfig(Checked):
         "file with attributes of items: a row per item, by the same ids (any format of --data)",
         common=True,
     )
+    users: str | None = option(
+        None, "file with attributes of users: a row per user, as --items", common=True
+    )
     features: str = option(
         "",
         "columns that are features, as category,price=numeric,tags=multi,brand*color=cross; auto: "
-        "all of --items and of the events; none (default: all columns of --items)",
+        "all of --items, --users and the events; none (default: all of --items and --users)",
         common=True,
     )
     schema: str | None = option(None, "features with all their settings, a TOML file")

@@ -14,10 +14,10 @@ from freescale.config.columns import RESERVED
 from freescale.config.options import split_names
 
 KINDS = ("categorical", "multi", "numeric", "cross")
-SOURCES = ("item", "event")
+SOURCES = ("item", "user", "event")
 AUTO, NONE = "auto", "none"
 
-_PART = re.compile(r"(?:(item|event)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*(?::\s*(.+))?)?")
+_PART = re.compile(r"(?:(item|user|event)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*(?::\s*(.+))?)?")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Feature:
 
     Attributes:
         name: of the feature; that of its column, unless it is a cross.
-        source: `item` (a column of --items) or `event` (a column of the interactions).
+        source: `item`, `user` (columns of --items and --users) or `event` (of the interactions).
         kind: one of KINDS. None: inferred from the values.
         columns: of the source; several of a cross.
         rows: of a cross: how many rows its combinations are hashed into.
@@ -73,8 +73,9 @@ class Request:
         return bool(self.listed) or bool(self.all_of)
 
 
-def request_features(features: str, schema: str | None, has_items: bool) -> Request:
-    """Reads `--features` and `--schema`. Without either, all columns of --items are used.
+def request_features(features: str, schema: str | None, given: Sequence[str]) -> Request:
+    """Reads `--features` and `--schema`. Without either, all columns of the files of attributes are
+    used. `given`: sources that have such a file, `item` and `user`.
 
     Raises:
         ValueError: the options exclude each other, or one is not valid.
@@ -89,16 +90,17 @@ def request_features(features: str, schema: str | None, has_items: bool) -> Requ
     if features == NONE:
         return Request()
     if features == AUTO:
-        return Request(all_of=SOURCES if has_items else ("event",))
+        return Request(all_of=(*given, "event"))
     if not features:
-        return Request(all_of=("item",) if has_items else ())
+        return Request(all_of=tuple(given))
     return Request(parse_features(features))
 
 
 def parse_features(text: str) -> tuple[Feature, ...]:
     """Parses `category,price=numeric,tags=multi:;,brand*category=cross:50000,event.channel`.
 
-    Each part is a column, with `item.` or `event.` before it if both files have it, then its kind,
+    Each part is a column, with `item.`, `user.` or `event.` before it if several files have it,
+    then its kind,
     then one number or sign: the buckets of a number, the separator of a multi feature, the rows of
     a cross. The columns of a cross are joined by `*`.
 
@@ -156,8 +158,8 @@ def _check_columns(columns: Sequence[str], kind: str | None, where: str) -> None
 
 
 def read_schema(path: Path) -> tuple[Feature, ...]:
-    """Reads a schema file: a table for each feature, `[item.NAME]` or `[event.NAME]`, with the keys
-    of `Feature`.
+    """Reads a schema file: a table for each feature, `[item.NAME]`, `[user.NAME]` or
+    `[event.NAME]`, with the keys of `Feature`.
 
     Raises:
         ValueError: the file cannot be read or has a key or value that does not exist; the message
@@ -171,12 +173,15 @@ def read_schema(path: Path) -> tuple[Feature, ...]:
     for source, tables in content.items():
         if source not in SOURCES or not isinstance(tables, dict):
             raise ValueError(
-                f"{path}: [{source}] is no table of features; write [item.NAME] or [event.NAME]"
+                f"{path}: [{source}] is no table of features; write [item.NAME], [user.NAME] or "
+                "[event.NAME]"
             )
         for name, keys in tables.items():
             features.append(_read_feature(path, source, name, keys))
     if not features:
-        raise ValueError(f"{path}: no feature; write [item.NAME] or [event.NAME], then its keys")
+        raise ValueError(
+            f"{path}: no feature; write [item.NAME], [user.NAME] or [event.NAME], then its keys"
+        )
     return tuple(features)
 
 

@@ -1,7 +1,7 @@
 """Sequence recommenders as plain modules: nothing here knows that it may be distributed."""
 
 from freescale.models.encoder import Encoder
-from freescale.models.features import add_features, sum_features
+from freescale.models.features import FeatureTables, add_features, sum_features
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
@@ -10,6 +10,7 @@ from freescale.models.segments import Memory, SegmentedHSTU, split_history
 __all__ = [
     "HSTU",
     "Encoder",
+    "FeatureTables",
     "Memory",
     "Ranking",
     "Retrieval",

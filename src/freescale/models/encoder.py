@@ -69,8 +69,9 @@ class Encoder(nn.Module, ABC):
         timestamps: Tensor | None = None,  # [tokens] int64
         candidate_counts: Tensor | None = None,  # [samples] int64
         host: HostSizes | None = None,  # sizes of the above; read from the device if None
+        prefix: Tensor | None = None,  # [samples, count, width]: tokens that all others see
     ) -> Tensor:  # [tokens, width]
-        """Encodes every token."""
+        """Encodes every token, except those of the prefix."""
 
     @property
     def capturable(self) -> bool:

@@ -18,11 +18,31 @@ from freescale.kernels.dispatch.rows import read_rows
 from freescale.models.columns import locate_rows
 
 
+@dataclass(frozen=True)
+class FeatureTables:
+    """Rows of the tables of features; 0: there is none."""
+
+    item: int = 0
+    event: int = 0
+    user: int = 0
+    user_places: Sequence[int] = ()  # of each feature of the users
+
+
+NO_FEATURES = FeatureTables()
+
+
 def sum_features(table: nn.Module, codes: Tensor) -> Tensor:
     """codes [..., places], rows of a table of features -> their sum [..., width]."""
+    return embed_features(table, codes, [codes.shape[-1]]).squeeze(-2)
+
+
+def embed_features(table: nn.Module, codes: Tensor, places: Sequence[int]) -> Tensor:
+    """codes [..., sum(places)], rows of a table of features -> [..., features, width]: the sum of
+    the rows of each feature."""
     rows, (index,) = locate_rows(table, codes)
     flat = torch.where(codes == 0, -1, index.long()).view(-1, codes.shape[-1])
-    return _sum_places(rows, flat).view(*codes.shape[:-1], rows.shape[1])
+    sums = [_sum_places(rows, part) for part in torch.split(flat, list(places), dim=1)]
+    return torch.stack(sums, dim=1).view(*codes.shape[:-1], len(places), rows.shape[1])
 
 
 def add_features(own: Tensor, known: Tensor, features: Tensor) -> Tensor:

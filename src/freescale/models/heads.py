@@ -28,7 +28,15 @@ from freescale.models.columns import (
     sum_values,
 )
 from freescale.models.encoder import Encoder
-from freescale.models.features import ItemVectors, add_features, describe_items, sum_features
+from freescale.models.features import (
+    NO_FEATURES,
+    FeatureTables,
+    ItemVectors,
+    add_features,
+    describe_items,
+    embed_features,
+    sum_features,
+)
 from freescale.models.segments import Memory, SegmentedHSTU
 
 
@@ -43,8 +51,7 @@ class _SequenceHead(nn.Module):
         encoder: Encoder,
         num_items: int,
         num_actions: int,
-        item_feature_rows: int,
-        event_feature_rows: int,
+        features: FeatureTables,
         table_device: str | None,
     ) -> None:
         super().__init__()
@@ -60,9 +67,12 @@ class _SequenceHead(nn.Module):
         self.item = nn.Embedding(num_items, encoder.width, device=table_device)
         self.action = make_table(num_actions)
         self.encoder = encoder
-        self.item_features = make_table(item_feature_rows)
-        self.event_features = make_table(event_feature_rows)
-        for table in (self.item, self.action, self.item_features, self.event_features):
+        self.item_features = make_table(features.item)
+        self.event_features = make_table(features.event)
+        self.user_features = make_table(features.user)
+        self.user_places = tuple(features.user_places)
+        of_features = self.item_features, self.event_features, self.user_features
+        for table in (self.item, self.action, *of_features):
             if table is not None:
                 nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
@@ -76,6 +86,8 @@ class _SequenceHead(nn.Module):
             found["item_features"] = [f"{name}_features" for name in self._item_features]
         if self.event_features is not None:
             found["event_features"] = ["event_features"]
+        if self.user_features is not None:
+            found["user_features"] = ["user_features"]
         return found
 
     def _describe_items(self, batch: SequenceBatch, names: Sequence[str]) -> ItemVectors | None:
@@ -95,6 +107,13 @@ class _SequenceHead(nn.Module):
         if self.action is not None:
             x = x + self.action(find_sequence(batch, "actions", history).values)
         return x
+
+    def _embed_users(self, batch: SequenceBatch) -> Tensor | None:
+        """[samples, features, width]: a token for each feature of the users."""
+        if self.user_features is None:
+            return None
+        codes = batch.values("user_features")
+        return embed_features(self.user_features, codes, self.user_places)
 
     def _build_inputs(
         self, batch: SequenceBatch, items: ItemVectors | None = None
@@ -124,7 +143,8 @@ class _SequenceHead(nn.Module):
         Raises:
             ValueError: If the encoder has no segments, or a history is no multiple of a segment.
         """
-        return self._require_segments().compress(*self._build_inputs(batch), memory)
+        segmented, users = self._require_segments(), self._embed_users(batch)
+        return segmented.compress(*self._build_inputs(batch), memory, users)
 
     def _require_segments(self) -> SegmentedHSTU:
         if not isinstance(self.encoder, SegmentedHSTU):
@@ -134,7 +154,12 @@ class _SequenceHead(nn.Module):
             )
         return self.encoder
 
-    def _encode(self, *inputs: Any, memory: Memory | None = None, **options: Any) -> Tensor:
+    def _encode(
+        self, batch: SequenceBatch, *inputs: Any, memory: Memory | None = None, **options: Any
+    ) -> Tensor:
+        users = self._embed_users(batch)
+        if users is not None:
+            options["prefix"] = users
         if memory is not None:
             options["memory"] = memory
             self._require_segments()
@@ -163,12 +188,10 @@ class Retrieval(_SequenceHead):
         num_actions: int = 0,
         temperature: float = ModelConfig.temperature,
         normalize: bool = True,
-        item_feature_rows: int = 0,
-        event_feature_rows: int = 0,
+        features: FeatureTables = NO_FEATURES,
         table_device: str | None = None,
     ) -> None:
-        sizes = num_items, num_actions, item_feature_rows, event_feature_rows
-        super().__init__(encoder, *sizes, table_device)
+        super().__init__(encoder, num_items, num_actions, features, table_device)
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}")
         self.temperature = temperature
@@ -177,7 +200,7 @@ class Retrieval(_SequenceHead):
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture forward and backward."""
-        return self.encoder.capturable
+        return self.encoder.capturable and self.user_features is None
 
     def count_work(self, tokens: int) -> int:
         """Token values of a batch, over all layers."""
@@ -256,7 +279,7 @@ class Retrieval(_SequenceHead):
         self, batch: SequenceBatch, items: ItemVectors | None, memory: Memory | None = None
     ) -> Tensor:
         x, lengths, timestamps, host = self._build_inputs(batch, items)
-        return self._encode(x, lengths, batch.keys, timestamps, host=host, memory=memory)
+        return self._encode(batch, x, lengths, batch.keys, timestamps, host=host, memory=memory)
 
     def _normalize_rows(self, rows: Tensor) -> Tensor:
         rows = to_at_least_float32(rows)
@@ -281,12 +304,10 @@ class Ranking(_SequenceHead):
         num_items: int,
         tasks: Sequence[str],
         num_actions: int = 0,
-        item_feature_rows: int = 0,
-        event_feature_rows: int = 0,
+        features: FeatureTables = NO_FEATURES,
         table_device: str | None = None,
     ) -> None:
-        sizes = num_items, num_actions, item_feature_rows, event_feature_rows
-        super().__init__(encoder, *sizes, table_device)
+        super().__init__(encoder, num_items, num_actions, features, table_device)
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks must be different names, at least one, not {list(tasks)}")
         self.tasks = tuple(tasks)
@@ -338,7 +359,8 @@ class Ranking(_SequenceHead):
         )
         host_counts = candidates.outer.host_lengths
         host = HostSizes(history.host_lengths + host_counts, host_counts, span)
-        outputs = self._encode(x, lengths, batch.keys, timestamps, counts, host, memory=memory)
+        inputs = x, lengths, batch.keys, timestamps, counts, host
+        outputs = self._encode(batch, *inputs, memory=memory)
         return to_at_least_float32(self.judge(outputs.index_select(0, places)))
 
     def _merge_timestamps(

@@ -16,6 +16,7 @@ from freescale.kernels.dispatch.attention import plan_attention
 from freescale.kernels.dispatch.layer import fits_fused_layer, run_layers
 from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
+from freescale.models.prefix import Prefix
 
 
 class HSTU(Encoder):
@@ -81,12 +82,31 @@ class HSTU(Encoder):
         timestamps: Tensor | None = None,  # [tokens] int64
         candidate_counts: Tensor | None = None,  # [samples] int64
         host: HostSizes | None = None,  # sizes of the above; read from the device if None
+        prefix: Tensor | None = None,  # [samples, count, width]: tokens that all others see
     ) -> Tensor:  # [tokens, width]
         timestamps = self._check_inputs(x, timestamps)
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
         self._check_sizes(x, plan.tokens, plan.longest_history)
         x, token_keys = self._prepare_inputs(plan, x, keys)
-        return self._run_layers(x, lengths, token_keys, timestamps, candidate_counts, plan)
+        before = self._make_prefix(prefix, plan.tokens, lengths, host, keys)
+        return self._run_layers(
+            x, lengths, token_keys, timestamps, candidate_counts, plan, prefix=before
+        )
+
+    def _make_prefix(
+        self,
+        prefix: Tensor | None,
+        rows: int,
+        lengths: Tensor,
+        host: HostSizes | None,
+        keys: Tensor | None,
+    ) -> Prefix | None:
+        """`lengths` [samples]: rows that see each sample's prefix, `rows` in all."""
+        if prefix is None or not rows:
+            return None
+        on_host = lengths.cpu() if host is None else host.lengths
+        chosen = self._choose_keys(keys, lengths)
+        return Prefix(self, self.heads, self.widths, prefix, on_host, chosen)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
         """Returns the timestamps if they are used."""
@@ -129,12 +149,14 @@ class HSTU(Encoder):
         candidate_counts: Tensor | None,
         plan: AttentionPlan | TilePlan,
         earlier: Earlier | None = None,
+        prefix: Prefix | None = None,
     ) -> Tensor:
-        """Runs all layers; arguments as in `HSTULayer.forward`."""
+        """Runs all layers; arguments as in `HSTULayer.forward`. The prefix is not in x."""
         token_keys = token_keys if self.dropout > 0 else None
         d_qk, d_v = self.widths
         dtype = get_product_dtype(self.position)
-        if earlier is None and fits_fused_layer(plan, x, self.heads * d_v, dtype):
+        alone = earlier is None and prefix is None
+        if alone and fits_fused_layer(plan, x, self.heads * d_v, dtype):
             return run_layers(
                 x,
                 [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
@@ -149,5 +171,11 @@ class HSTU(Encoder):
                 keep=1 - self.dropout,
                 recompute=self.checkpoint and torch.is_grad_enabled(),
             )
-        inputs = lengths, token_keys, timestamps, candidate_counts, plan, earlier
-        return self._run_each(x, inputs)
+        events = x.shape[0]
+        if prefix is not None:
+            x = torch.cat([x, prefix.inputs])
+            if token_keys is not None and prefix.keys is not None:
+                token_keys = torch.cat([token_keys, prefix.keys])
+        inputs = lengths, token_keys, timestamps, candidate_counts, plan, earlier, prefix
+        outputs = self._run_each(x, inputs)
+        return outputs if prefix is None else outputs[:events]

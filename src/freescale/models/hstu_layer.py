@@ -76,6 +76,17 @@ class Earlier(Protocol):
     ) -> Tensor | None: ...
 
 
+class Before(Protocol):
+    """Attention to tokens before the histories, whose `rows` stand after those of the events."""
+
+    rows: int
+
+    def attend(
+        self, layer: HSTULayer, plan: AttentionPlan | TilePlan, of_events: Tensor, q: Tensor,
+        k: Tensor, v: Tensor,
+    ) -> Tensor: ...  # fmt: skip
+
+
 class HSTULayer(nn.Module):
     """LayerNorm, projection to u, v, q, k, attention, gate, dropout, output projection; adds x."""
 
@@ -141,11 +152,15 @@ class HSTULayer(nn.Module):
         candidate_counts: Tensor | None,
         plan: AttentionPlan | TilePlan,
         earlier: Earlier | None = None,
+        prefix: Before | None = None,
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
         u, v, q, k = silu_split(plan, project(self.projection, self.input_norm(x, plan)), sizes)
         q, k = (part.view(x.shape[0], self.heads, self.d_qk) for part in (q, k))
         v = v.view(x.shape[0], self.heads, self.d_v)
+        whole = q, k, v
+        if prefix is not None:
+            q, k, v = (part[: x.shape[0] - prefix.rows] for part in whole)
         attended = hstu_attention(
             q,
             k,
@@ -162,6 +177,8 @@ class HSTULayer(nn.Module):
         beyond = None if earlier is None else earlier.attend(self, plan, q, k, v)
         if beyond is not None:
             attended = attended + beyond
+        if prefix is not None:
+            attended = prefix.attend(self, plan, attended, *whole)
         gated = self.attention_norm(
             attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout
         )

@@ -7,10 +7,13 @@ model with a sampled softmax that published tables compare with HSTU.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from freescale.batch import HostSizes
+from freescale.batch import HostSizes, compute_offsets
 from freescale.config import ModelConfig
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.softmax import (
@@ -19,6 +22,7 @@ from freescale.kernels.attention.softmax import (
     softmax_attention,
 )
 from freescale.models.encoder import Encoder
+from freescale.models.prefix import prepare_prefix
 from freescale.random import derive, draw_keep_mask
 
 EPS = 1e-8  # of the norms
@@ -74,6 +78,7 @@ class SASRec(Encoder):
         timestamps: Tensor | None = None,  # not read
         candidate_counts: Tensor | None = None,  # [samples] int64
         host: HostSizes | None = None,  # sizes of the above; read from the device if None
+        prefix: Tensor | None = None,  # [samples, count, width]: tokens that all others see
     ) -> Tensor:  # [tokens, width]
         self._check_width(x)
         plan = plan_softmax_attention(
@@ -81,8 +86,34 @@ class SASRec(Encoder):
         )
         self._check_sizes(x, plan.tokens, plan.longest_history)
         x, token_keys = self._prepare_inputs(plan, x, keys)
-        inputs = token_keys if self.dropout > 0 else None, plan
-        return self._run_each(x, inputs)
+        if prefix is None or not x.shape[0]:
+            return self._run_each(x, (token_keys if self.dropout > 0 else None, plan))
+        # A softmax runs over all keys at once: the prefix stands before its history.
+        count, events = prefix.shape[1], x.shape[0]
+        before, prefix_keys = prepare_prefix(
+            prefix, self._choose_keys(keys, lengths), x.dtype, self.input_scale,
+            1 - self.input_dropout,
+        )  # fmt: skip
+        owner = torch.repeat_interleave(
+            torch.arange(len(lengths), device=x.device), lengths, output_size=events
+        )
+        places = torch.arange(events, device=x.device) + (owner + 1) * count
+        starts = compute_offsets(lengths)[:-1] + torch.arange(len(lengths), device=x.device) * count
+        of_prefix = (starts[:, None] + torch.arange(count, device=x.device)).view(-1)
+        order = torch.cat([places, of_prefix])
+        x = torch.cat([x, before])
+        x = torch.empty_like(x).index_copy(0, order, x)
+        if token_keys is not None and prefix_keys is not None:
+            token_keys = torch.cat([token_keys, prefix_keys])
+            token_keys = torch.empty_like(token_keys).index_copy(0, order, token_keys)
+        longer = None
+        if host is not None:
+            longer = replace(host, lengths=host.lengths + count, plans=None)
+        plan = plan_softmax_attention(
+            lengths + count, self.heads, candidate_counts=candidate_counts, host=longer
+        )
+        outputs = self._run_each(x, (token_keys if self.dropout > 0 else None, plan))
+        return outputs.index_select(0, places)
 
 
 class SASRecLayer(nn.Module):

@@ -19,7 +19,8 @@ from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.negatives import choose_negatives
 from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, SampleSpec, SplitSpec
-from freescale.data.features.prepare import list_event_columns, prepare_features
+from freescale.data.features.prepare import prepare_features
+from freescale.data.features.sources import list_event_columns
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.ids import find_vocabulary
@@ -30,6 +31,7 @@ from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
 from freescale.models.encoder import Encoder
+from freescale.models.features import FeatureTables
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
@@ -179,18 +181,16 @@ def adopt_choices(config: RunConfig, chosen: NegativeSpec) -> RunConfig:
 
 
 def build_module(
-    config: RunConfig, num_items: int, num_actions: int, item_rows: int = 0, event_rows: int = 0
+    config: RunConfig, num_items: int, num_actions: int, features: FeatureTables | None = None
 ) -> nn.Module:
-    """Builds the model as a plain module. Its tables are on the meta device until `parallelize`.
-    `item_rows`, `event_rows`: of the tables of features."""
+    """Builds the model as a plain module. Its tables are on the meta device until `parallelize`."""
     model = config.model
     torch.manual_seed(config.train.seed)
     encoder = build_encoder(config)
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
-        "item_feature_rows": item_rows,
-        "event_feature_rows": event_rows,
+        "features": features or FeatureTables(),
         "table_device": "meta",
     }
     if model.task == "ranking":
@@ -225,9 +225,9 @@ def build_encoder(config: RunConfig) -> Encoder:
 _PRICE_OF_MOVES = 4e7
 
 
-def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
-    """Builds the balancer; None without balancing. Costs follow from the model's shapes. Unless
-    they adapt, assignments depend on the data alone."""
+def build_balancer(config: RunConfig, device: torch.device, prefix: int = 0) -> Balancer | None:
+    """Builds the balancer; None without balancing. Costs follow from the model's shapes and the
+    tokens of a `prefix`. Unless they adapt, assignments depend on the data alone."""
     if config.train.balance == "none":
         return None
     model = config.model
@@ -248,7 +248,7 @@ def build_balancer(config: RunConfig, device: torch.device) -> Balancer | None:
     segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
     return Balancer(
         partitioner,
-        cost,
+        cost.with_prefix(prefix) if prefix else cost,
         config.train.balance_cap,
         adapt=config.train.balance_adapt,
         segments=segments,
@@ -267,8 +267,11 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     train = config.train
     # a dynamic table has no rows before its ids arrive
     store = data.features
-    rows = (0, 0) if store is None else (store.item_rows, store.event_rows)
-    module = build_module(config, max(1, data.num_items), data.num_actions, *rows)
+    tables = None
+    if store is not None:
+        rows = store.item_rows, store.event_rows, store.user_rows
+        tables = FeatureTables(*rows, store.user_places)
+    module = build_module(config, max(1, data.num_items), data.num_actions, tables)
     return parallelize(
         module,
         module.features,  # type: ignore[arg-type]
@@ -339,7 +342,9 @@ def build_pipeline(
         clip=train.clip,
         precision=train.precision,
         learning_rate=build_learning_rate(train.warmup, train.decay, total),
-        balance=build_balancer(config, model.transport.device),
+        balance=build_balancer(
+            config, model.transport.device, len(getattr(model.module, "user_places", ()))
+        ),
         reducer=build_reducer(config),
         dense_sums=train.dense_sums,
     )

@@ -299,8 +299,12 @@ class Histories:
             place = np.where(tail > 0, offsets + history, len(items))
             dense["target"] = torch.from_numpy(padded[place])
             weights = {"next_item": own_tail.to(torch.float32)}
+        if self.features is not None and self.features.user_rows:
+            dense["user_features"] = self.features.find_users(samples[:own].numpy())
         batch = SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
-        return batch if self.features is None else self._add_item_features(batch)
+        if self.features is None or not self.features.item_rows:
+            return batch
+        return self._add_item_features(batch)
 
     def _add_item_features(self, batch: SequenceBatch) -> SequenceBatch:
         """Adds `NAME_features` and `NAME_known` to each feature of items, where it is."""

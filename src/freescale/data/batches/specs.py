@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -157,6 +158,16 @@ class Features(Protocol):
 
     @property
     def event_rows(self) -> int: ...
+
+    @property
+    def user_rows(self) -> int: ...
+
+    @property
+    def user_places(self) -> tuple[int, ...]:
+        """Places of each feature of the users."""
+
+    def find_users(self, samples: NDArray[np.int64]) -> Tensor:
+        """Samples [n] of the histories file -> rows [n, places] int64 of user features."""
 
     @property
     def event_columns(self) -> tuple[str, ...]:

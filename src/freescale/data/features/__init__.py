@@ -1,8 +1,10 @@
-"""Features of items and events: read, fitted to the training part, joined into batches.
+"""Features of items, users and events: read, fitted to the training part, joined into batches.
 
-attributes.py   reads a file with a row per item
+sources.py      which columns of which files are features
+attributes.py   reads a file with a row per item or user
 inference.py    which kind a column is, and what will be done with it
 fitting.py      categories and buckets, by the training part; values become rows of a table
-store.py        the rows of each item, memory-mapped; joins them into batches
+numbering.py    the numbers of items and users, by the ids of these files
+store.py        the rows of each item and user, memory-mapped; joins them into batches
 prepare.py      all of it for a run, cached
 """

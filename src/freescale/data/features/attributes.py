@@ -23,6 +23,7 @@ class AttributeFile:
     file: SourceFile
     layout: Layout
     key: str
+    role: str  # `item` or `user`
 
     @property
     def names(self) -> list[str]:
@@ -40,7 +41,9 @@ class AttributeFile:
             refuse_repeated(self.file, name, self.layout.names)
         blocks = list(read_tables(self.file, self.layout, columns))
         if not blocks:
-            raise ValueError(f"{self.file}: the file has no rows; give one with a row per item")
+            raise ValueError(
+                f"{self.file}: the file has no rows; give one with a row per {self.role}"
+            )
         tables = [block.table for block in blocks]
         joined = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         return pa.table({n: decode_text(_get_only(joined.column(n))) for n in columns})
@@ -51,7 +54,7 @@ def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
 
     Args:
         file: of any format.
-        role: whose attributes: `item`.
+        role: whose attributes: `item` or `user`.
         name: of the id column in the interactions, which counts first.
 
     Raises:
@@ -71,7 +74,7 @@ def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
             "as in the interactions"
         )
     refuse_repeated(file, key, layout.names)
-    return AttributeFile(file, layout, key)
+    return AttributeFile(file, layout, key, role)
 
 
 def _get_only(chunks: pa.ChunkedArray) -> pa.Array:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from freescale.config import DataConfig
 from freescale.config.features import Feature
+from freescale.data.features.attributes import AttributeFile
 from freescale.data.features.inference import Column, complete_kinds, infer_column
-from freescale.data.features.prepare import (
+from freescale.data.features.sources import (
     Sources,
     find_columns,
     get_request,
@@ -19,14 +20,15 @@ from freescale.data.features.prepare import (
 def inspect_features(
     config: DataConfig, cache: Path
 ) -> tuple[list[str], list[Feature], dict[str, str]]:
-    """Reads the columns of --items, and the first rows of those of the interactions.
+    """Reads the columns of --items and --users, and the first rows of those of the interactions.
 
     Returns:
         Report lines; the features that `freescale train` makes with these settings, with their
         kinds; what is known of each column, by label.
     """
     sources = open_sources(config, cache)
-    columns = {"event": _infer_events(sources), "item": _infer_items(sources)}
+    columns = {"event": _infer_events(sources)}
+    columns |= {source: _infer_attributes(file) for source, file in sources.attributes.items()}
     chosen = _choose(config, sources, columns)
     used = {f"{each.source}.{name}" for each in chosen for name in each.columns}
     kinds = {each.label: each.kind for each in chosen}
@@ -34,7 +36,7 @@ def inspect_features(
     for source, of in columns.items():
         if not of:
             continue
-        file = sources.events if source == "event" else sources.items and sources.items.file
+        file = sources.events if source == "event" else sources.attributes[source].file
         lines.append(f"columns of {file}:")
         width = max(len(column.feature.name) for column in of)
         for column in of:
@@ -61,12 +63,9 @@ def _infer_events(sources: Sources) -> list[Column]:
     return [infer_column(name, "event", values[name]) for name in names]
 
 
-def _infer_items(sources: Sources) -> list[Column]:
-    if sources.items is None:
-        return []
-    names = sources.items.names
-    table = sources.items.read(names)
-    return [infer_column(n, "item", table.column(n).combine_chunks()) for n in names]
+def _infer_attributes(file: AttributeFile) -> list[Column]:
+    table = file.read(file.names)
+    return [infer_column(n, file.role, table.column(n).combine_chunks()) for n in file.names]
 
 
 def _choose(
@@ -82,7 +81,7 @@ def _choose(
             for column in inferred
             if column.used and column.feature.source in request.all_of
         ]
-        return [f for f in usable if f.source == "item" or f.kind != "multi"]
+        return [f for f in usable if f.source != "event" or f.kind != "multi"]
     return [
         complete_kinds([feature], [c for c in inferred if c.feature.source == feature.source])[0]
         for feature in find_columns(sources, request)

@@ -23,7 +23,7 @@ from freescale.random import derive, uniform
 
 FOLDER = "features"  # in the folder of a run
 ABOUT = "features.json"
-CODES, KNOWN, IDS = "items.npy", "known.npy", "item_ids.npy"
+CODES, KNOWN, IDS, USERS = "items.npy", "known.npy", "item_ids.npy", "users.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
 
 
@@ -34,6 +34,7 @@ class FeatureStore(Features):
         folder: holds the files.
         item: fitted features of items.
         event: of events.
+        user: of users.
         num_items: rows of the item table, items without an event included.
         any_ids: items are arbitrary ids of a dynamic table, which have no such number.
     """
@@ -42,6 +43,7 @@ class FeatureStore(Features):
         self.folder, self._id_dropout, self._seed = folder, 0.0, 0
         about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         self.item, self.event = from_json(about["item"]), from_json(about["event"])
+        self.user = from_json(about["user"])
         self.num_items: int = about["num_items"]
         self.any_ids: bool = about["any_ids"]
         self.lines: tuple[str, ...] = tuple(about["lines"])
@@ -66,6 +68,14 @@ class FeatureStore(Features):
     @property
     def event_rows(self) -> int:
         return count_rows(self.event)
+
+    @property
+    def user_rows(self) -> int:
+        return count_rows(self.user)
+
+    @property
+    def user_places(self) -> tuple[int, ...]:
+        return tuple(fitted.places for fitted in self.user)
 
     @property
     def vocabulary(self) -> Path | None:
@@ -111,6 +121,15 @@ class FeatureStore(Features):
         places = np.searchsorted(self._ids, ids)
         found = self._ids[places.clip(max=max(last - 1, 0))] == ids if last else False
         return np.where(found, places, last)
+
+    # ---- users
+
+    @cached_property
+    def _users(self) -> NDArray[np.int32]:  # [samples, places]
+        return np.load(self.folder / USERS, mmap_mode="r")  # type: ignore[no-any-return]
+
+    def find_users(self, samples: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(self._users[samples].astype(np.int64))
 
     # ---- events
 

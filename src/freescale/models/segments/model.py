@@ -86,12 +86,12 @@ class SegmentedHSTU(HSTU):
         timestamps: Tensor | None = None,
         candidate_counts: Tensor | None = None,
         host: HostSizes | None = None,
+        prefix: Tensor | None = None,  # [samples, count, width]: tokens that all others see
         memory: Memory | None = None,  # of earlier events
     ) -> Tensor:  # [tokens, width]
         rows = self._arrange(x, lengths, candidate_counts, host, memory)
-        outputs = self._run(
-            x, rows, EarlierSegments(rows, memory, self.segment_weight), keys, timestamps
-        )
+        earlier = EarlierSegments(rows, memory, self.segment_weight)
+        outputs = self._run(x, rows, earlier, keys, timestamps, prefix)
         return outputs if rows.open else outputs.index_select(0, rows.events)
 
     @torch.no_grad()
@@ -102,6 +102,7 @@ class SegmentedHSTU(HSTU):
         timestamps: Tensor | None = None,
         host: HostSizes | None = None,
         memory: Memory | None = None,
+        prefix: Tensor | None = None,
     ) -> Memory:
         """Computes what later events will see of these, and of `memory` before them.
 
@@ -118,7 +119,7 @@ class SegmentedHSTU(HSTU):
                 f"{self.segments.length}: compress whole segments and score with the rest"
             )
         earlier = EarlierSegments(rows, memory, self.segment_weight, keep=True)
-        self._run(x, rows, earlier, None, timestamps)
+        self._run(x, rows, earlier, None, timestamps, prefix)
         assert earlier.kept is not None
         keys, values = zip(*earlier.kept, strict=True)
         return Memory(torch.from_numpy(plan.known + plan.closed), keys, values)
@@ -148,6 +149,7 @@ class SegmentedHSTU(HSTU):
         earlier: EarlierSegments,
         keys: Tensor | None,
         timestamps: Tensor | None,
+        prefix: Tensor | None,
     ) -> Tensor:
         """[events, width] -> [rows, width]."""
         timestamps = self._check_inputs(x, timestamps)
@@ -156,13 +158,15 @@ class SegmentedHSTU(HSTU):
         if not rows.open or torch.is_grad_enabled():
             x, timestamps = self._interleave(x, timestamps, rows)
         plan = self._plan_attention(rows.parts, rows.candidate_counts, timestamps, rows.host)
+        on_host = HostSizes(torch.from_numpy(rows.plan.lengths))
+        before = self._make_prefix(prefix, rows.plan.rows, rows.lengths, on_host, keys)
         keys, token_keys = self._choose_keys(keys, rows.lengths), None
         if keys is not None:
             slots = compute_positions(rows.lengths, x.shape[0])
             token_keys = derive_token_keys(keys, rows.lengths, slots)
         x = drop_inputs(x, token_keys, 1 - self.input_dropout)
         return self._run_layers(
-            x, rows.parts, token_keys, timestamps, rows.candidate_counts, plan, earlier
+            x, rows.parts, token_keys, timestamps, rows.candidate_counts, plan, earlier, before
         )
 
     def _interleave(

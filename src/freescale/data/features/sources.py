@@ -1,0 +1,151 @@
+"""The files that features come from, and which of their columns are features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from freescale.config import DataConfig
+from freescale.config.columns import parse_columns
+from freescale.config.features import Feature, Request, request_features
+from freescale.data.features.attributes import AttributeFile, open_attributes
+from freescale.data.features.inference import complete_kinds, infer_column
+from freescale.data.features.store import list_stored
+from freescale.data.histories import is_histories
+from freescale.data.ingest.layouts import Layout
+from freescale.data.ingest.sources import SourceFile, find_files
+from freescale.data.ingest.tables import lay_out, read_tables
+from freescale.data.values import decode_text
+
+_SAMPLED = 1 << 20  # rows of the interactions by which kinds are inferred
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The files that features come from."""
+
+    events: SourceFile | None  # the first file of the interactions; None: histories
+    layout: Layout | None  # of the events
+    attributes: Mapping[str, AttributeFile]  # by source: `item`, `user`
+
+    @property
+    def event_names(self) -> list[str]:
+        """Columns of the interactions that are not user, item or time."""
+        if self.layout is None:
+            return []
+        roles = self.layout.roles
+        used = [roles[role] for role in ("user", "item", "time") if role in roles]
+        return [name for name in self.layout.names if name and name not in used]
+
+
+def open_sources(config: DataConfig, cache: Path) -> Sources:
+    """Finds out how the files are laid out. Reads no values."""
+    first = find_files(config.data, cache)[0]
+    events, layout = None, None
+    if not (first.is_parquet and is_histories(first.path)):
+        events, layout = first, lay_out(first, config.format, parse_columns(config.columns))
+    attributes = {}
+    for source, path in (("item", config.items), ("user", config.users)):
+        if path is None:
+            continue
+        files = find_files(path, cache)
+        if len(files) > 1:
+            raise ValueError(f"--{source}s {path}: {len(files)} files; give one")
+        name = f"{source}_id" if layout is None else layout.roles[source]
+        attributes[source] = open_attributes(files[0], source, name)
+    return Sources(events, layout, attributes)
+
+
+def get_request(config: DataConfig) -> Request:
+    """The features that a run uses."""
+    given = [s for s, path in (("item", config.items), ("user", config.users)) if path is not None]
+    return request_features(config.features, config.schema, given)
+
+
+def find_columns(sources: Sources, request: Request) -> list[Feature]:
+    """Says of which source each listed feature is; all columns if none are listed.
+
+    Raises:
+        ValueError: a column is in no file, or in several.
+    """
+    names = {source: file.names for source, file in sources.attributes.items()}
+    names["event"] = sources.event_names
+    if request.listed is None:
+        return [Feature(n, source, None, (n,)) for source in request.all_of for n in names[source]]
+    found = []
+    for feature in request.listed:
+        among = [feature.source] if feature.source else list(names)
+        homes = [s for s in among if set(feature.columns) <= set(names.get(s, ()))]
+        if not homes:
+            shown = "; ".join(
+                f"{source}: {', '.join(columns)[:200] or 'none'}"
+                for source, columns in names.items()
+                if source in among
+            )
+            hint = "" if sources.attributes else " (attributes are in files of --items and --users)"
+            raise ValueError(
+                f"feature {feature.name!r}: column {' or '.join(map(repr, feature.columns))} is "
+                f"missing; there are columns of {shown}{hint}; name one of these"
+            )
+        if len(homes) > 1:
+            choices = " or ".join(f"{home}.{feature.name}" for home in homes)
+            raise ValueError(
+                f"feature {feature.name!r} is a column of several files; say which: {choices}"
+            )
+        found.append(replace(feature, source=homes[0]))
+    return found
+
+
+def sample_events(sources: Sources, names: Sequence[str]) -> dict[str, pa.Array]:
+    """The first rows of columns of the interactions."""
+    assert sources.events is not None and sources.layout is not None
+    blocks: list[pa.Table] = []
+    for block in read_tables(sources.events, sources.layout, list(names)):
+        blocks.append(block.table)
+        if sum(table.num_rows for table in blocks) >= _SAMPLED:
+            break
+    joined = pa.concat_tables(blocks, promote_options="permissive").slice(0, _SAMPLED)
+    return {name: decode_text(joined.column(name).combine_chunks()) for name in names}
+
+
+def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
+    """The event features of a run with their kinds. Reads the first rows of the interactions if
+    these decide."""
+    request = get_request(config)
+    if not request:
+        return []
+    sources = open_sources(config, cache)
+    features = [each for each in find_columns(sources, request) if each.source == "event"]
+    if features and sources.layout is None:
+        raise ValueError(
+            f"{config.data}: a histories file, and event features ({features[0].name}) are made of "
+            "interactions only: give those"
+        )
+    if all(feature.kind is not None for feature in features):
+        return _refuse_lists(features)
+    unknown = [feature.name for feature in features if feature.kind is None]
+    values = sample_events(sources, unknown)
+    columns = [infer_column(name, "event", values[name]) for name in unknown]
+    if request.listed is None:
+        columns = [column for column in columns if column.used and column.feature.kind != "multi"]
+        return [column.feature for column in columns]
+    return _refuse_lists(complete_kinds(features, columns))
+
+
+def list_event_columns(config: DataConfig, cache: Path) -> list[str]:
+    """The columns of the histories file that event features need."""
+    declared = declare_events(config, cache)
+    return list(dict.fromkeys(name for each in declared for name in list_stored(each)))
+
+
+def _refuse_lists(features: list[Feature]) -> list[Feature]:
+    for feature in features:
+        if feature.kind == "multi":
+            raise ValueError(
+                f"feature event.{feature.name} is multi: only items have features of several "
+                f"values; use {feature.name}=categorical, or a column of --items"
+            )
+    return features
