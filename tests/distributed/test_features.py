@@ -112,7 +112,7 @@ def build(
     )
     sizes = {
         "num_items": data.num_items,
-        "features": FeatureTables(
+        "feature_tables": FeatureTables(
             data.features.item_rows,
             data.features.event_rows,
             data.features.user_rows,

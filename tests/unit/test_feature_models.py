@@ -54,7 +54,9 @@ def make_batch(codes, known, per="sample"):
 def make_model(kind, **more):
     torch.manual_seed(0)
     tables = FeatureTables(ROWS, EVENT_ROWS)
-    model = Retrieval(make_encoder(kind), num_items=ITEMS, temperature=0.3, features=tables, **more)
+    model = Retrieval(
+        make_encoder(kind), num_items=ITEMS, temperature=0.3, feature_tables=tables, **more
+    )
     return model.double()
 
 
@@ -135,7 +137,7 @@ def test_ranking_describes_candidates_with_the_same_tables():
     codes, known = draw()
     torch.manual_seed(0)
     model = Ranking(
-        make_encoder("hstu"), num_items=ITEMS, tasks=("click",), features=FeatureTables(ROWS)
+        make_encoder("hstu"), num_items=ITEMS, tasks=("click",), feature_tables=FeatureTables(ROWS)
     ).double()
     batch = make_batch(codes, known)
     ids = torch.tensor([3, 8, 2, 3])

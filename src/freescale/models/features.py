@@ -40,7 +40,7 @@ def embed_features(table: nn.Module, codes: Tensor, places: Sequence[int]) -> Te
     """codes [..., sum(places)], rows of a table of features -> [..., features, width]: the sum of
     the rows of each feature."""
     rows, (index,) = locate_rows(table, codes)
-    flat = torch.where(codes == 0, -1, index.long()).view(-1, codes.shape[-1])
+    flat = torch.where(codes <= 0, -1, index.long()).view(-1, codes.shape[-1])
     sums = [_sum_places(rows, part) for part in torch.split(flat, list(places), dim=1)]
     return torch.stack(sums, dim=1).view(*codes.shape[:-1], len(places), rows.shape[1])
 
@@ -84,7 +84,7 @@ def describe_items(
     for name, place, code, row in zip(names, places, given, found, strict=True):
         at = place.reshape(-1).long()
         known[at] = batch.values(f"{name}_known").reshape(-1)
-        codes[at] = torch.where(code == 0, -1, row.long()).view(-1, codes.shape[1])
+        codes[at] = torch.where(code <= 0, -1, row.long()).view(-1, codes.shape[1])
     vectors = add_features(own, known, _sum_places(rows, codes))
     return ItemVectors(vectors, dict(zip(names, places, strict=True)))
 

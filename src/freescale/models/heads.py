@@ -51,7 +51,7 @@ class _SequenceHead(nn.Module):
         encoder: Encoder,
         num_items: int,
         num_actions: int,
-        features: FeatureTables,
+        feature_tables: FeatureTables,
         table_device: str | None,
     ) -> None:
         super().__init__()
@@ -67,10 +67,10 @@ class _SequenceHead(nn.Module):
         self.item = nn.Embedding(num_items, encoder.width, device=table_device)
         self.action = make_table(num_actions)
         self.encoder = encoder
-        self.item_features = make_table(features.item)
-        self.event_features = make_table(features.event)
-        self.user_features = make_table(features.user)
-        self.user_places = tuple(features.user_places)
+        self.item_features = make_table(feature_tables.item)
+        self.event_features = make_table(feature_tables.event)
+        self.user_features = make_table(feature_tables.user)
+        self.user_places = tuple(feature_tables.user_places)
         of_features = self.item_features, self.event_features, self.user_features
         for table in (self.item, self.action, *of_features):
             if table is not None:
@@ -188,10 +188,10 @@ class Retrieval(_SequenceHead):
         num_actions: int = 0,
         temperature: float = ModelConfig.temperature,
         normalize: bool = True,
-        features: FeatureTables = NO_FEATURES,
+        feature_tables: FeatureTables = NO_FEATURES,
         table_device: str | None = None,
     ) -> None:
-        super().__init__(encoder, num_items, num_actions, features, table_device)
+        super().__init__(encoder, num_items, num_actions, feature_tables, table_device)
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, not {temperature}")
         self.temperature = temperature
@@ -304,10 +304,10 @@ class Ranking(_SequenceHead):
         num_items: int,
         tasks: Sequence[str],
         num_actions: int = 0,
-        features: FeatureTables = NO_FEATURES,
+        feature_tables: FeatureTables = NO_FEATURES,
         table_device: str | None = None,
     ) -> None:
-        super().__init__(encoder, num_items, num_actions, features, table_device)
+        super().__init__(encoder, num_items, num_actions, feature_tables, table_device)
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks must be different names, at least one, not {list(tasks)}")
         self.tasks = tuple(tasks)

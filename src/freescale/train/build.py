@@ -190,7 +190,7 @@ def build_module(
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
-        "features": features or FeatureTables(),
+        "feature_tables": features or FeatureTables(),
         "table_device": "meta",
     }
     if model.task == "ranking":
