@@ -18,8 +18,8 @@ from freescale.data.synthetic.generate import generate
 from freescale.launch.attempts import read_restarts
 from freescale.train.callbacks import Callback
 from freescale.train.state import snapshots as module
-from freescale.train.state.chain import Link
 from freescale.train.state.disk import read_state
+from freescale.train.state.held import Held
 from freescale.train.state.holder_link import HolderLink, name_holder, read_run_id
 from freescale.train.state.memory import Segment, write_segment
 from freescale.transport.local import LocalTransport
@@ -162,32 +162,28 @@ def build(data, folder, resume=False, **settings):
 
 
 def open_newest(link):
-    """The memory files of the newest step: there are two where a chain was just merged."""
-    links = [Link.parse(name) for name in link.list()]
-    last = max(each.step for each in links)
-    names = [each.name for each in links if each.step == last]
-    return [(name, Segment.open(link.get(name), "it")) for name in names]
+    """The memory file of the newest step."""
+    held = max(map(Held.parse, link.list()), key=lambda each: each.step)
+    return held.name, Segment.open(link.get(held.name), "it")
 
 
 def replace_header(link, **header):
-    for name, segment in open_newest(link):
-        tensors = {name: value.clone() for name, value in segment.read().items()}
-        kept = {key: value for key, value in segment.header.items() if key != "tensors"}
-        link.put(name, write_segment(kept | header, tensors).file)
+    name, segment = open_newest(link)
+    kept = {key: value for key, value in segment.header.items() if key != "tensors"}
+    link.put(name, write_segment(kept | header, segment.read()).file)
 
 
 def damage(link):
-    for _, segment in open_newest(link):
-        os.pwrite(segment.file, b"xyz", 300)
+    os.pwrite(open_newest(link)[1].file, b"xyz", 300)
 
 
 def halve(link):
-    for _, segment in open_newest(link):
-        os.ftruncate(segment.file, segment.size // 2)
+    _, segment = open_newest(link)
+    os.ftruncate(segment.file, segment.size // 2)
 
 
 def rename_model(link):
-    state = open_newest(link)[0][1].header["state"]
+    state = open_newest(link)[1].header["state"]
     replace_header(link, state=state | {"dense": {"other.weight": [[3], "torch.float32"]}})
 
 
@@ -258,8 +254,8 @@ def test_snapshots_that_were_given_up_do_not_come_back(killed, data, every):
 def test_other_ranks_and_a_newer_checkpoint_go_on_from_disk(killed, data):
     folder, link = killed
     for name in link.list():  # as if four ranks had made them
-        owner = Link.parse(name)
-        link.put(Link(4, owner.owner, owner.step, owner.parent).name, link.get(name))
+        held = Held.parse(name)
+        link.put(Held(4, held.owner, held.step).name, link.get(name))
         link.drop([name])
     trainer = build(data, folder, "auto")
     assert trainer.step == 10 and not link.list()

@@ -13,7 +13,6 @@ from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.state.chain import find_expired
 from freescale.train.state.contents import (
     DiskContents,
     follow_changes,
@@ -21,7 +20,13 @@ from freescale.train.state.contents import (
     refuse_unsavable,
 )
 from freescale.train.state.copies import Job, StateCopies
-from freescale.train.state.disk import DELTA_FORMAT, FORMAT, CheckpointFolder, parse_step
+from freescale.train.state.disk import (
+    DELTA_FORMAT,
+    FORMAT,
+    CheckpointFolder,
+    find_expired,
+    parse_step,
+)
 from freescale.train.state.intact import (
     Intact,
     Parent,

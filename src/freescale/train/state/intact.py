@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from freescale.embedding.tables import Tables
-from freescale.train.state.chain import Damaged
 from freescale.train.state.contents import is_followed
 from freescale.train.state.disk import (
     CheckpointFolder,
+    Damaged,
     compute_checksum,
     parse_step,
     read_state,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from freescale.train.state.chain import find_needed
-from freescale.train.state.contents import DiskContents, group_tables
-from freescale.train.state.disk import FORMAT, CheckpointFolder, read_state
+from freescale.train.state.contents import DiskContents
+from freescale.train.state.disk import FORMAT, CheckpointFolder, find_needed, read_state
 from freescale.train.state.intact import Intact, Known, find_best_step, verify_checkpoint
+from freescale.train.state.memory import group_tables
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
 from freescale.train.state.safe_reader import SafeReader
 from freescale.train.state.writing import write_checkpoint

@@ -3,7 +3,7 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor
 from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.state.chain import write_rows
 from freescale.train.state.contents import Span, mark_all_changed
-from freescale.train.state.held import apply_changes
 from freescale.train.state.intact import Intact
 from freescale.train.state.model import (
     collect_dense,
@@ -187,8 +185,10 @@ def _apply_span(reader: SafeReader, label: str, span: Span, part: TablePart) -> 
     values = {name: read[label] for label, name in names.items()}
     positions = values.pop("positions").long()
     inside = ((positions >= part.first) & (positions < part.last)).nonzero().view(-1)
-    values = {name: value.index_select(0, inside) for name, value in values.items()}
-    write_rows(part.tensors, positions[inside] - part.first, values)
+    rows = positions[inside] - part.first
+    for name, target in part.tensors.items():
+        changed = values[name].index_select(0, inside)
+        target.index_copy_(0, rows.to(target.device), changed.to(target.device))
 
 
 def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -206,33 +206,30 @@ def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str,
 
 def load_snapshot(
     state: Mapping[str, Any],
-    chain: Sequence[Mapping[str, Tensor]],
+    tensors: Mapping[str, Tensor],
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     reducer: Reducer | None,
-    copy_whole: Callable[[str, Tensor], None] | None = None,
+    copy: Callable[[str, Tensor], None] | None = None,
 ) -> dict[str, Any]:
-    """Restores a rank from the state of the last memory file and the tensors of each. A collective;
-    returns the progress that was saved. `copy_whole`: (name, to) -> copies a large tensor of the
-    first file; None: torch does."""
-    tables, last = model.tables, chain[-1]
-    restore = Restore(state, last, model, optimizer, reducer)
+    """Restores a rank from a memory file. A collective; returns the progress that was saved.
+    `copy`: (name, to) -> copies a large tensor of the file; None: torch does."""
+    tables = model.tables
+    restore = Restore(state, tensors, model, optimizer, reducer)
     with torch.no_grad():
         for name, to in restore.tensors.items():
-            to.copy_(last[name])
-        parts = {name: tables.get_local_state(name) for name in tables.specs}
-        for name, of in parts.items():
-            for part, value in of.items():
-                if copy_whole is not None:
-                    copy_whole(f"table/{name}/{part}", value)
+            to.copy_(tensors[name])
+        for name in tables.specs:
+            for part, to in tables.get_local_state(name).items():
+                label = f"table/{name}/{part}"
+                if copy is not None:
+                    copy(label, to)
                 else:
-                    value.copy_(chain[0][f"table/{name}/{part}"])
-            for part, value in tables.get_group(name).rows.get_shard_tensors().items():
-                value.copy_(last[f"shards/{name}/{part}"])
-        for tensors in chain[1:]:
-            apply_changes(parts, tensors)
+                    to.copy_(tensors[label])
+            for part, to in tables.get_group(name).rows.get_shard_tensors().items():
+                to.copy_(tensors[f"shards/{name}/{part}"])
     progress = restore.finish()
-    _restore_marks(state, last, model)
+    _restore_marks(state, tensors, model)
     return progress
 
 
