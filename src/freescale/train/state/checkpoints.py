@@ -35,12 +35,12 @@ from freescale.train.state.intact import (
     verify_checkpoint,
 )
 from freescale.train.state.restore import load_checkpoint
-from freescale.train.state.writing import PacedPlanner, Series, write_checkpoint
+from freescale.train.state.writing import TensorWriter, write_checkpoint
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
 
-_Write = Callable[..., None]  # writes with a transport, and perhaps a planner
+_Write = Callable[[Transport], None]
 
 
 class Checkpoints:
@@ -88,7 +88,7 @@ class Checkpoints:
         self._job = Job()  # which writes an asynchronous one
         self._finished: Path | None = None  # since `wait` was last called
         self._control: Transport | None = None  # of the thread that writes
-        self._series = Series()
+        self._writer = TensorWriter(paced=asynchronous)
 
     def __repr__(self) -> str:
         steps = self.steps()
@@ -209,8 +209,8 @@ class Checkpoints:
 
         saving = Parent(step, 0, 0 if parent is None else parent.deltas + 1, tables)
 
-        def write(transport: Transport, planner: PacedPlanner | None = None) -> None:
-            saving.checksum = write_checkpoint(self.files, contents, transport, planner)
+        def write(transport: Transport) -> None:
+            saving.checksum = write_checkpoint(self.files, contents, transport, self._writer)
             self._run_on_rank_0(lambda: self._remove_old(step, protected), transport)
 
         if self.asynchronous:
@@ -242,13 +242,13 @@ class Checkpoints:
             self._control = self.transport
             if isinstance(self.transport, ProcessGroupTransport):
                 self._control = self.transport.open_control()
-        control, planner, self._job = self._control, PacedPlanner(self._series), Job()
+        control, self._job = self._control, Job()
         ready = self._job.copy(saving.tables, collect, contents)
 
         def finish() -> None:
             run_on_all_ranks(control, ready)
             self._run_on_rank_0(lambda: self.files.refuse_ahead(saving.step), control)
-            write(control, planner)
+            write(control)
 
         self._parent, self._saving = None, saving
         self._job.start("checkpoint", finish)

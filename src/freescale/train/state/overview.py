@@ -15,7 +15,7 @@ from freescale.train.state.intact import Intact, Known, find_best_step, verify_c
 from freescale.train.state.memory import group_tables
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
 from freescale.train.state.safe_reader import SafeReader
-from freescale.train.state.writing import write_checkpoint
+from freescale.train.state.writing import TensorWriter, write_checkpoint
 from freescale.transport.local import LocalTransport
 
 _STATIC = 4  # entries about a table that is not dynamic
@@ -98,7 +98,7 @@ def compact_last(folder: Path) -> tuple[Path, list[int]]:
     state["format"] = FORMAT
     # was finite when it was saved, except what may be infinite
     contents = DiskContents(tensors=tensors, state=state, untrained=set(tensors))
-    write_checkpoint(files, contents, transport)
+    write_checkpoint(files, contents, transport, TensorWriter())
     parents, best = files.parents(), _find_best(files)
     chain = {int(link.state["progress"]["step"]) for link in found.ancestors}
     others = [step for step in parents if step not in chain or step == best]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from freescale.embedding.dynamic_rules import SHARDS
@@ -31,7 +30,6 @@ from freescale.train.state.model import (
 )
 from freescale.train.state.packing import CompressionState, Unpacker, unpack_optimizer
 from freescale.train.state.safe_reader import SafeReader
-from freescale.train.state.writing import coordinate, explain_errors
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
 
@@ -130,8 +128,7 @@ def _load_tensors(reader: SafeReader, tensors: dict[str, Tensor], transport: Tra
         and name.startswith(("table/", "shards/"))
         and saved[name].shape[0] == SHARDS > value.shape[0]
     }
-    with explain_errors(f"checkpoint {reader.path} could not be read"):
-        load(tensors | finer, storage_reader=reader, **coordinate(transport))
+    reader.fill(tensors | finer, transport)
     for name, whole in finer.items():
         _join_shards(tensors[name], whole, transport)
 
@@ -196,8 +193,7 @@ def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str,
     collective."""
     saved = reader.list_tensors()
     tensors = {name: torch.empty_like(saved[name], device="cpu") for name in saved if wanted(name)}
-    with explain_errors(f"checkpoint {reader.path} could not be read"):
-        load(tensors, storage_reader=reader, no_dist=True)
+    reader.fill(tensors)
     return tensors
 
 
