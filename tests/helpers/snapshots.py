@@ -7,6 +7,7 @@ from typing import Any
 from freescale.train.state.contents import MemoryContents
 from freescale.train.state.copies import StateCopies
 from freescale.train.state.memory import StateFile
+from freescale.train.state.restore import load_snapshot
 
 
 class TakenSnapshots:
@@ -31,3 +32,11 @@ class TakenSnapshots:
         self._copy.seal({"step": step}, rest).close()
         self.copied = self._copy.tables | rest
         self.state = contents.state
+
+    def load(self, tensors, parallel, optimizer) -> None:
+        """Restores one of the two."""
+
+        def copy(name, to):
+            to.copy_(tensors[name])
+
+        load_snapshot(self.state, tensors, parallel, optimizer, None, copy)

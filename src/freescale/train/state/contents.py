@@ -41,7 +41,7 @@ from freescale.train.state.model import (
     pack_extra,
     share,
 )
-from freescale.train.state.packing import CompressionState, pack_optimizer, refuse_before_it_steps
+from freescale.train.state.packing import label_carried, pack_optimizer, refuse_before_it_steps
 
 CONSUMER = "snapshots"  # prefix of the consumers of row marks that belong to snapshots
 
@@ -278,14 +278,16 @@ def _collect_rest(
     tensors: dict[str, Tensor] = {}
     extra = pack_extra(listed, tensors)
     own, shared = pack_optimizer(optimizer, names, tensors)
-    carried = CompressionState(reducer, names)
+    carried = {} if reducer is None else reducer.state
     state = describe_model(model, listed, optimizer) | {"progress": dict(progress)}
     state |= {"ranks": transport.world, "device": transport.device.type}
     state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
     if transport.device.type != "cpu":
         state["on_host"] = [name for name, value in tensors.items() if value.device.type == "cpu"]
-    state |= {"carried": carried.names} if carried.names else {}
-    return collect_dense(listed) | tensors | carried.tensors(transport.rank), state
+    if carried:
+        state["carried"] = sorted(names[id(parameter)] for parameter in carried)
+    labelled = label_carried(carried, names, transport.rank)
+    return collect_dense(listed) | tensors | labelled, state
 
 
 # ---- which rows have changed

@@ -56,21 +56,19 @@ class CheckpointFolder:
     def parents(self) -> dict[int, int | None]:
         """The parent of each step; None of a full one, and of one whose state.json cannot be
         read."""
-        return {step: self._read_parent(step) for step in self.steps()}
-
-    def _read_parent(self, step: int) -> int | None:
-        try:
-            parent = read_state(self.path(step)).get("parent")
-        except (ValueError, OSError):
-            return None
-        return None if parent is None else int(parent["step"])
+        parents = {step: self._read(step).get("parent") for step in self.steps()}
+        return {step: None if of is None else int(of["step"]) for step, of in parents.items()}
 
     def sum_state(self, step: int) -> int:
-        """The checksum of a checkpoint's state.json; -1, which none has, if that cannot be read."""
+        """The checksum of a checkpoint's state.json; that of nothing if it cannot be read."""
+        return sum_state(self._read(step))
+
+    def _read(self, step: int) -> dict[str, Any]:
+        """A checkpoint's state.json; nothing if it cannot be read."""
         try:
-            return sum_state(read_state(self.path(step)))
+            return read_state(self.path(step))
         except (ValueError, OSError):
-            return -1
+            return {}
 
     def path(self, step: int) -> Path:
         final, replaced = self._final(step), self._replaced(step)

@@ -58,7 +58,7 @@ class Parent:
     """A checkpoint since which changes of rows are marked."""
 
     step: int
-    checksum: int  # of its state.json; rank 0's
+    checksum: int | None  # of its state.json, once that is written; rank 0's
     deltas: int  # since the last full one, itself included
     tables: Tables
 

@@ -18,6 +18,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,20 +122,6 @@ class Segment:
         os.close(self.file)
 
 
-def write_segment(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
-    """Writes a memory file of tensors on the host; the header is plain JSON. OSError if there is
-    not enough memory."""
-    entries, end = _lay_out(tensors)
-    _check_room(end)
-    file = create_file(end)
-    try:
-        _write_tensors(file, entries, tensors)
-        return _seal(file, header, entries, end)
-    except BaseException:
-        os.close(file)
-        raise
-
-
 class StateFile:
     """A memory file with a rank's whole state, which the next snapshot but one updates in place:
     rows that have changed are replaced, and nothing else of the tables is touched. Tables have
@@ -223,20 +210,28 @@ class StateFile:
 
     def seal(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
         """Adds the other tensors, once the tables are written; the header names the step. The
-        segment has a descriptor of its own."""
+        segment has a descriptor of its own. OSError if they do not fit."""
         assert self._sums.keys() == self.tables.keys()
         entries, end = _lay_out(tensors, self._end or _ALIGN)
+        _check_room(end - os.fstat(self._file).st_size)
         _write_tensors(self._file, entries, tensors)
         for name, sums in self._sums.items():
             self._entries[name][3] = _join_sums(sums)
         segment = _seal(os.dup(self._file), header, self._entries | entries, end)
-        self.step = header["step"]
+        self.step = header.get("step")
         return segment
 
     def close(self) -> None:
         """The memory stays as long as a holder has it."""
         self._close()
         self.tables.clear()
+
+
+def write_segment(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
+    """Writes a memory file of tensors on the host; the header is plain JSON. OSError if there is
+    not enough memory."""
+    with closing(StateFile("")) as file:
+        return file.seal(header, tensors)
 
 
 def group_tables(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

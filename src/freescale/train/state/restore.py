@@ -28,7 +28,12 @@ from freescale.train.state.model import (
     restore_extra,
     restore_random,
 )
-from freescale.train.state.packing import CompressionState, Unpacker, unpack_optimizer
+from freescale.train.state.packing import (
+    Unpacker,
+    allocate_carried,
+    label_carried,
+    unpack_optimizer,
+)
 from freescale.train.state.safe_reader import SafeReader
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
@@ -67,12 +72,14 @@ class Restore:
         ranks = state["ranks"]
         alike = ranks == transport.world and state["device"] == transport.device.type
         self._random = collect_random(transport) if optimizer is not None and alike else {}
-        self._carried = CompressionState(reducer, names)
-        errors = self._carried.allocate(
-            state.get("carried", ()), transport.rank, transport.world, ranks
-        )
-        dense = collect_dense(list_state(model.module))
-        self.tensors = dense | unpacker.tensors | self._random | errors
+        self.tensors = collect_dense(list_state(model.module)) | unpacker.tensors | self._random
+        self._reducer, self._carried = reducer, []
+        if reducer is not None:
+            # the state of each old rank goes to exactly one new rank
+            for old in range(transport.rank, ranks, transport.world):
+                carried = allocate_carried(reducer.state, names, state.get("carried", ()))
+                self._carried.append(carried)
+                self.tensors |= label_carried(carried, names, old)
         model.tables.lease.discard()
 
     def finish(self) -> dict[str, Any]:
@@ -85,7 +92,9 @@ class Restore:
             self._optimizer.state.update(self._kept)
         if self._random:
             restore_random(self._random, model.transport)
-        self._carried.restore(same_ranks=state["ranks"] == model.transport.world)
+        if self._reducer is not None:  # begins without errors if nothing was saved
+            same_ranks = state["ranks"] == model.transport.world
+            self._reducer.adopt(self._carried, same_ranks)
         progress: dict[str, Any] = state["progress"]
         return progress
 
@@ -206,10 +215,10 @@ def load_snapshot(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     reducer: Reducer | None,
-    copy: Callable[[str, Tensor], None] | None = None,
+    copy: Callable[[str, Tensor], object],
 ) -> dict[str, Any]:
     """Restores a rank from a memory file. A collective; returns the progress that was saved.
-    `copy`: (name, to) -> copies a large tensor of the file; None: torch does."""
+    `copy`: (name, to) -> copies a large tensor of the file."""
     tables = model.tables
     restore = Restore(state, tensors, model, optimizer, reducer)
     with torch.no_grad():
@@ -217,11 +226,7 @@ def load_snapshot(
             to.copy_(tensors[name])
         for name in tables.specs:
             for part, to in tables.get_local_state(name).items():
-                label = f"table/{name}/{part}"
-                if copy is not None:
-                    copy(label, to)
-                else:
-                    to.copy_(tensors[label])
+                copy(f"table/{name}/{part}", to)
             for part, to in tables.get_group(name).rows.get_shard_tensors().items():
                 to.copy_(tensors[f"shards/{name}/{part}"])
     progress = restore.finish()

@@ -8,12 +8,13 @@ from contextlib import closing, suppress
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from freescale.embedding.tables import Tables
 from freescale.ledger.ledger import ThreadLedger
 from freescale.train.state.contents import CONSUMER, MemoryContents
-from freescale.train.state.copies import Job, StateCopies
+from freescale.train.state.copies import Job
 from freescale.train.state.found import FoundSnapshots
 from freescale.train.state.held import Held, choose_buddies, find_superfluous, parse_names
 from freescale.train.state.holder_link import HolderLink, is_supported, name_holder
@@ -28,8 +29,8 @@ from freescale.transport.machine import identify_machine
 class Taking(Job):
     """A snapshot in progress. `usual`: it costs what most do."""
 
-    def __init__(self, step: int, usual: bool) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, step: int, usual: bool) -> None:
+        super().__init__(device)
         self.step, self.usual = step, usual
 
 
@@ -175,14 +176,14 @@ class Snapshots:
     def _take(self, step: int, tables: Tables, collect: Callable[[MemoryContents], None]) -> None:
         rank, world = self.transport.rank, self.transport.world
         file, last = self._files[rank]
-        taking = self.taking = Taking(step, usual=file.current)
+        taking = self.taking = Taking(self.transport.device, step, usual=file.current)
         self._costs.note_snapshot(taking.usual)
         contents = MemoryContents(
-            copies=StateCopies(self.transport.device),
+            copies=taking.copies,
             file=file,
             spare=None if last.current else last,
         )
-        ready = taking.copy(tables, lambda: collect(contents), contents)
+        ready = taking.copy(tables, lambda: collect(contents), contents.add_sharded)
         taking.start("snapshot", lambda: self._write(contents, ready, Held(world, rank, step)))
 
     def _finish(self) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
-from freescale.train.state.contents import DiskContents
+from freescale.train.state.contents import DiskContents, Span
 from freescale.train.state.disk import CheckpointFolder, compute_checksum, write_state
 from freescale.train.state.finite_check import NotFinite, find_not_finite
 from freescale.transport.api import Transport, gather_json
@@ -51,11 +51,18 @@ def write_checkpoint(
     step = int(contents.state["progress"]["step"])
     run_on_all_ranks(transport, lambda: _refuse_diverged(step, contents), NotFinite)
     failure, checksum = f"checkpoint {files.path(step)} could not be written", 0
+    folder, state = files.writing_path(step), contents.state
+
+    def finish() -> None:
+        nonlocal checksum
+        checksum = write_state(folder, state)
+        files.finish(step)
+
     try:
         run_on_rank_0(transport, lambda: files.begin(step), failure)
-        folder = files.writing_path(step)
-        checksum = _write(folder, contents, transport, failure, writer)
-        run_on_rank_0(transport, lambda: files.finish(step), failure)
+        writer.write(folder, contents.tensors, transport, failure)
+        _add_checksums(state, folder, contents.spans, transport)
+        run_on_rank_0(transport, finish, failure)
     except ValueError:  # on all ranks: none is still writing
         if transport.rank == 0:
             with suppress(OSError):  # the next save tries again
@@ -73,33 +80,20 @@ def _refuse_diverged(step: int, contents: DiskContents) -> None:
         )
 
 
-def _write(
-    folder: Path,
-    contents: DiskContents,
-    transport: Transport,
-    failure: str,
-    writer: TensorWriter,
-) -> int:
-    writer.write(folder, contents.tensors, transport, failure)
-    rank, checksum = transport.rank, 0
+def _add_checksums(
+    state: dict[str, Any], folder: Path, spans: Mapping[str, Span] | None, transport: Transport
+) -> None:
+    """Adds those of all files, and the spans of changed rows of all ranks."""
+    rank = transport.rank
 
     def sum_files() -> dict[str, list[int]]:
         mine = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
         return {path.name: compute_checksum(path) for path in mine}
 
-    written = [run_on_all_ranks(transport, sum_files), contents.spans]
-    gathered = gather_json(transport, written)
-    state = contents.state
+    gathered = gather_json(transport, [run_on_all_ranks(transport, sum_files), spans])
     state["files"] = {name: of for files, _ in gathered for name, of in files.items()}
-    if contents.spans is not None:
+    if spans is not None:
         state["changed"] = [spans for _, spans in gathered]
-
-    def finish() -> None:
-        nonlocal checksum
-        checksum = write_state(folder, state)
-
-    run_on_rank_0(transport, finish, failure)
-    return checksum
 
 
 class TensorWriter:
