@@ -30,7 +30,7 @@ _STAGES = "pipeline.row_stages:RowStages"
 _NEXT = "pipeline.next_batch:BatchPreparation"
 _STATE = "train.state"
 _FILES = f"{_STATE}.disk:CheckpointFolder"
-_WRITING = f"{_STATE}.writing"
+_WRITER = "train.torch_files.tensor_writer"
 
 MOMENTS = (
     Moment(STEP, "take batch", f"{_NEXT}._take"),
@@ -55,10 +55,10 @@ MOMENTS = (
     Moment(CHECKPOINT, "begin to save", f"{_STATE}.checkpoints:Checkpoints.save"),
     Moment(CHECKPOINT, "copied", f"{_STATE}.checkpoints:Checkpoints.save", after=True),
     Moment(CHECKPOINT, "make folder", f"{_FILES}.begin", rank_0=True),
-    Moment(CHECKPOINT, "write tensors", f"{_WRITING}:TensorWriter.write"),
-    Moment(CHECKPOINT, "write file", f"{_WRITING}:FileSystemWriter.write_data"),
-    Moment(CHECKPOINT, "tensors are written", f"{_WRITING}:TensorWriter.write", after=True),
-    Moment(CHECKPOINT, "write state", f"{_WRITING}:write_state", rank_0=True),
+    Moment(CHECKPOINT, "write tensors", f"{_WRITER}:TensorWriter.write"),
+    Moment(CHECKPOINT, "write file", f"{_WRITER}:FileSystemWriter.write_data"),
+    Moment(CHECKPOINT, "tensors are written", f"{_WRITER}:TensorWriter.write", after=True),
+    Moment(CHECKPOINT, "write state", f"{_STATE}.writing:write_state", rank_0=True),
     Moment(CHECKPOINT, "rename", f"{_FILES}.finish", rank_0=True),
     Moment(CHECKPOINT, "sync", f"{_STATE}.disk:_sync", rank_0=True),
     Moment(CHECKPOINT, "synced", f"{_STATE}.disk:_sync", rank_0=True, after=True),

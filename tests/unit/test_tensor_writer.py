@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.train.state import writing
-from freescale.train.state.writing import TensorWriter
+from freescale.train.torch_files import tensor_writer
+from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.local import LocalTransport
 
 
@@ -25,7 +25,7 @@ def plans(monkeypatch):
         return make(tensors, is_coordinator)
 
     monkeypatch.setattr(default_planner, "create_default_local_save_plan", make_and_count)
-    monkeypatch.setattr(writing, "_PAUSE", 0.0)
+    monkeypatch.setattr(tensor_writer, "_PAUSE", 0.0)
     return made
 
 

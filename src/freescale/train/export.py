@@ -13,7 +13,7 @@ from freescale.embedding.layout import spread_ids
 from freescale.train.run_folder import copy_file
 from freescale.train.state.intact import Intact, find_checkpoint, verify_checkpoint
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
-from freescale.train.state.safe_reader import SafeReader
+from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -7,7 +7,6 @@ restore.py        a state, from either store, back into what trains it
 copies.py         copies of one moment, and the thread that saves them
 disk.py           the folder of checkpoints: atomic publication, checksums, what stays
 checkpoints.py    saves and loads; writing.py, intact.py, overview.py: writes, verifies, lists
-safe_reader.py    reads torch's metadata without executing anything
 memory.py         memory files with checksums; transfers.py: read by threads, sent between ranks
 holder.py         the process that holds them; holder_link.py: its clients
 held.py           which snapshots there are, which one a restart uses, what expires

@@ -32,10 +32,12 @@ from freescale.train.state.intact import (
     Parent,
     find_checkpoint,
     last_intact,
+    list_steps,
     verify_checkpoint,
 )
 from freescale.train.state.restore import load_checkpoint
-from freescale.train.state.writing import TensorWriter, write_checkpoint
+from freescale.train.state.writing import write_checkpoint
+from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
@@ -117,13 +119,11 @@ class Checkpoints:
 
     def holds(self, step: int) -> bool:
         """Whether there is a checkpoint of a step, by its name. A collective: rank 0 looks."""
-        found = self.transport.rank == 0 and step in self.steps()
-        return bool(self.transport.gather_bytes(b"1" if found else b"")[0])
+        return step in list_steps(self.files, self.transport)
 
     def last_step(self) -> int:
         """The last step by its name, 0 if there is none. A collective: rank 0 looks."""
-        steps = self.steps() if self.transport.rank == 0 else []
-        return int(self.transport.gather_bytes(b"%d" % (steps[-1] if steps else 0))[0])
+        return max(list_steps(self.files, self.transport), default=0)
 
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""

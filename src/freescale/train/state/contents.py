@@ -148,13 +148,9 @@ class DiskContents(Contents):
         if not local.numel():
             return [0, 0, 0]
         span = [local.numel(), first + int(local[0]), first + int(local[-1])]
-        label = f"changed/{transport.rank}/{name}"
-        kind = torch.int32 if spec.rows <= 1 << 31 else torch.int64
-        self.tensors[f"{label}/positions"] = self._keep((local + first).to(kind))
-        rows = local + (first - own.first)
-        for part, value in storage.get_tensors(name).items():
-            changed = value.index_select(0, rows.to(value.device))
-            self.tensors[f"{label}/{part}"] = self._keep(changed)
+        label, rows = f"changed/{transport.rank}/{name}", local + (first - own.first)
+        changed = _select_rows(label, storage.get_tensors(name), rows, local + first, spec.rows)
+        self.tensors |= {part: self._keep(value) for part, value in changed.items()}
         return span
 
 
@@ -196,14 +192,9 @@ class MemoryContents(Contents):
         """What a buddy lacks that has the tables of step `since`; once all is written."""
         found = dict(self.tensors)
         for name, parts in group_tables(self.file.tables).items():
-            rows = self._rows[name]
-            if not rows.numel():
-                continue
-            kind = torch.int32 if rows[-1] < 1 << 31 else torch.int64
-            found[f"changed/{name}/positions"] = rows.to(kind)
-            found |= {
-                f"changed/{name}/{part}": of.index_select(0, rows) for part, of in parts.items()
-            }
+            if (rows := self._rows[name]).numel():
+                size = len(parts["rows"])
+                found |= _select_rows(f"changed/{name}", parts, rows, rows, size)
         return found
 
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
@@ -247,6 +238,17 @@ class MemoryContents(Contents):
         changed.follow(self.file.consumer)
         if self.spare is not None:
             changed.follow(self.spare.consumer)
+
+
+def _select_rows(
+    label: str, parts: Mapping[str, Tensor], rows: Tensor, positions: Tensor, size: int
+) -> dict[str, Tensor]:
+    """Changed rows [n] of a table with these parts: their positions [n], of `size`, and values."""
+    kind = torch.int32 if size <= 1 << 31 else torch.int64
+    return {f"{label}/positions": positions.to(kind)} | {
+        f"{label}/{part}": value.index_select(0, rows.to(value.device))
+        for part, value in parts.items()
+    }
 
 
 def _is_on_host(value: Tensor) -> bool:

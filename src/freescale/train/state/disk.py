@@ -56,14 +56,14 @@ class CheckpointFolder:
     def parents(self) -> dict[int, int | None]:
         """The parent of each step; None of a full one, and of one whose state.json cannot be
         read."""
-        parents = {step: self._read(step).get("parent") for step in self.steps()}
+        parents = {step: self.read(step).get("parent") for step in self.steps()}
         return {step: None if of is None else int(of["step"]) for step, of in parents.items()}
 
     def sum_state(self, step: int) -> int:
         """The checksum of a checkpoint's state.json; that of nothing if it cannot be read."""
-        return sum_state(self._read(step))
+        return sum_state(self.read(step))
 
-    def _read(self, step: int) -> dict[str, Any]:
+    def read(self, step: int) -> dict[str, Any]:
         """A checkpoint's state.json; nothing if it cannot be read."""
         try:
             return read_state(self.path(step))

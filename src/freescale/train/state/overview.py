@@ -14,8 +14,9 @@ from freescale.train.state.disk import FORMAT, CheckpointFolder, find_needed, re
 from freescale.train.state.intact import Intact, Known, find_best_step, verify_checkpoint
 from freescale.train.state.memory import group_tables
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
-from freescale.train.state.safe_reader import SafeReader
-from freescale.train.state.writing import TensorWriter, write_checkpoint
+from freescale.train.state.writing import write_checkpoint
+from freescale.train.torch_files.safe_reader import SafeReader
+from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.local import LocalTransport
 
 _STATIC = 4  # entries about a table that is not dynamic
@@ -64,12 +65,8 @@ def list_checkpoints(folder: Path, verify: bool = False) -> Iterator[Entry]:
 
 def _find_best(files: CheckpointFolder) -> int | None:
     """The best one, as named by the last one that can be read."""
-    for step in reversed(files.steps()):
-        try:
-            return find_best_step(read_state(files.path(step))["progress"])
-        except (ValueError, OSError):
-            continue
-    return None
+    states = map(files.read, reversed(files.steps()))
+    return next((find_best_step(state["progress"]) for state in states if state), None)
 
 
 def compact_last(folder: Path) -> tuple[Path, list[int]]:

@@ -34,7 +34,7 @@ from freescale.train.state.packing import (
     label_carried,
     unpack_optimizer,
 )
-from freescale.train.state.safe_reader import SafeReader
+from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
 
