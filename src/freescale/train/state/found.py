@@ -14,14 +14,15 @@ from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.disk import Damaged
+from freescale.train.state.file_reads import FileReads
 from freescale.train.state.held import Choice, Held, choose_snapshots, explain_none
 from freescale.train.state.holder_link import HolderLink
 from freescale.train.state.memory import Segment
 from freescale.train.state.model import refuse_other_model
 from freescale.train.state.restore import load_snapshot
-from freescale.train.state.transfers import FileReads, exchange_files
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
+from freescale.transport.memory_files import exchange_files
 
 
 @dataclass

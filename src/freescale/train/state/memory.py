@@ -29,7 +29,8 @@ from freescale.embedding.memory import get_available_memory
 from freescale.kernels.checksums import native, reference
 from freescale.kernels.checksums.reference import Words, as_bytes
 from freescale.train.state.disk import Damaged
-from freescale.train.state.transfers import FileReads, create_file
+from freescale.train.state.file_reads import FileReads
+from freescale.transport.memory_files import create_file
 
 _PREAMBLE = struct.Struct("<8sQQI")
 _MAGIC = b"FSSNAP01"
@@ -134,7 +135,7 @@ class StateFile:
 
     def __init__(self, consumer: str) -> None:
         self.consumer = consumer  # rows that changed since it was written are marked for it
-        self.step: int | None = None  # its tables lack only these since; None: more than these
+        self.step: int | None = None  # which its tables are of; None: they are not whole
         self.tables: dict[str, Tensor] = {}  # share memory with it
         self._entries: Entries = {}
         self._end = 0
@@ -144,7 +145,7 @@ class StateFile:
 
     @property
     def current(self) -> bool:
-        """Whether it lacks nothing except the rows marked for it."""
+        """Whether the next snapshot needs to replace only the rows marked for it."""
         return self.step is not None
 
     def reserve(self, tables: Mapping[str, Tensor]) -> None:
