@@ -65,7 +65,8 @@ class TensorWriter:
             return pickle.dumps(writing.value())
 
         def finish() -> None:
-            _explain(lambda: writer.finish(self._metadata, [pickle.loads(e) for e in written]))
+            results = [pickle.loads(each) for each in written]
+            _explain(lambda: writer.finish(self._metadata, results))
 
         try:
             if all(transport.gather_bytes(b"1" * known)):
@@ -96,7 +97,8 @@ class TensorWriter:
         def plan_all() -> bytes:
             if rank != 0:
                 return b""
-            plans, self._metadata = planner.create_global_plan([pickle.loads(e) for e in own])
+            local = [pickle.loads(each) for each in own]
+            plans, self._metadata = planner.create_global_plan(local)
             return pickle.dumps(writer.prepare_global_plan(plans))
 
         own = _gather(transport, plan_own)
