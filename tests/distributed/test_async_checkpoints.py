@@ -17,9 +17,9 @@ from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.data.synthetic.generate import generate
 from freescale.train.callbacks import Callback
 from freescale.train.state import checkpoints
-from freescale.train.state import writing as errors
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.finite_check import NotFinite
+from freescale.train.torch_files import tensor_writer as errors
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 

@@ -18,7 +18,7 @@ from helpers.training import assert_close, snapshot
 
 from freescale.train.export import export_checkpoint
 from freescale.train.state.checkpoints import Checkpoints
-from freescale.train.state.safe_reader import SafeReader
+from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.transport.local import LocalTransport
 
 

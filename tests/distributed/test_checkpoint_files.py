@@ -17,9 +17,8 @@ from helpers.toys import clicks_batch
 from helpers.training import snapshot
 
 from freescale.train.export import export_run
-from freescale.train.state.chain import Damaged
 from freescale.train.state.checkpoints import Checkpoints
-from freescale.train.state.disk import DELTA_FORMAT, read_state, write_state
+from freescale.train.state.disk import DELTA_FORMAT, Damaged, read_state, write_state
 from freescale.transport.local import LocalTransport
 
 

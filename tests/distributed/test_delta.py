@@ -20,9 +20,9 @@ from helpers.training import snapshot
 from freescale.embedding.lease import Capture
 from freescale.train.export import export_checkpoint
 from freescale.train.state import copies as module
-from freescale.train.state import writing as errors
-from freescale.train.state.chain import Damaged
 from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.disk import Damaged
+from freescale.train.torch_files import tensor_writer as errors
 from freescale.transport.local import LocalTransport
 
 STEPS = 6

@@ -30,7 +30,7 @@ _STAGES = "pipeline.row_stages:RowStages"
 _NEXT = "pipeline.next_batch:BatchPreparation"
 _STATE = "train.state"
 _FILES = f"{_STATE}.disk:CheckpointFolder"
-_WRITING = f"{_STATE}.writing"
+_WRITER = "train.torch_files.tensor_writer"
 
 MOMENTS = (
     Moment(STEP, "take batch", f"{_NEXT}._take"),
@@ -55,10 +55,10 @@ MOMENTS = (
     Moment(CHECKPOINT, "begin to save", f"{_STATE}.checkpoints:Checkpoints.save"),
     Moment(CHECKPOINT, "copied", f"{_STATE}.checkpoints:Checkpoints.save", after=True),
     Moment(CHECKPOINT, "make folder", f"{_FILES}.begin", rank_0=True),
-    Moment(CHECKPOINT, "write tensors", f"{_WRITING}:write_tensors"),
-    Moment(CHECKPOINT, "write file", f"{_STATE}.writing:CheckpointWriter.write_data"),
-    Moment(CHECKPOINT, "tensors are written", f"{_WRITING}:write_tensors", after=True),
-    Moment(CHECKPOINT, "write state", f"{_WRITING}:write_state", rank_0=True),
+    Moment(CHECKPOINT, "write tensors", f"{_WRITER}:TensorWriter.write"),
+    Moment(CHECKPOINT, "write file", f"{_WRITER}:FileSystemWriter.write_data"),
+    Moment(CHECKPOINT, "tensors are written", f"{_WRITER}:TensorWriter.write", after=True),
+    Moment(CHECKPOINT, "write state", f"{_STATE}.writing:write_state", rank_0=True),
     Moment(CHECKPOINT, "rename", f"{_FILES}.finish", rank_0=True),
     Moment(CHECKPOINT, "sync", f"{_STATE}.disk:_sync", rank_0=True),
     Moment(CHECKPOINT, "synced", f"{_STATE}.disk:_sync", rank_0=True, after=True),
@@ -67,9 +67,9 @@ MOMENTS = (
     Moment(SNAPSHOT, "take snapshot", f"{_STATE}.snapshots:Snapshots.take_if_due"),
     Moment(SNAPSHOT, "write segment", f"{_STATE}.memory:StateFile.seal"),
     Moment(SNAPSHOT, "segment is written", f"{_STATE}.memory:StateFile.seal", after=True),
-    Moment(SNAPSHOT, "keep segment", f"{_STATE}.held:HeldChains.keep"),
-    Moment(SNAPSHOT, "complete snapshot", f"{_STATE}.held:HeldChains.complete"),
-    Moment(SNAPSHOT, "snapshot is complete", f"{_STATE}.held:HeldChains.complete", after=True),
+    Moment(SNAPSHOT, "keep segment", f"{_STATE}.snapshots:Snapshots._put"),
+    Moment(SNAPSHOT, "complete snapshot", f"{_STATE}.snapshots:Snapshots._complete"),
+    Moment(SNAPSHOT, "snapshot is complete", f"{_STATE}.snapshots:Snapshots._complete", after=True),
     Moment(RESTORE, "claim folder", "train.run_folder:RunFolder._inspect", rank_0=True),
     Moment(RESTORE, "find checkpoint", f"{_STATE}.checkpoints:find_checkpoint"),
     Moment(RESTORE, "verify files", f"{_STATE}.intact:_compare_all"),

@@ -13,9 +13,9 @@ from helpers.toys import Clicks, clicks_batch
 import freescale
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.copies import StateCopies, find_room
+from freescale.train.state.file_reads import FileReads
 from freescale.train.state.finite_check import find_not_finite
 from freescale.train.state.memory import write_segment
-from freescale.train.state.transfers import FileReads
 from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

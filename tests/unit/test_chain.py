@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.train.state.chain import find_expired, find_needed
+from freescale.train.state.disk import find_expired, find_needed
 
 
 @st.composite

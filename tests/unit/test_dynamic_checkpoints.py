@@ -15,7 +15,6 @@ from freescale.pipeline.staged import Staged
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.contents import CONSUMER, follow_changes
 from freescale.train.state.overview import compact_last
-from freescale.train.state.restore import load_snapshot
 from freescale.transport.local import LocalTransport
 
 ALONE = LocalTransport()
@@ -99,12 +98,12 @@ def test_snapshots_hold_the_last_step_and_changes_since_one(states):
         for result in pipeline.run(BATCHES[:8]):
             if result.step in (3, 5, 6):
                 taken.take(parallel, pipeline.optimizer, result.step)
-        for chain in (taken.chain, [taken.own]):
+        for tensors in (taken.copied, taken.own):
             restored, other = build(ALONE, "serial", rules, optimizer="adam")
             restored.tables.place()
             follow_changes(restored.tables, CONSUMER)
             list(other.run(BATCHES[-1:]))  # something else is there
-            load_snapshot(taken.state, chain, restored, other.optimizer, None)
+            taken.load(tensors, restored, other.optimizer)
             assert_state(restored, states[number][5][1])
 
 

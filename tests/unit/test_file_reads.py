@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from freescale.kernels.checksums.reference import as_bytes
-from freescale.train.state import transfers as file_reads
+from freescale.train.state import file_reads
+from freescale.train.state.file_reads import FileReads
 from freescale.train.state.memory import write_segment
-from freescale.train.state.transfers import FileReads
 
 PLACE = 64
 

@@ -10,8 +10,7 @@ import time
 import pytest
 import torch
 
-from freescale.train.state.chain import Damaged, Link
-from freescale.train.state.held import describe_segment, merge_chain
+from freescale.train.state.disk import Damaged
 from freescale.train.state.holder_link import (
     RUN_ID,
     HolderLink,
@@ -118,27 +117,3 @@ def test_what_is_half_written_or_damaged_is_refused():
         with pytest.raises(Damaged, match=f"it is .*{words}"):
             Segment.open(os.dup(segment.file), "it").verify("it")
         segment.close()
-
-
-def test_merged_chains_equal_their_end():
-    torch.manual_seed(0)
-    rows, state = torch.randn(50, 3), torch.randn(50)
-    links = [Link(1, 0, 3, None), Link(1, 0, 6, 3), Link(1, 0, 9, 6)]
-    tensors = {"table/item/rows": rows.clone(), "table/item/sum": state.clone()}
-    segments = [
-        write_segment(describe_segment("run", links[0], {}), {**tensors, "rest/a": rows[:1]})
-    ]
-    for link in links[1:]:
-        positions = torch.randperm(50)[:20].sort().values
-        rows[positions], state[positions] = torch.randn(20, 3), torch.randn(20)
-        changed = {"positions": positions.int(), "rows": rows[positions], "sum": state[positions]}
-        tensors = {f"changed/item/{part}": value for part, value in changed.items()}
-        header = describe_segment("run", link, {"of": link.step})
-        segments.append(write_segment(header, {**tensors, "rest/a": rows[:2]}))
-    link, merged = merge_chain("run", links, segments)
-    assert link == Link(1, 0, 9, None)
-    assert merged.header["state"] == {"of": 9} and merged.header["parent"] is None
-    found = merged.verify("it")
-    assert torch.equal(found.pop("table/item/rows"), rows)
-    assert torch.equal(found.pop("table/item/sum"), state)
-    assert torch.equal(found.pop("rest/a"), rows[:2]) and not found

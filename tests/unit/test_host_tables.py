@@ -30,7 +30,6 @@ from freescale.pipeline.single import Single
 from freescale.pipeline.staged import Staged
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.contents import follow_changes
-from freescale.train.state.restore import load_snapshot
 from freescale.transport.local import LocalTransport
 
 STREAM = colliding(0.3, steps=8)
@@ -223,16 +222,16 @@ def test_snapshots_are_taken_and_restored():
             taken.take(parallel, pipeline.optimizer, result.step)
             follow_changes(parallel.tables, "others")
             saved = state_of(parallel)
-    for chain in (taken.chain, [taken.own]):
-        load_snapshot(taken.state, chain, parallel, pipeline.optimizer, None)
+    for tensors in (taken.copied, taken.own):
+        taken.load(tensors, parallel, pipeline.optimizer)
         restored = state_of(parallel)
         assert [name for name in saved if not torch.equal(restored[name], saved[name])] == []
         list(pipeline.run(batches_of(RETURNING)))  # something else is there
-    load_snapshot(taken.state, [taken.own], parallel, pipeline.optimizer, None)
+    taken.load(taken.own, parallel, pipeline.optimizer)
     storage = parallel.tables.get_group("item").rows
     rows = storage.contents.row_of
     assert torch.equal(storage.weight[: len(rows)], storage.get_tensors("item")["rows"][rows])
-    assert set(storage.changed.consumers) == {"snapshots/0", "snapshots/sent", "others"}
+    assert set(storage.changed.consumers) == {"snapshots/0", "others"}
     assert storage.changed.find("others", slice(None)).numel() > 0
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from freescale.train.state.packing import Unpacker, pack
-from freescale.train.state.safe_reader import SafeReader
+from freescale.train.torch_files.safe_reader import SafeReader
 
 CPU, THERE = torch.device("cpu"), torch.device("meta")  # stands for a GPU: unpacker needs no values
 SUMS = [torch.tensor(2.0), {"a": torch.ones(2, 3).half()}]

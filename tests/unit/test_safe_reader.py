@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from freescale.train.state.safe_reader import SafeReader
+from freescale.train.torch_files.safe_reader import SafeReader
 
 # the state (None, {"name": "../.."}), which BUILD hands to setattr
 NAME = b"(N(dVname\nV../../../../etc/passwd\nst"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from freescale.train.state import memory as state_file
-from freescale.train.state.chain import Damaged
+from freescale.train.state.disk import Damaged
 from freescale.train.state.holder_link import is_supported
 from freescale.train.state.memory import Segment, StateFile
 
@@ -85,6 +85,45 @@ def test_a_copy_lacks_only_what_changes_afterwards(file):
     assert all(torch.equal(found[name], value) for name, value in tables.items())
     segment.close()
     other.close()
+
+
+def test_a_buddy_s_files_follow_those_of_a_rank(file):
+    """Each has two, which are updated in turn; the second ones begin as copies. A file receives
+    what has changed since its own step."""
+    rows, label = torch.randn(500, 3), "table/item/rows"
+    spare, *copies = StateFile("snapshots/1"), StateFile("snapshots/0"), StateFile("snapshots/1")
+    files, history = [file, spare], {0: rows.clone()}
+    write_whole(file, {label: rows}, {}).close()
+    spare.copy_tables(file)
+    since, sent = None, {label: rows.clone()}
+    for step in range(1, 7):
+        rest = copies[0].update(since, sent, copies[1])
+        segment = copies[0].seal({"step": step - 1}, rest)
+        assert torch.equal(segment.verify("it")[label], rows)
+        assert rest.keys() == (set() if step == 1 else {"rest/weight"})
+        segment.close()
+        files.reverse()
+        copies.reverse()
+        rows[step : step + 150 : step] = torch.randn(3)
+        history[step], since = rows.clone(), files[0].step
+        assert since == max(0, step - 2)
+        changed = (rows != history[since]).any(1).nonzero().view(-1)
+        files[0].begin()
+        files[0].replace(label, changed, rows)
+        files[0].seal({"step": step}, {}).close()
+        sent = {"changed/item/positions": changed.int(), "changed/item/rows": rows[changed]}
+        sent["rest/weight"] = torch.ones(3)
+    for each in (*files, *copies):
+        each.close()
+
+
+def test_changes_since_another_step_are_refused(file):
+    tables = draw_tables()
+    write_whole(file, tables, {}).close()
+    copy = StateFile("snapshots/1")
+    with pytest.raises(Damaged, match="changes since step 7 do not fit tables of step 0"):
+        copy.update(7, {}, file)
+    copy.close()
 
 
 def test_a_file_that_is_being_written_is_no_state(file):

@@ -25,7 +25,7 @@ from freescale.torchrec.checkpoint_source import Source, Take, open_source
 from freescale.torchrec.sharded_model import ShardedModel
 from freescale.train.state.contents import mark_all_changed
 from freescale.train.state.model import collect_dense, list_state, shard_over_ranks
-from freescale.train.state.writing import write_tensors
+from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.api import Transport
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
@@ -243,7 +243,7 @@ def save_checkpoint(
     writing = path.with_name(f"{path.name}.writing")
     try:
         run_on_rank_0(transport, lambda: writing.mkdir(parents=True, exist_ok=True), failure)
-        write_tensors(writing, content, transport, failure)
+        TensorWriter().write(writing, content, transport, failure)
         run_on_rank_0(transport, lambda: writing.rename(path), failure)
     except ValueError:  # on all ranks
         if transport.rank == 0:

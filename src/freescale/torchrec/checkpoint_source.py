@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from freescale.train.state.safe_reader import SafeReader
+from freescale.train.torch_files.safe_reader import SafeReader
 
 # takes a piece [...] of a tensor that begins at the offsets
 Take = Callable[[Tensor, Sequence[int]], None]

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import spread_ids
 from freescale.train.run_folder import copy_file
 from freescale.train.state.intact import Intact, find_checkpoint, verify_checkpoint
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
-from freescale.train.state.safe_reader import SafeReader
-from freescale.train.state.writing import explain_errors
+from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.transport.local import LocalTransport
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -99,8 +97,7 @@ def _read_dynamic(checkpoint: Intact, name: str, rows: int) -> dict[str, torch.T
 
 def _fill(tensors: dict[str, torch.Tensor], path: Path) -> None:
     if tensors:
-        with explain_errors(f"checkpoint {path} could not be read"):
-            load(tensors, storage_reader=SafeReader(path), no_dist=True)
+        SafeReader(path).fill(tensors)
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:

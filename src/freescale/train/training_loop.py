@@ -123,8 +123,7 @@ class TrainingLoop:
             raise error
         with suppress(NotFinite):  # then the checkpoint before it is the last
             run.complete_checkpoint()
-        found = run.transport.rank == 0 and run.state.checkpoints.latest() is not None
-        if not run.transport.gather_bytes(b"1" if found else b"")[0]:
+        if not run.state.checkpoints.last_step():
             raise error
         step = run.state.load()
         if run.snapshots is not None:

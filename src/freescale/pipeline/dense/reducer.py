@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from freescale.transport.api import Transport
 
+Carried = dict[nn.Parameter, dict[str, Tensor]]  # like the state of an optimizer
+
 
 class Reducer(ABC):
     """Gradients are views of a few buffers, `flat`, when they are summed over the ranks and
@@ -29,6 +31,15 @@ class Reducer(ABC):
 
     def adopt_order(self, order: Sequence[int] | None) -> None:  # noqa: B027 - most have none
         """Between two steps: goes on with the order of an earlier run."""
+
+    @property
+    def state(self) -> Carried:
+        """What this rank carries from step to step."""
+        return {}
+
+    def adopt(self, saved: Sequence[Carried], same_ranks: bool) -> None:  # noqa: B027
+        """Between two steps: goes on with the state of ranks of an earlier run, which had the
+        `same_ranks` or others."""
 
     def watch_backward(self) -> AbstractContextManager[object]:
         """Around a run: the backward tells which gradients are there."""

@@ -30,7 +30,7 @@ from freescale.compress.threshold import (
     select_largest,
 )
 from freescale.config import TrainConfig
-from freescale.pipeline.dense.reducer import Reducer, make_flat, make_views
+from freescale.pipeline.dense.reducer import Carried, Reducer, make_flat, make_views
 from freescale.transport.api import Handle, Transport
 
 
@@ -69,7 +69,7 @@ class ThresholdedGradients(Reducer):
     ) -> None:
         self.every = every
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self._state: Carried = {}
         views: dict[nn.Parameter, Tensor] = {}
         self._small: list[Tensor] = []
         self._large: list[_Large] = []
@@ -86,7 +86,7 @@ class ThresholdedGradients(Reducer):
             if large := {p: most[p] for p in members if p in most}:
                 self._large.append(_Large(large, device, every))
                 views |= make_views(list(large), self._large[-1].gradient)
-                self.state |= self._large[-1].state
+                self._state |= self._large[-1].state
         self._views = [views[p] for p in self.parameters]
         self.flat = [*self._small, *(group.gradient for group in self._large)]
         self._transport: Transport | None = None
@@ -117,9 +117,11 @@ class ThresholdedGradients(Reducer):
         self._transport, self._handles = None, []
         return losses.wait()
 
-    def adopt(
-        self, saved: Sequence[dict[nn.Parameter, dict[str, Tensor]]], same_ranks: bool
-    ) -> None:
+    @property
+    def state(self) -> Carried:
+        return self._state
+
+    def adopt(self, saved: Sequence[Carried], same_ranks: bool) -> None:
         """The state of ranks that were, as their own or added up: no error is lost when their
         number changes. What a rank's gradients amount to changes with it, so that the thresholds
         are then found anew."""

@@ -1,15 +1,15 @@
 """The state of a run, on disk and in memory: a checkpoint outlives the machines, a snapshot in
-memory only the ranks. Both are chains of a full state and deltas, and are restored the same way.
+memory only the ranks. Both are restored the same way. On disk a full state is followed by deltas;
+in memory every file is a whole state, updated in place.
 
 contents.py       what a run's state is; model.py and packing.py: of its model and optimizer
-chain.py          full states and deltas: what is complete, what expires, which one a restart uses
 restore.py        a state, from either store, back into what trains it
 copies.py         copies of one moment, and the thread that saves them
-disk.py           the folder of checkpoints: atomic publication, checksums
+disk.py           the folder of checkpoints: atomic publication, checksums, what stays
 checkpoints.py    saves and loads; writing.py, intact.py, overview.py: writes, verifies, lists
-safe_reader.py    reads torch's metadata without executing anything
-memory.py         memory files with checksums; transfers.py: read by threads, sent between ranks
-holder.py         the process that holds them; holder_link.py, held.py: its clients and chains
+memory.py         memory files with checksums; file_reads.py: read by threads
+holder.py         the process that holds them; holder_link.py: its clients
+held.py           which snapshots there are, which one a restart uses, what expires
 snapshots.py      takes snapshots; found.py: restores them; pace.py: how often
 
 A checkpoint is a folder `step-00000100` with torch's sharded tensor files and `state.json`. Tables

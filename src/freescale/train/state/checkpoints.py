@@ -13,29 +13,34 @@ from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.state.chain import find_expired
 from freescale.train.state.contents import (
     DiskContents,
     follow_changes,
     is_followed,
     refuse_unsavable,
 )
-from freescale.train.state.copies import Job, StateCopies
-from freescale.train.state.disk import DELTA_FORMAT, FORMAT, CheckpointFolder, parse_step
+from freescale.train.state.copies import Job
+from freescale.train.state.disk import (
+    DELTA_FORMAT,
+    FORMAT,
+    CheckpointFolder,
+    find_expired,
+    parse_step,
+)
 from freescale.train.state.intact import (
     Intact,
     Parent,
     find_checkpoint,
     last_intact,
+    list_steps,
     verify_checkpoint,
 )
 from freescale.train.state.restore import load_checkpoint
-from freescale.train.state.writing import PacedPlanner, Series, write_checkpoint
+from freescale.train.state.writing import write_checkpoint
+from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
-
-_Write = Callable[..., None]  # writes with a transport, and perhaps a planner
 
 
 class Checkpoints:
@@ -80,10 +85,10 @@ class Checkpoints:
         self._restored: int | None = None  # the step that was loaded, to continue from
         self._parent: Parent | None = None
         self._saving: Parent | None = None  # of the next one, once this one is in place
-        self._job = Job()  # which writes an asynchronous one
+        self._job: Job | None = None  # which writes an asynchronous one
         self._finished: Path | None = None  # since `wait` was last called
         self._control: Transport | None = None  # of the thread that writes
-        self._series = Series()
+        self._writer = TensorWriter(paced=asynchronous)
 
     def __repr__(self) -> str:
         steps = self.steps()
@@ -114,13 +119,11 @@ class Checkpoints:
 
     def holds(self, step: int) -> bool:
         """Whether there is a checkpoint of a step, by its name. A collective: rank 0 looks."""
-        found = self.transport.rank == 0 and step in self.steps()
-        return bool(self.transport.gather_bytes(b"1" if found else b"")[0])
+        return step in list_steps(self.files, self.transport)
 
     def last_step(self) -> int:
         """The last step by its name, 0 if there is none. A collective: rank 0 looks."""
-        steps = self.steps() if self.transport.rank == 0 else []
-        return int(self.transport.gather_bytes(b"%d" % (steps[-1] if steps else 0))[0])
+        return max(list_steps(self.files, self.transport), default=0)
 
     def last_intact(self) -> Intact | None:
         """The last checkpoint, for `load`; if it is damaged, the one before, with a warning."""
@@ -190,8 +193,9 @@ class Checkpoints:
         self.give_up_later()
         step, tables = int(progress["step"]), model.tables
         parent = self._choose_parent(tables, step)
+        self._job = Job(self.transport.device) if self.asynchronous else None
         contents = DiskContents(
-            copies=StateCopies(self.transport.device) if self.asynchronous else None,
+            copies=None if self._job is None else self._job.copies,
             consumer=self._consumer if self.full_every > 1 else None,
             spans=None if parent is None else {},
         )
@@ -202,51 +206,52 @@ class Checkpoints:
             if parent is not None:
                 contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
 
-        saving = Parent(step, 0, 0 if parent is None else parent.deltas + 1, tables)
-
-        def write(transport: Transport, planner: PacedPlanner | None = None) -> None:
-            saving.checksum = write_checkpoint(self.files, contents, transport, planner)
-            self._run_on_rank_0(lambda: self._remove_old(step, protected), transport)
-
-        if self.asynchronous:
-            self._save_in_background(saving, contents, collect, write)
+        deltas = 0 if parent is None else parent.deltas + 1
+        self._parent, self._saving = None, Parent(step, None, deltas, tables)
+        if self._job is not None:
+            self._save_in_background(self._job, contents, collect, protected)
         else:
-            self._save_now(saving, contents, collect, write)
+            tables.lease.flush()
+
+            def collect_now() -> None:
+                collect()
+                contents.add_sharded()
+
+            self._finish(lambda: self._write(contents, collect_now, protected, self.transport))
         return self.path(step)
 
-    def _save_now(
-        self, saving: Parent, contents: DiskContents, collect: Callable[[], None], write: _Write
-    ) -> None:
-        self._run_on_rank_0(lambda: self.files.refuse_ahead(saving.step))
-        saving.tables.lease.flush()
-        run_on_all_ranks(self.transport, collect)
-
-        def finish() -> None:
-            contents.add_sharded()
-            write(self.transport)
-
-        self._parent, self._saving = None, saving
-        self._finish(finish)
-
     def _save_in_background(
-        self, saving: Parent, contents: DiskContents, collect: Callable[[], None], write: _Write
+        self,
+        job: Job,
+        contents: DiskContents,
+        collect: Callable[[], None],
+        protected: Collection[int],
     ) -> None:
         """No rank waits for another here: the thread that writes reports what went wrong, once it
         has the rows. Until then it leaves the interpreter to the step."""
+        assert self._saving is not None
         if self._control is None:  # a group for the thread's control messages
             self._control = self.transport
             if isinstance(self.transport, ProcessGroupTransport):
                 self._control = self.transport.open_control()
-        control, planner, self._job = self._control, PacedPlanner(self._series), Job()
-        ready = self._job.copy(saving.tables, collect, contents)
+        control = self._control
+        ready = job.copy(self._saving.tables, collect, contents.add_sharded)
+        job.start("checkpoint", lambda: self._write(contents, ready, protected, control))
 
-        def finish() -> None:
-            run_on_all_ranks(control, ready)
-            self._run_on_rank_0(lambda: self.files.refuse_ahead(saving.step), control)
-            write(control, planner)
-
-        self._parent, self._saving = None, saving
-        self._job.start("checkpoint", finish)
+    def _write(
+        self,
+        contents: DiskContents,
+        ready: Callable[[], None],
+        protected: Collection[int],
+        control: Transport,
+    ) -> None:
+        """Writes the checkpoint that is being saved, once its contents are `ready`."""
+        saving, files = self._saving, self.files
+        assert saving is not None
+        run_on_all_ranks(control, ready)
+        self._run_on_rank_0(lambda: files.refuse_ahead(saving.step), control)
+        saving.checksum = write_checkpoint(files, contents, control, self._writer)
+        self._run_on_rank_0(lambda: self._remove_old(saving.step, protected), control)
 
     def wait(self) -> Path | None:
         """Waits for the checkpoint that is being written. A collective.
@@ -263,7 +268,7 @@ class Checkpoints:
         return finished
 
     def _complete(self) -> None:
-        if self._saving is not None:
+        if self._saving is not None and self._job is not None:
             self._saving.tables.lease.finish_captures()
             self._finish(self._job.wait)
 
@@ -315,11 +320,9 @@ class Checkpoints:
     def describe_parent(self) -> dict[str, Any] | None:
         """The checkpoint since which changes of rows are marked, for a snapshot of this step. One
         that is being written has no checksum yet."""
-        if self._saving is not None:
-            return {"step": self._saving.step, "deltas": self._saving.deltas}
-        if self._parent is None:
+        parent = self._saving or self._parent
+        if parent is None:
             return None
-        parent = self._parent
         return {"step": parent.step, "deltas": parent.deltas, "checksum": parent.checksum}
 
     def adopt_parent(self, described: Mapping[str, Any] | None, tables: Tables, step: int) -> None:

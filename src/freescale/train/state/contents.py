@@ -28,7 +28,7 @@ from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.copies import StateCopies
-from freescale.train.state.memory import StateFile
+from freescale.train.state.memory import StateFile, group_tables
 from freescale.train.state.model import (
     collect_dense,
     collect_random,
@@ -41,10 +41,9 @@ from freescale.train.state.model import (
     pack_extra,
     share,
 )
-from freescale.train.state.packing import CompressionState, pack_optimizer, refuse_before_it_steps
+from freescale.train.state.packing import label_carried, pack_optimizer, refuse_before_it_steps
 
 CONSUMER = "snapshots"  # prefix of the consumers of row marks that belong to snapshots
-SENT = f"{CONSUMER}/sent"
 
 Span = list[int]  # [count, first position, last position] of a rank's changed rows of a table
 
@@ -149,61 +148,53 @@ class DiskContents(Contents):
         if not local.numel():
             return [0, 0, 0]
         span = [local.numel(), first + int(local[0]), first + int(local[-1])]
-        label = f"changed/{transport.rank}/{name}"
-        kind = torch.int32 if spec.rows <= 1 << 31 else torch.int64
-        self.tensors[f"{label}/positions"] = self._keep((local + first).to(kind))
-        rows = local + (first - own.first)
-        for part, value in storage.get_tensors(name).items():
-            changed = value.index_select(0, rows.to(value.device))
-            self.tensors[f"{label}/{part}"] = self._keep(changed)
+        label, rows = f"changed/{transport.rank}/{name}", local + (first - own.first)
+        changed = _select_rows(label, storage.get_tensors(name), rows, local + first, spec.rows)
+        self.tensors |= {part: self._keep(value) for part, value in changed.items()}
         return span
 
 
 @dataclass(kw_only=True)
 class MemoryContents(Contents):
     """What a rank puts into a snapshot. Its own file has every table whole: on CPUs rows are
-    written straight into it, from a GPU they wait in host memory until `write`. A buddy that has
-    the snapshot before receives only what changed:
+    written straight into it, from a GPU they wait in host memory until `write`. A buddy, whose file
+    is of the same step, receives what was written, with everything else:
 
         changed/TABLE/positions     [n], among this rank's rows; /PART: [n, ...], the new values
         marks/GROUP/NUMBER          bits: changed rows, for each consumer except snapshots
     """
 
     file: StateFile
-    spare: StateFile | None  # becomes a copy of `file`, if it is not current
-    sends: str  # to a buddy: "nothing", "changes", "whole"
-    sent: dict[str, Tensor] = field(default_factory=dict)  # by table: the rows that go there
+    spare: StateFile | None = None  # becomes a copy of `file`, if it is not current
+    since: int | None = None  # the step that the file had: it needs only what changed; None: all
     marks: dict[str, Tensor] = field(default_factory=dict)  # [rows], not yet as bits
-    _changes: bool = False  # the file needs only the rows that have changed
-    _waiting: list[tuple[str, Tensor | None, Tensor]] = field(default_factory=list)
+    _rows: dict[str, Tensor] = field(default_factory=dict)  # by table, that have changed
+    _waiting: list[tuple[str, str, Tensor]] = field(default_factory=list)  # (table, label, rows)
 
     def _begin(self) -> None:  # noqa: B027 - most have nothing to do
-        self._changes = self.file.current
+        self.since = self.file.step
         self.file.begin()
         self.state["marks"] = []
 
     def write(self) -> None:
         """Writes waiting rows into the file and packs marks, once the copies are finished."""
-        for name, rows, value in self._waiting:
-            if rows is None:
-                self.file.fill(name, value)
+        for name, label, value in self._waiting:
+            if self.since is None:
+                self.file.fill(label, value)
             else:
-                self.file.replace(name, rows, value, packed=True)
+                self.file.replace(label, self._rows[name], value, packed=True)
         self._waiting = []
         for name, marks in self.marks.items():
             self.tensors[name] = torch.from_numpy(np.packbits(marks.numpy()))
         self.marks = {}
 
     def list_changes(self) -> dict[str, Tensor]:
-        """What a buddy lacks that has the snapshot before; once all is written."""
+        """What a buddy lacks that has the tables of step `since`; once all is written."""
         found = dict(self.tensors)
-        for name, rows in self.sent.items():
-            if not rows.numel():
-                continue
-            kind = torch.int32 if rows[-1] < 1 << 31 else torch.int64
-            found[f"changed/{name}/positions"] = rows.to(kind)
-            for part, value in group_tables(self.file.tables)[name].items():
-                found[f"changed/{name}/{part}"] = value.index_select(0, rows)
+        for name, parts in group_tables(self.file.tables).items():
+            if (rows := self._rows[name]).numel():
+                size = len(parts["rows"])
+                found |= _select_rows(f"changed/{name}", parts, rows, rows, size)
         return found
 
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
@@ -211,27 +202,27 @@ class MemoryContents(Contents):
         for name in names:
             storage = tables.get_group(name).rows
             part_of_all, changed = storage.get_range(name).slice, storage.changed
-            rows = changed.find(self.file.consumer, part_of_all) if self._changes else None
-            if self.sends == "changes":
-                self.sent[name] = self._keep(changed.find(SENT, part_of_all))
-            found = {f"table/{name}/{part}": of for part, of in storage.get_tensors(name).items()}
-            self.file.reserve(found)
-            for label, value in found.items():
-                self._put(label, value, rows)
+            rows = None
+            if self.since is not None:
+                rows = changed.find(self.file.consumer, part_of_all)
+                self._rows[name] = self._keep(rows)
+            parts = storage.get_tensors(name)
+            self.file.reserve({f"table/{name}/{part}": value for part, value in parts.items()})
+            for part, value in parts.items():
+                self._put(name, f"table/{name}/{part}", value, rows)
             for part, value in storage.get_shard_tensors().items():
                 self.tensors[f"shards/{name}/{part}"] = self.copies.copy(value)
         for number, group in enumerate(tables.groups):
             if any(tables.get_group(name) is group for name in names):
                 self._add_marks(number, group.rows.changed)
 
-    def _put(self, label: str, value: Tensor, rows: Tensor | None) -> None:
+    def _put(self, name: str, label: str, value: Tensor, rows: Tensor | None) -> None:
         assert self.copies is not None
         if not _is_on_host(value):
-            if rows is None:
-                self._waiting.append((label, None, self.copies.copy(value)))
-            else:
-                changed = self._keep(value.index_select(0, rows))
-                self._waiting.append((label, self._keep(rows), changed))
+            waits = (
+                self.copies.copy(value) if rows is None else self._keep(value.index_select(0, rows))
+            )
+            self._waiting.append((name, label, waits))
         elif rows is None:
             self.file.fill(label, value)
         else:
@@ -247,22 +238,21 @@ class MemoryContents(Contents):
         changed.follow(self.file.consumer)
         if self.spare is not None:
             changed.follow(self.spare.consumer)
-        if self.sends != "nothing":
-            changed.follow(SENT)
+
+
+def _select_rows(
+    label: str, parts: Mapping[str, Tensor], rows: Tensor, positions: Tensor, size: int
+) -> dict[str, Tensor]:
+    """Changed rows [n] of a table with these parts: their positions [n], of `size`, and values."""
+    kind = torch.int32 if size <= 1 << 31 else torch.int64
+    return {f"{label}/positions": positions.to(kind)} | {
+        f"{label}/{part}": value.index_select(0, rows.to(value.device))
+        for part, value in parts.items()
+    }
 
 
 def _is_on_host(value: Tensor) -> bool:
     return value.device.type == "cpu"
-
-
-def group_tables(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of tables, by name and part."""
-    tables: dict[str, dict[str, Tensor]] = {}
-    for label, value in tensors.items():
-        if label.startswith("table/"):
-            name, _, part = label.removeprefix("table/").rpartition("/")
-            tables.setdefault(name, {})[part] = value
-    return tables
 
 
 def refuse_unsavable(model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -290,14 +280,16 @@ def _collect_rest(
     tensors: dict[str, Tensor] = {}
     extra = pack_extra(listed, tensors)
     own, shared = pack_optimizer(optimizer, names, tensors)
-    carried = CompressionState(reducer, names)
+    carried = {} if reducer is None else reducer.state
     state = describe_model(model, listed, optimizer) | {"progress": dict(progress)}
     state |= {"ranks": transport.world, "device": transport.device.type}
     state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
     if transport.device.type != "cpu":
         state["on_host"] = [name for name, value in tensors.items() if value.device.type == "cpu"]
-    state |= {"carried": carried.names} if carried.names else {}
-    return collect_dense(listed) | tensors | carried.tensors(transport.rank), state
+    if carried:
+        state["carried"] = sorted(names[id(parameter)] for parameter in carried)
+    labelled = label_carried(carried, names, transport.rank)
+    return collect_dense(listed) | tensors | labelled, state
 
 
 # ---- which rows have changed

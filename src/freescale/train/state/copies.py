@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _utils
@@ -180,19 +180,16 @@ def cut_alike(copied: Tensor, value: Tensor, most: int) -> list[tuple[Tensor, Te
 # ---- what is saved while training goes on
 
 
-class Copied(Protocol):
-    """The contents of a state, as they are copied."""
-
-    copies: StateCopies | None
-
-    def add_sharded(self) -> None: ...
-
-
 class Job:
     """Saving a state in the background: parts of it run on the training thread, the rest on a
-    thread of its own. Knows what it has cost."""
+    thread of its own. Knows what it has cost.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the state.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies = StateCopies(device)  # of what is saved
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.seconds = 0.0  # from the beginning to the end
@@ -208,7 +205,7 @@ class Job:
             self.processor += time.thread_time() - begin
 
     def copy(
-        self, tables: Tables, collect: Callable[[], None], contents: Copied
+        self, tables: Tables, collect: Callable[[], None], add_sharded: Callable[[], None]
     ) -> Callable[[], None]:
         """Collects a state: at once, then the rows of sharded tables when they are those of this
         step. Returns a function that waits for the copies; it raises what went wrong."""
@@ -217,15 +214,13 @@ class Job:
         except (OSError, ValueError) as error:
             failure = error  # raised on all ranks, by whoever waits
             return lambda: _raise(failure)
-        capture = Capture(lambda: self.run(contents.add_sharded))
+        capture = Capture(lambda: self.run(add_sharded))
         tables.lease.capture(capture)
-        copies = contents.copies
-        assert copies is not None
 
         def wait() -> None:
             try:
                 capture.wait()
-                copies.finish()
+                self.copies.finish()
             except Exception as error:
                 raise ValueError(
                     f"rows could not be copied into host memory: {describe_error(error)}"

@@ -17,18 +17,25 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from freescale.train.state.chain import Damaged
 
 FORMAT = 2  # 1 has no checksums, and only the tensors of an optimizer's state
 DELTA_FORMAT = 3  # only those table rows that changed since the parent
 _CHUNK = 1 << 22
 _STATE = "state.json"
 _GIVEN_UP = "given-up-"
+
+
+class Damaged(ValueError):
+    """A state is not as it was written."""
+
+    @staticmethod
+    def advise(what: str) -> Damaged:
+        """With what the user can do."""
+        return Damaged(f"{what}: use an earlier checkpoint")
 
 
 @dataclass(frozen=True)
@@ -49,21 +56,19 @@ class CheckpointFolder:
     def parents(self) -> dict[int, int | None]:
         """The parent of each step; None of a full one, and of one whose state.json cannot be
         read."""
-        return {step: self._read_parent(step) for step in self.steps()}
-
-    def _read_parent(self, step: int) -> int | None:
-        try:
-            parent = read_state(self.path(step)).get("parent")
-        except (ValueError, OSError):
-            return None
-        return None if parent is None else int(parent["step"])
+        parents = {step: self.read(step).get("parent") for step in self.steps()}
+        return {step: None if of is None else int(of["step"]) for step, of in parents.items()}
 
     def sum_state(self, step: int) -> int:
-        """The checksum of a checkpoint's state.json; -1, which none has, if that cannot be read."""
+        """The checksum of a checkpoint's state.json; that of nothing if it cannot be read."""
+        return sum_state(self.read(step))
+
+    def read(self, step: int) -> dict[str, Any]:
+        """A checkpoint's state.json; nothing if it cannot be read."""
         try:
-            return sum_state(read_state(self.path(step)))
+            return read_state(self.path(step))
         except (ValueError, OSError):
-            return -1
+            return {}
 
     def path(self, step: int) -> Path:
         final, replaced = self._final(step), self._replaced(step)
@@ -175,6 +180,34 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# ---- which ones stay. A full checkpoint stands alone, a delta depends on those before it:
+#      full  <-  delta  <-  delta
+
+
+def find_needed(parents: Mapping[int, int | None], steps: Iterable[int]) -> set[int]:
+    """These steps and all that they depend on. `parents`: the parent of each step that exists; None
+    of a full one."""
+    needed: set[int] = set()
+    for step in steps:
+        link: int | None = step
+        while link is not None and link in parents and link not in needed:
+            needed.add(link)
+            link = parents[link]
+    return needed
+
+
+def find_expired(
+    parents: Mapping[int, int | None], saved: int, keep: int, protected: Collection[int] = ()
+) -> list[int]:
+    """The steps that may go once a state is saved: all except the last `keep` (`saved`, the one
+    just saved, is the last), the protected, and what these depend on. `parents`: as for
+    `find_needed`."""
+    others = sorted(step for step in parents if step != saved)
+    last = others[max(0, len(others) - keep + 1) :]
+    needed = find_needed(parents, [saved, *last, *protected])
+    return sorted(set(parents) - needed)
 
 
 # ---- checksums

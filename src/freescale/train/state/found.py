@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +12,17 @@ from torch import Tensor
 
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.state.chain import Choice, Damaged, Link, choose_snapshots, explain_none
 from freescale.train.state.checkpoints import Checkpoints
-from freescale.train.state.held import check_link, open_link
+from freescale.train.state.disk import Damaged
+from freescale.train.state.file_reads import FileReads
+from freescale.train.state.held import Choice, Held, choose_snapshots, explain_none
 from freescale.train.state.holder_link import HolderLink
 from freescale.train.state.memory import Segment
 from freescale.train.state.model import refuse_other_model
 from freescale.train.state.restore import load_snapshot
-from freescale.train.state.transfers import FileReads, exchange_files
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
+from freescale.transport.memory_files import exchange_files
 
 
 @dataclass
@@ -88,67 +88,61 @@ class FoundSnapshots:
             Damaged: on all ranks; names what is half written, damaged, another run's or another
                 model's. Nothing is restored then.
         """
-        chain, transport = choice.chains[self.transport.rank], self.transport
+        transport = self.transport
+        own = Held(transport.world, transport.rank, choice.step)
         with ExitStack() as stack:
-            segments = self._fetch(choice)
-            for segment in segments:
-                stack.enter_context(closing(segment))
+            segment = self._fetch(choice, own, stack)
             reads = stack.enter_context(closing(FileReads()))
-            state: dict[str, Any] = run_on_all_ranks(
-                transport, lambda: self._check(chain, segments), Damaged
-            )
+            state: dict[str, Any] = segment.header["state"]
             if not model.tables.placed:
                 model.tables.place(recorded=state["placement"])
 
-            def verify() -> list[dict[str, Tensor]]:
-                _refuse_other(chain[-1], state, model, optimizer)
-                return [
-                    segment.verify(str(link), reads.threads)
-                    for link, segment in zip(chain, segments, strict=True)
-                ]
+            def verify() -> dict[str, Tensor]:
+                _refuse_other(own, state, model, optimizer)
+                return segment.verify(str(own), reads.threads)
 
             tensors = run_on_all_ranks(transport, verify, Damaged)
 
-            def copy_whole(name: str, to: Tensor) -> None:
-                segments[0].copy(name, to, reads)
+            def copy(name: str, to: Tensor) -> None:
+                segment.copy(name, to, reads)
 
-            load_snapshot(state, tensors, model, optimizer, reducer, copy_whole)
+            load_snapshot(state, tensors, model, optimizer, reducer, copy)
             return state
 
-    def _check(self, chain: Sequence[Link], segments: Sequence[Segment]) -> dict[str, Any]:
-        if len(segments) != len(chain):
-            raise Damaged(f"{chain[-1]} is half written, or damaged")
-        for link, segment in zip(chain, segments, strict=True):
-            check_link(segment, link, self.run)
-        found: dict[str, Any] = segments[-1].header["state"]
-        return found
-
-    def _fetch(self, choice: Choice) -> list[Segment]:
-        """The chain of this rank: from this machine's holder, or sent by another rank."""
-        transport, rank = self.transport, self.transport.rank
-        opened: dict[int, list[Segment]] = {}  # by owner, of those that this rank reads
+    def _fetch(self, choice: Choice, own: Held, stack: ExitStack) -> Segment:
+        """The file of this rank: from this machine's holder, or sent by another rank."""
+        opened: dict[int, Segment] = {}  # by owner
+        received: dict[int, int] = {}  # by the rank that has read it
 
         def read() -> None:
             for owner, reader in enumerate(choice.readers):
-                if reader == rank:
-                    assert self.link is not None
-                    opened[owner] = [open_link(self.link, link) for link in choice.chains[owner]]
+                if reader == own.owner:
+                    segment = self._open(Held(own.ranks, owner, own.step))
+                    opened[owner] = stack.enter_context(closing(segment))
 
-        run_on_all_ranks(transport, read, Damaged)
-        mine = opened.pop(rank, [])
+        run_on_all_ranks(self.transport, read, Damaged)
+        mine = opened.pop(own.owner, None)
         if any(reader != owner for owner, reader in enumerate(choice.readers)):
-            for place in range(max(map(len, choice.chains))):
-                outgoing = {
-                    owner: segments[place].data
-                    for owner, segments in opened.items()
-                    if place < len(segments)
-                }
-                for file in exchange_files(transport, outgoing).values():
-                    mine += _open_received(file, choice.chains[rank][len(mine)])
-        for segments in opened.values():
-            for segment in segments:
-                segment.close()
-        return mine
+            outgoing = {owner: segment.data for owner, segment in opened.items()}
+            received = exchange_files(self.transport, outgoing)
+
+        def check() -> Segment:
+            segment = mine
+            if segment is None:
+                file = received[choice.readers[own.owner]]
+                segment = stack.enter_context(closing(Segment.open(file, str(own))))
+            own.check(segment, self.run)
+            return segment
+
+        return run_on_all_ranks(self.transport, check, Damaged)
+
+    def _open(self, held: Held) -> Segment:
+        """OSError if this machine's holder does not have it, Damaged if it is half written."""
+        assert self.link is not None
+        file = self.link.get(held.name)
+        if file is None:
+            raise OSError(f"the holder has no {held.name}")
+        return Segment.open(file, str(held))
 
 
 def _is_newer(checkpoints: Checkpoints, step: int) -> bool:
@@ -160,20 +154,13 @@ def _is_newer(checkpoints: Checkpoints, step: int) -> bool:
     return saved is not None and int(saved.state["progress"]["step"]) > step
 
 
-def _open_received(file: int, link: Link) -> list[Segment]:
-    try:
-        return [Segment.open(file, str(link))]
-    except Damaged:  # raised on all ranks together, when they check
-        return []
-
-
 def _refuse_other(
-    link: Link, state: dict[str, Any], model: ShardedModel, optimizer: torch.optim.Optimizer
+    held: Held, state: dict[str, Any], model: ShardedModel, optimizer: torch.optim.Optimizer
 ) -> None:
     """Damaged if the state is another model's, or from another kind of device."""
     try:
-        refuse_other_model(str(link), state, model, optimizer)
+        refuse_other_model(str(held), state, model, optimizer)
     except ValueError as error:
         raise Damaged(str(error)) from None
     if state["device"] != model.transport.device.type:
-        raise Damaged(f"{link} is from ranks on {state['device']}")
+        raise Damaged(f"{held} is from ranks on {state['device']}")

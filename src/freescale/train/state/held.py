@@ -1,147 +1,142 @@
-"""The chains of memory files at the snapshot holder of a machine: a rank's own, and those of the
-ranks whose buddy it is."""
+"""The snapshots that holders have: their names and headers, which one a restart uses, which ones
+expire, and who keeps a copy for whom."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+from freescale.train.state.disk import Damaged
+from freescale.train.state.memory import Segment
 
-from freescale.train.state.chain import (
-    Damaged,
-    Link,
-    find_chains,
-    find_expired,
-    must_merge,
-    parse_links,
-    write_rows,
-)
-from freescale.train.state.contents import group_tables
-from freescale.train.state.holder_link import HolderLink
-from freescale.train.state.memory import Segment, write_segment
-
-_KEPT = 2  # complete states of each rank that can be restored at any time
+Names = Sequence[str]  # of memory files
 
 
-class HeldChains:
-    """Chains by owner. What a complete snapshot makes superfluous goes, and long chains become one
-    memory file."""
+@dataclass(frozen=True)
+class Held:
+    """The state of `owner`, one of `ranks`, after `step`, as a memory file."""
 
-    def __init__(self, run: str, link: HolderLink) -> None:
-        self._run, self.link = run, link
-        self._last: dict[int, Link] = {}  # the end of each owner's chain in this attempt
-        self._sizes: dict[Link, int] = {}
+    ranks: int
+    owner: int
+    step: int
 
-    def find_last(self, owner: int) -> Link | None:
-        """The end of a chain; the next snapshot may hold the changes since."""
-        return self._last.get(owner)
+    def __str__(self) -> str:
+        return f"the snapshot of rank {self.owner} after step {self.step}"
 
-    def keep(self, link: Link, segment: Segment) -> None:
-        """Hands a memory file to the holder. OSError if that has ended."""
-        self.link.put(link.name, segment.file)
-        self._sizes[link] = segment.size
+    @property
+    def name(self) -> str:
+        return f"{self.ranks}/{self.owner}/{self.step}"
 
-    def complete(self, links: Collection[Link]) -> None:
-        """Removes what has expired, once these are kept on all ranks, and merges long chains."""
-        names = self.link.list()
-        for link in links:
-            key = link.ranks, link.owner
-            here = [each for each in parse_links(names) if (each.ranks, each.owner) == key]
-            parents: dict[int, int | None] = {}
-            for each in here:
-                parents.setdefault(each.step, each.parent)  # a merged chain before its last link
-            expired = find_expired(parents, link.step, _KEPT)
-            self._drop([e for e in here if e.step in expired or e.parent != parents[e.step]])
-            self._last[link.owner] = link
-            chain = find_chains(names)[key][link.step]
-            if must_merge(self._sizes, chain):
-                self._merge(chain)
+    @staticmethod
+    def parse(name: str) -> Held | None:
+        """None if it is not a name of ours."""
+        try:
+            ranks, owner, step = map(int, name.split("/"))
+        except ValueError:
+            return None
+        held = Held(ranks, owner, step)
+        return held if held.name == name else None
 
-    def drop_others(self, owners: Collection[int], ranks: int) -> None:
-        """Removes those of ranks that nobody on this machine answers for."""
-        links = parse_links(self.link.list())
-        self._drop([link for link in links if link.ranks != ranks or link.owner not in owners])
+    def describe(self, run: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The header of the file."""
+        about = {"run": run, "ranks": self.ranks, "rank": self.owner, "step": self.step}
+        return about | {"state": dict(state)}
 
-    def give_up_after(self, step: int) -> None:
-        """Removes later states: the run did not continue from them."""
-        self._drop([link for link in parse_links(self.link.list()) if link.step > step])
-
-    def forget(self) -> None:
-        """The next snapshots are whole."""
-        self._last.clear()
-
-    def _drop(self, links: Collection[Link]) -> None:
-        self.link.drop([link.name for link in links])
-        for link in links:
-            self._sizes.pop(link, None)
-
-    def _merge(self, chain: Sequence[Link]) -> None:
-        with ExitStack() as stack:
-            segments = [stack.enter_context(closing(open_link(self.link, e))) for e in chain]
-            whole, segment = merge_chain(self._run, chain, segments)
-            self.keep(whole, stack.enter_context(closing(segment)))
+    def check(self, segment: Segment, run: str) -> None:
+        """Damaged if a file is not what its name promises, or another run's."""
+        header = segment.header
+        if header.get("run") != run:
+            raise Damaged(f"{self} is another run's")
+        ranks, owner, step = found = [header.get(key) for key in ("ranks", "rank", "step")]
+        if found != [self.ranks, self.owner, self.step]:
+            raise Damaged(
+                f"{self} holds another state: of rank {owner} of {ranks} after step {step}"
+            )
 
 
-def open_link(holder: HolderLink, link: Link) -> Segment:
-    """Opens a memory file. OSError if the holder does not have it, Damaged if it is half
-    written."""
-    file = holder.get(link.name)
-    if file is None:
-        raise OSError(f"the holder has no {link.name}")
-    return Segment.open(file, str(link))
+def parse_names(names: Names) -> set[Held]:
+    """Other names are left out."""
+    return {held for held in map(Held.parse, names) if held is not None}
 
 
-# ---- memory files of a chain
+def find_superfluous(names: Names, owners: Collection[int], saved: Held) -> list[str]:
+    """What a machine that holds the states of `owners` may drop once `saved`, and what other ranks
+    have saved after the same step, is complete: all except these and the last one before them."""
+    kept: set[str] = set()
+    for owner in owners:
+        own = {
+            held.step
+            for held in parse_names(names)
+            if (held.ranks, held.owner) == (saved.ranks, owner)
+        }
+        steps = {saved.step, *sorted(own - {saved.step})[-1:]}
+        kept |= {Held(saved.ranks, owner, step).name for step in steps}
+    return [name for name in names if name not in kept]
 
 
-def describe_segment(run: str, link: Link, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of a memory file."""
-    about = {"run": run, "ranks": link.ranks, "rank": link.owner}
-    return about | {"step": link.step, "parent": link.parent, "state": dict(state)}
+# ---- which one a restart uses
 
 
-def check_link(segment: Segment, link: Link, run: str) -> None:
-    """Damaged if a memory file is not what its name promises, or another run's."""
-    header = segment.header
-    if header.get("run") != run:
-        raise Damaged(f"{link} is another run's")
-    found = [header.get(key) for key in ("ranks", "rank", "step", "parent")]
-    if found != [link.ranks, link.owner, link.step, link.parent]:
-        ranks, owner, step, parent = found
-        raise Damaged(
-            f"{link} holds another state: of rank {owner} of {ranks} after step {step}, since "
-            f"{parent}"
-        )
+@dataclass(frozen=True)
+class Choice:
+    """The snapshots that a restart uses."""
+
+    step: int
+    readers: tuple[int, ...]  # [ranks]: the rank that reads each one's from its machine's holder
 
 
-def apply_changes(
-    tables: Mapping[str, Mapping[str, Tensor]], tensors: Mapping[str, Tensor]
-) -> None:
-    """Writes the changed rows of a memory file into tables (by name, then part) of this rank."""
-    for name, parts in tables.items():
-        positions = tensors.get(f"changed/{name}/positions")
-        if positions is not None:
-            values = {part: tensors[f"changed/{name}/{part}"] for part in parts}
-            write_rows(parts, positions.long(), values)
+def choose_snapshots(
+    names: Sequence[Names], machines: Sequence[bytes | str], refused: Sequence[int] = ()
+) -> Choice | None:
+    """The newest step that is complete for all ranks, on whichever machines, and not refused; None
+    if there is none. names [ranks]: of the memory files on the machine of each rank. A rank reads
+    its own if its machine has it; otherwise the first rank of another machine does."""
+    world = len(names)
+    first = {machine: machines.index(machine) for machine in machines}
+    held = {rank: parse_names(names[rank]) for rank in first.values()}
+    everywhere = set().union(*held.values())
+    steps = {
+        step
+        for step in {each.step for each in everywhere} - set(refused)
+        if all(Held(world, owner, step) in everywhere for owner in range(world))
+    }
+    if not steps:
+        return None
+    step, readers = max(steps), []
+    for owner in range(world):
+        here = first[machines[owner]]
+        has = [rank for rank in sorted(held) if Held(world, owner, step) in held[rank]]
+        readers.append(owner if here in has else has[0])
+    return Choice(step, tuple(readers))
 
 
-def merge_chain(
-    run: str, chain: Sequence[Link], segments: Sequence[Segment]
-) -> tuple[Link, Segment]:
-    """A whole state that equals the end of the chain."""
-    first, *changes = [segment.read() for segment in segments]
-    last = chain[-1]
-    tables = {name: value for name, value in first.items() if name.startswith("table/")}
-    rest = {name: of for name, of in changes[-1].items() if not name.startswith("changed/")}
-    whole = Link(last.ranks, last.owner, last.step, None)
+def explain_none(names: Sequence[Names]) -> str:
+    """Why no step is complete for all ranks."""
+    world = len(names)
+    found = {held for each in names for held in parse_names(each)}
+    if not found:
+        return "no snapshot is in memory"
+    here = {held.owner for held in found if held.ranks == world}
+    if not here:
+        others = ", ".join(map(str, sorted({held.ranks for held in found})))
+        return f"the snapshots in memory are of {others} ranks, not {world}"
+    missing = [str(owner) for owner in range(world) if owner not in here]
+    if missing:
+        return f"no snapshot of rank {', '.join(missing)} is in memory"
+    return "the snapshots in memory have no step in common, or are damaged"
 
-    def amend(written: dict[str, Tensor]) -> None:
-        for tensors in changes:
-            apply_changes(group_tables(written), tensors)
 
-    with torch.no_grad():
-        header = describe_segment(run, whole, segments[-1].header["state"])
-        return whole, write_segment(header, tables | rest, amend)
+def choose_buddies(machines: Sequence[bytes | str]) -> list[int | None]:
+    """[ranks]: the rank that keeps a copy of each rank's snapshots, one of the next machine. None
+    if there is only one machine."""
+    groups: dict[bytes | str, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        groups.setdefault(machine, []).append(rank)
+    order = list(groups.values())
+    if len(order) < 2:
+        return [None] * len(machines)
+    buddies: dict[int, int] = {}
+    for here, there in zip(order, [*order[1:], order[0]], strict=True):
+        buddies |= {rank: there[place % len(there)] for place, rank in enumerate(here)}
+    return [buddies[rank] for rank in range(len(machines))]

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from freescale.embedding.tables import Tables
-from freescale.train.state.chain import Damaged
 from freescale.train.state.contents import is_followed
 from freescale.train.state.disk import (
     CheckpointFolder,
+    Damaged,
     compute_checksum,
     parse_step,
     read_state,
@@ -58,7 +58,7 @@ class Parent:
     """A checkpoint since which changes of rows are marked."""
 
     step: int
-    checksum: int  # of its state.json; rank 0's
+    checksum: int | None  # of its state.json, once that is written; rank 0's
     deltas: int  # since the last full one, itself included
     tables: Tables
 
@@ -174,11 +174,17 @@ def _compare(path: Path, written: list[int]) -> None:
 # ---- which one
 
 
+def list_steps(files: CheckpointFolder, transport: Transport) -> list[int]:
+    """What rank 0 sees. A collective."""
+    steps: list[int] = gather_json(transport, files.steps())[0]
+    return steps
+
+
 def last_intact(folder: Path, transport: Transport) -> Intact | None:
     """The newest checkpoint that is intact, with a warning about each newer one. A collective; the
     same on all ranks. Damaged if there are checkpoints and none is intact."""
     files = CheckpointFolder(folder)
-    steps = _list_steps(files, transport)
+    steps = list_steps(files, transport)
     known: Known = {}
     for step in reversed(steps):
         try:
@@ -218,19 +224,13 @@ def find_checkpoint(folder: Path, name: str | None, transport: Transport) -> Int
     else:
         wanted = _parse_name(str(name))
     files = CheckpointFolder(folder)
-    steps = _list_steps(files, transport)
+    steps = list_steps(files, transport)
     if wanted not in steps:
         raise ValueError(
             f"{folder} has no checkpoint of step {wanted}; it has "
             f"{', '.join(map(str, steps)) or 'none'}"
         )
     return verify_checkpoint(files.path(wanted), transport)
-
-
-def _list_steps(files: CheckpointFolder, transport: Transport) -> list[int]:
-    """What rank 0 sees. A collective."""
-    steps: list[int] = gather_json(transport, files.steps())[0]
-    return steps
 
 
 def find_best_step(progress: Mapping[str, Any]) -> int | None:

@@ -17,7 +17,8 @@ import os
 import struct
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +28,9 @@ from torch import Tensor
 from freescale.embedding.memory import get_available_memory
 from freescale.kernels.checksums import native, reference
 from freescale.kernels.checksums.reference import Words, as_bytes
-from freescale.train.state.chain import Damaged
-from freescale.train.state.transfers import FileReads, create_file
+from freescale.train.state.disk import Damaged
+from freescale.train.state.file_reads import FileReads
+from freescale.transport.memory_files import create_file
 
 _PREAMBLE = struct.Struct("<8sQQI")
 _MAGIC = b"FSSNAP01"
@@ -121,48 +123,30 @@ class Segment:
         os.close(self.file)
 
 
-def write_segment(
-    header: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    amend: Callable[[dict[str, Tensor]], None] | None = None,
-) -> Segment:
-    """Writes a memory file of tensors on the host; the header is plain JSON. `amend` changes the
-    tensors of the file before they are sealed. OSError if there is not enough memory."""
-    entries, end = _lay_out(tensors)
-    _check_room(end)
-    file = create_file(end)
-    try:
-        _write_tensors(file, entries, tensors, sums=amend is None)
-        if amend is not None:
-            written = _view_tensors(_map(file, end), entries)
-            amend(written)
-            for name, value in written.items():
-                entries[name][3] = sum_tensor(value)
-        return _seal(file, header, entries, end)
-    except BaseException:
-        os.close(file)
-        raise
-
-
 class StateFile:
     """A memory file with a rank's whole state, which the next snapshot but one updates in place:
     rows that have changed are replaced, and nothing else of the tables is touched. Tables have
     their names in the file.
 
     A rank has two of them and uses them in turn, so that one is always complete; the second one
-    begins as a copy of the first. They keep their memory from the first snapshot on: fresh pages
-    would take longer than the copies.
+    begins as a copy of the first. Its buddy has two of its own, which receive the same changes.
+    All keep their memory from the first snapshot on: fresh pages would take longer than the copies.
     """
 
     def __init__(self, consumer: str) -> None:
         self.consumer = consumer  # rows that changed since it was written are marked for it
-        self.current = False  # whether it lacks nothing except these
+        self.step: int | None = None  # which its tables are of; None: they are not whole
         self.tables: dict[str, Tensor] = {}  # share memory with it
         self._entries: Entries = {}
         self._end = 0
         self._file = create_file(0)
         self._close = weakref.finalize(self, os.close, self._file)
         self._sums: dict[str, Words] = {}
+
+    @property
+    def current(self) -> bool:
+        """Whether the next snapshot needs to replace only the rows marked for it."""
+        return self.step is not None
 
     def reserve(self, tables: Mapping[str, Tensor]) -> None:
         """Makes room for tables (any device), unless it is there. OSError if they do not fit."""
@@ -177,7 +161,7 @@ class StateFile:
 
     def begin(self) -> None:
         """From now on it is half written."""
-        self.current = False
+        self.step = None
         os.pwrite(self._file, bytes(_PREAMBLE.size), 0)
 
     def fill(self, name: str, value: Tensor) -> None:
@@ -197,24 +181,68 @@ class StateFile:
         for name, value in other.tables.items():
             self.tables[name].copy_(value)
             self._sums[name] = other._sums[name].copy()
-        self.current = True
+        self.step = other.step
+
+    def update(
+        self, since: int | None, tensors: Mapping[str, Tensor], last: StateFile
+    ) -> dict[str, Tensor]:
+        """Writes the tables that a rank sends to its buddy: whole, or what changed since a step,
+        which this file has, or else `last`, that of the snapshot before. Returns the tensors that
+        are not of tables."""
+        if since is not None and self.step != since:
+            self.copy_tables(last)
+        if since is not None and self.step != since:
+            raise Damaged(f"changes since step {since} do not fit tables of step {last.step}")
+        self.begin()
+        whole = {name: value for name, value in tensors.items() if name.startswith("table/")}
+        self.reserve(whole)
+        for name, value in whole.items():
+            self.fill(name, value)
+        for name, parts in group_tables(self.tables).items():
+            if (rows := tensors.get(f"changed/{name}/positions")) is not None:
+                for part in parts:
+                    values = tensors[f"changed/{name}/{part}"]
+                    self.replace(f"table/{name}/{part}", rows.long(), values, packed=True)
+        return {
+            name: value
+            for name, value in tensors.items()
+            if not name.startswith(("table/", "changed/"))
+        }
 
     def seal(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
-        """Adds the other tensors, once the tables are written. The segment has a descriptor of its
-        own."""
+        """Adds the other tensors, once the tables are written; the header names the step. The
+        segment has a descriptor of its own. OSError if they do not fit."""
         assert self._sums.keys() == self.tables.keys()
         entries, end = _lay_out(tensors, self._end or _ALIGN)
+        _check_room(end - os.fstat(self._file).st_size)
         _write_tensors(self._file, entries, tensors)
         for name, sums in self._sums.items():
             self._entries[name][3] = _join_sums(sums)
         segment = _seal(os.dup(self._file), header, self._entries | entries, end)
-        self.current = True
+        self.step = header.get("step")
         return segment
 
     def close(self) -> None:
         """The memory stays as long as a holder has it."""
         self._close()
         self.tables.clear()
+
+
+def write_segment(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
+    """Writes a memory file of tensors on the host; the header is plain JSON. OSError if there is
+    not enough memory."""
+    with closing(StateFile("")) as file:
+        return file.seal(header, tensors)
+
+
+def group_tables(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors of tables, by name and part."""
+    tables: dict[str, dict[str, Tensor]] = {}
+    for label, value in tensors.items():
+        if label.startswith("table/"):
+            name, _, part = label.removeprefix("table/").rpartition("/")
+            tables.setdefault(name, {})[part] = value
+    return tables
 
 
 # ---- the parts of a file
@@ -255,19 +283,16 @@ def _view_tensors(data: Tensor, entries: Entries, begin: int = 0) -> dict[str, T
     return found
 
 
-def _write_tensors(
-    file: int, entries: Entries, tensors: Mapping[str, Tensor], sums: bool = True
-) -> None:
-    """Writes tensors where their entries say, and with `sums` their checksums into the entries.
-    Into fresh memory this takes half the time of a copy page by page."""
+def _write_tensors(file: int, entries: Entries, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors where their entries say, and their checksums into the entries. Into fresh
+    memory this takes half the time of a copy page by page."""
     for name, given in tensors.items():
         value = given.contiguous()
         left, place = as_bytes(value).data, entries[name][2]
         while left:
             count = os.pwrite(file, left[: 1 << 30], place)
             left, place = left[count:], place + count
-        if sums:
-            entries[name][3] = sum_tensor(value)
+        entries[name][3] = sum_tensor(value)
 
 
 def _seal(file: int, header: Mapping[str, Any], entries: Entries, end: int) -> Segment:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from freescale.train.state.chain import find_needed
-from freescale.train.state.contents import DiskContents, group_tables
-from freescale.train.state.disk import FORMAT, CheckpointFolder, read_state
+from freescale.train.state.contents import DiskContents
+from freescale.train.state.disk import FORMAT, CheckpointFolder, find_needed, read_state
 from freescale.train.state.intact import Intact, Known, find_best_step, verify_checkpoint
+from freescale.train.state.memory import group_tables
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
-from freescale.train.state.safe_reader import SafeReader
 from freescale.train.state.writing import write_checkpoint
+from freescale.train.torch_files.safe_reader import SafeReader
+from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.local import LocalTransport
 
 _STATIC = 4  # entries about a table that is not dynamic
@@ -64,12 +65,8 @@ def list_checkpoints(folder: Path, verify: bool = False) -> Iterator[Entry]:
 
 def _find_best(files: CheckpointFolder) -> int | None:
     """The best one, as named by the last one that can be read."""
-    for step in reversed(files.steps()):
-        try:
-            return find_best_step(read_state(files.path(step))["progress"])
-        except (ValueError, OSError):
-            continue
-    return None
+    states = map(files.read, reversed(files.steps()))
+    return next((find_best_step(state["progress"]) for state in states if state), None)
 
 
 def compact_last(folder: Path) -> tuple[Path, list[int]]:
@@ -98,7 +95,7 @@ def compact_last(folder: Path) -> tuple[Path, list[int]]:
     state["format"] = FORMAT
     # was finite when it was saved, except what may be infinite
     contents = DiskContents(tensors=tensors, state=state, untrained=set(tensors))
-    write_checkpoint(files, contents, transport)
+    write_checkpoint(files, contents, transport, TensorWriter())
     parents, best = files.parents(), _find_best(files)
     chain = {int(link.state["progress"]["step"]) for link in found.ancestors}
     others = [step for step in parents if step not in chain or step == best]

@@ -1,5 +1,5 @@
 """What trains the dense part, as JSON and named tensors, so that nothing has to be pickled: nested
-values, the optimizer's state and what compression carries from step to step.
+values, the optimizer's state and what the reducer carries from step to step.
 
 {"step": 3, "sums": [tensor, tensor]}
 ->  {"dict": [["step", 3], ["sums", {"list": [{"tensor": "a/sums/0"}, ...]}]]}
@@ -8,7 +8,7 @@ values, the optimizer's state and what compression carries from step to step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from freescale.pipeline.dense.reducer import Reducer
-from freescale.pipeline.dense.thresholded import ThresholdedGradients
+from freescale.pipeline.dense.reducer import Carried
 
 Packed = dict[str, Any]  # by parameter name
 Names = Mapping[int, str]  # of the model's parameters, by identity
-Carried = dict[nn.Parameter, dict[str, Tensor]]
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -183,53 +181,21 @@ def _name_format_1(saved: Iterable[str]) -> Packed:
     return {parameter: {"dict": entries} for parameter, entries in own.items()}
 
 
-# ---- the reducer's state
+# ---- what a reducer carries from step to step: each rank has its own
 
 
-class CompressionState:
-    """What a schedule's reducer carries from step to step, by parameter name: with compression,
-    each rank's own errors and thresholds; with exact sums, the order of the buckets. Empty if the
-    reducer carries nothing."""
+def label_carried(carried: Carried, names: Names, rank: int) -> dict[str, Tensor]:
+    return {
+        f"carried/{rank}/{names[id(parameter)]}/{key}": value
+        for parameter, entries in carried.items()
+        for key, value in entries.items()
+    }
 
-    def __init__(self, reducer: Reducer | None, names: Names) -> None:
-        self._reducer = reducer if isinstance(reducer, ThresholdedGradients) else None
-        self._state: Carried = self._reducer.state if self._reducer is not None else {}
-        self._name = {parameter: names[id(parameter)] for parameter in self._state}
-        self._saved: list[Carried] = []
 
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._name.values())
-
-    def tensors(self, rank: int) -> dict[str, Tensor]:
-        """To be saved by this rank."""
-        return self._label(self._state, rank)
-
-    def allocate(
-        self, saved: Iterable[str], rank: int, world: int, ranks: int
-    ) -> dict[str, Tensor]:
-        """What this rank, of `world`, reads of the state that `ranks` ranks saved for the
-        parameters `saved`. Each old rank's state goes to exactly one new rank."""
-        known = set(saved)
-        tensors: dict[str, Tensor] = {}
-        for old in range(rank, ranks, world):
-            copied = {
-                parameter: {key: torch.empty_like(value) for key, value in entries.items()}
-                for parameter, entries in self._state.items()
-                if self._name[parameter] in known
-            }
-            self._saved.append(copied)
-            tensors |= self._label(copied, old)
-        return tensors
-
-    def restore(self, same_ranks: bool) -> None:
-        """Hands what was read to the reducer, which begins without errors if nothing was saved."""
-        if self._reducer is not None:
-            self._reducer.adopt(self._saved, same_ranks)
-
-    def _label(self, state: Carried, rank: int) -> dict[str, Tensor]:
-        return {
-            f"carried/{rank}/{self._name[parameter]}/{key}": value
-            for parameter, entries in state.items()
-            for key, value in entries.items()
-        }
+def allocate_carried(carried: Carried, names: Names, saved: Collection[str]) -> Carried:
+    """Empty tensors of the same kind, for the parameters `saved`."""
+    return {
+        parameter: {key: torch.empty_like(value) for key, value in entries.items()}
+        for parameter, entries in carried.items()
+        if names[id(parameter)] in saved
+    }

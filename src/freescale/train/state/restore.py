@@ -3,22 +3,19 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
-from freescale.train.state.chain import write_rows
 from freescale.train.state.contents import Span, mark_all_changed
-from freescale.train.state.held import apply_changes
 from freescale.train.state.intact import Intact
 from freescale.train.state.model import (
     collect_dense,
@@ -31,9 +28,13 @@ from freescale.train.state.model import (
     restore_extra,
     restore_random,
 )
-from freescale.train.state.packing import CompressionState, Unpacker, unpack_optimizer
-from freescale.train.state.safe_reader import SafeReader
-from freescale.train.state.writing import coordinate, explain_errors
+from freescale.train.state.packing import (
+    Unpacker,
+    allocate_carried,
+    label_carried,
+    unpack_optimizer,
+)
+from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
 
@@ -71,12 +72,14 @@ class Restore:
         ranks = state["ranks"]
         alike = ranks == transport.world and state["device"] == transport.device.type
         self._random = collect_random(transport) if optimizer is not None and alike else {}
-        self._carried = CompressionState(reducer, names)
-        errors = self._carried.allocate(
-            state.get("carried", ()), transport.rank, transport.world, ranks
-        )
-        dense = collect_dense(list_state(model.module))
-        self.tensors = dense | unpacker.tensors | self._random | errors
+        self.tensors = collect_dense(list_state(model.module)) | unpacker.tensors | self._random
+        self._reducer, self._carried = reducer, []
+        if reducer is not None:
+            # the state of each old rank goes to exactly one new rank
+            for old in range(transport.rank, ranks, transport.world):
+                carried = allocate_carried(reducer.state, names, state.get("carried", ()))
+                self._carried.append(carried)
+                self.tensors |= label_carried(carried, names, old)
         model.tables.lease.discard()
 
     def finish(self) -> dict[str, Any]:
@@ -89,7 +92,9 @@ class Restore:
             self._optimizer.state.update(self._kept)
         if self._random:
             restore_random(self._random, model.transport)
-        self._carried.restore(same_ranks=state["ranks"] == model.transport.world)
+        if self._reducer is not None:  # begins without errors if nothing was saved
+            same_ranks = state["ranks"] == model.transport.world
+            self._reducer.adopt(self._carried, same_ranks)
         progress: dict[str, Any] = state["progress"]
         return progress
 
@@ -132,8 +137,7 @@ def _load_tensors(reader: SafeReader, tensors: dict[str, Tensor], transport: Tra
         and name.startswith(("table/", "shards/"))
         and saved[name].shape[0] == SHARDS > value.shape[0]
     }
-    with explain_errors(f"checkpoint {reader.path} could not be read"):
-        load(tensors | finer, storage_reader=reader, **coordinate(transport))
+    reader.fill(tensors | finer, transport)
     for name, whole in finer.items():
         _join_shards(tensors[name], whole, transport)
 
@@ -187,8 +191,10 @@ def _apply_span(reader: SafeReader, label: str, span: Span, part: TablePart) -> 
     values = {name: read[label] for label, name in names.items()}
     positions = values.pop("positions").long()
     inside = ((positions >= part.first) & (positions < part.last)).nonzero().view(-1)
-    values = {name: value.index_select(0, inside) for name, value in values.items()}
-    write_rows(part.tensors, positions[inside] - part.first, values)
+    rows = positions[inside] - part.first
+    for name, target in part.tensors.items():
+        changed = values[name].index_select(0, inside)
+        target.index_copy_(0, rows.to(target.device), changed.to(target.device))
 
 
 def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -196,8 +202,7 @@ def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str,
     collective."""
     saved = reader.list_tensors()
     tensors = {name: torch.empty_like(saved[name], device="cpu") for name in saved if wanted(name)}
-    with explain_errors(f"checkpoint {reader.path} could not be read"):
-        load(tensors, storage_reader=reader, no_dist=True)
+    reader.fill(tensors)
     return tensors
 
 
@@ -206,33 +211,26 @@ def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str,
 
 def load_snapshot(
     state: Mapping[str, Any],
-    chain: Sequence[Mapping[str, Tensor]],
+    tensors: Mapping[str, Tensor],
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     reducer: Reducer | None,
-    copy_whole: Callable[[str, Tensor], None] | None = None,
+    copy: Callable[[str, Tensor], object],
 ) -> dict[str, Any]:
-    """Restores a rank from the state of the last memory file and the tensors of each. A collective;
-    returns the progress that was saved. `copy_whole`: (name, to) -> copies a large tensor of the
-    first file; None: torch does."""
-    tables, last = model.tables, chain[-1]
-    restore = Restore(state, last, model, optimizer, reducer)
+    """Restores a rank from a memory file. A collective; returns the progress that was saved.
+    `copy`: (name, to) -> copies a large tensor of the file."""
+    tables = model.tables
+    restore = Restore(state, tensors, model, optimizer, reducer)
     with torch.no_grad():
         for name, to in restore.tensors.items():
-            to.copy_(last[name])
-        parts = {name: tables.get_local_state(name) for name in tables.specs}
-        for name, of in parts.items():
-            for part, value in of.items():
-                if copy_whole is not None:
-                    copy_whole(f"table/{name}/{part}", value)
-                else:
-                    value.copy_(chain[0][f"table/{name}/{part}"])
-            for part, value in tables.get_group(name).rows.get_shard_tensors().items():
-                value.copy_(last[f"shards/{name}/{part}"])
-        for tensors in chain[1:]:
-            apply_changes(parts, tensors)
+            to.copy_(tensors[name])
+        for name in tables.specs:
+            for part, to in tables.get_local_state(name).items():
+                copy(f"table/{name}/{part}", to)
+            for part, to in tables.get_group(name).rows.get_shard_tensors().items():
+                to.copy_(tensors[f"shards/{name}/{part}"])
     progress = restore.finish()
-    _restore_marks(state, last, model)
+    _restore_marks(state, tensors, model)
     return progress
 
 

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from freescale.embedding.tables import Tables
 from freescale.ledger.ledger import ThreadLedger
-from freescale.train.state.chain import Link, choose_buddies
 from freescale.train.state.contents import CONSUMER, MemoryContents
-from freescale.train.state.copies import Job, StateCopies
+from freescale.train.state.copies import Job
 from freescale.train.state.found import FoundSnapshots
-from freescale.train.state.held import HeldChains, describe_segment
+from freescale.train.state.held import Held, choose_buddies, find_superfluous, parse_names
 from freescale.train.state.holder_link import HolderLink, is_supported, name_holder
 from freescale.train.state.memory import Segment, StateFile, write_segment
 from freescale.train.state.pace import Every, Pace, StepCosts
-from freescale.train.state.transfers import exchange_files
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks
 from freescale.transport.machine import identify_machine
+from freescale.transport.memory_files import exchange_files
 
 
 class Taking(Job):
     """A snapshot in progress. `usual`: it costs what most do."""
 
-    def __init__(self, step: int, usual: bool) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, step: int, usual: bool) -> None:
+        super().__init__(device)
         self.step, self.usual = step, usual
 
 
@@ -54,7 +55,8 @@ class Snapshots:
         self._is_first = self.machines.index(here) == rank  # of the ranks on this machine
         buddies = choose_buddies(self.machines)
         self._buddy = buddies[rank]
-        # Ranks whose states this machine's holder has.
+        # Ranks whose states this rank keeps, and those whose states this machine's holder has.
+        self._keeps = [rank, *(owner for owner, buddy in enumerate(buddies) if buddy == rank)]
         self._owners = {
             owner
             for owner, buddy in enumerate(buddies)
@@ -62,11 +64,11 @@ class Snapshots:
         }
         self._link: HolderLink | None = None
         self._run = ""  # whose holder that is
-        self._held: HeldChains | None = None
         self._channel: Transport | None = None
         self.taking: Taking | None = None  # in progress, or the last
         self.due = 0  # the step of the next
-        self._files: list[StateFile] = []  # two: the next one's, and the last complete one's
+        # By owner, two: the next one's, and the last complete one's.
+        self._files: dict[int, list[StateFile]] = {}
 
     @property
     def interval(self) -> int:
@@ -97,10 +99,8 @@ class Snapshots:
 
     def forget_files(self) -> None:
         """The next snapshots are whole."""
-        assert self._held is not None
-        self._held.forget()
-        for file in self._files:
-            file.current = False
+        for file in chain.from_iterable(self._files.values()):
+            file.step = None
 
     # ---- taking
 
@@ -116,17 +116,18 @@ class Snapshots:
 
         run_on_all_ranks(self.transport, start)
 
-        def connect() -> HeldChains:
+        def connect() -> None:
             self._link = self._link or HolderLink.connect(self._name(run))
             if self._link is None:
                 raise OSError(f"rank {self.transport.rank} finds no snapshot holder")
-            held = HeldChains(run, self._link)
             if self._is_first:
-                held.give_up_after(step)
-            self._files = [StateFile(f"{CONSUMER}/{number}") for number in range(2)]
-            return held
+                self._give_up_after(step)
 
-        self._held = run_on_all_ranks(self.transport, connect)
+        run_on_all_ranks(self.transport, connect)
+        self._files = {
+            owner: [StateFile(f"{CONSUMER}/{number}") for number in range(2)]
+            for owner in self._keeps
+        }
         self._side = ThreadLedger(self.transport.ledger, "snapshot")
         self._channel = self.transport.channel(self._side)
         self.due = step + self.interval
@@ -173,23 +174,17 @@ class Snapshots:
         return True, self.pace.agree(looks)
 
     def _take(self, step: int, tables: Tables, collect: Callable[[MemoryContents], None]) -> None:
-        assert self._held is not None
         rank, world = self.transport.rank, self.transport.world
-        last, (file, spare) = self._held.find_last(rank), self._files
-        parent = None if last is None or self._buddy is None else last.step
-        sends = "nothing" if self._buddy is None else "whole" if parent is None else "changes"
-        usual = file.current and sends != "whole"
-        taking = self.taking = Taking(step, usual)
-        self._costs.note_snapshot(usual)
+        file, last = self._files[rank]
+        taking = self.taking = Taking(self.transport.device, step, usual=file.current)
+        self._costs.note_snapshot(taking.usual)
         contents = MemoryContents(
-            copies=StateCopies(self.transport.device),
+            copies=taking.copies,
             file=file,
-            spare=None if spare.current else spare,
-            sends=sends,
+            spare=None if last.current else last,
         )
-        ready = taking.copy(tables, lambda: collect(contents), contents)
-        sent = Link(world, rank, step, parent)
-        taking.start("snapshot", lambda: self._write(contents, ready, sent))
+        ready = taking.copy(tables, lambda: collect(contents), contents.add_sharded)
+        taking.start("snapshot", lambda: self._write(contents, ready, Held(world, rank, step)))
 
     def _finish(self) -> None:
         """Ends a snapshot that is complete on all ranks, or failed."""
@@ -197,82 +192,88 @@ class Snapshots:
         if taking is None:
             return
         if taking.error is None:
-            self._files.reverse()
+            for files in self._files.values():
+                files.reverse()
             return
         if not isinstance(taking.error, ValueError):  # a rank is gone, or our own mistake
             raise taking.error
-        assert self._held is not None
-        self._held.forget()
+        for file, _ in self._files.values():  # it is complete on some ranks, perhaps
+            file.step = None
         with suppress(OSError):  # the next one replaces it
-            self._held.give_up_after(taking.step - 1)
+            self._give_up_after(taking.step - 1)
         if self.transport.rank == 0:
             message = f"the snapshot after step {taking.step} is left out: {taking.error}"
             warnings.warn(message, stacklevel=2)
 
+    def _give_up_after(self, step: int) -> None:
+        """Removes later states from the holder: the run did not continue from them."""
+        assert self._link is not None
+        held = parse_names(self._link.list())
+        self._link.drop([each.name for each in held if each.step > step])
+
     # ---- the snapshot's thread, over its channel
 
-    def _write(self, contents: MemoryContents, ready: Callable[[], None], sent: Link) -> None:
-        """`sent`: what a buddy receives. This rank's own file is whole."""
-        channel, held = self._channel, self._held
-        assert channel is not None and held is not None
-        own = Link(sent.ranks, sent.owner, sent.step, None)
+    def _write(self, contents: MemoryContents, ready: Callable[[], None], own: Held) -> None:
+        channel = self._channel
+        assert channel is not None
 
         def keep_own() -> Tensor | None:
             ready()
             contents.write()
-            return self._keep_own(contents, own, sent)
+            return self._keep_own(contents, own)
 
         outgoing = run_on_all_ranks(channel, keep_own)
         received: dict[int, int] = {}
-        if len(set(self.machines)) > 1:
-            to = {self._buddy: outgoing} if self._buddy is not None and outgoing is not None else {}
-            received = exchange_files(channel, to)
-        del outgoing
-
-        def keep() -> list[Link]:
-            return [self._keep_received(owner, file, sent) for owner, file in received.items()]
-
-        links = [own, *run_on_all_ranks(channel, keep)]
+        if outgoing is not None:
+            assert self._buddy is not None
+            received = exchange_files(channel, {self._buddy: outgoing})
+            del outgoing
+        run_on_all_ranks(channel, lambda: self._keep_received(received, own))
         self._side.take()  # of the ledger: nobody waits for it
-
-        def complete() -> None:
-            held.complete(links)
-            if self._is_first:
-                held.drop_others(self._owners, sent.ranks)
-
         # Nothing is removed anywhere before the new one is there everywhere.
-        run_on_all_ranks(channel, complete)
+        run_on_all_ranks(channel, lambda: self._complete(own))
         if contents.spare is not None:
             with suppress(OSError):  # if it does not fit, the next snapshot reports it
                 contents.spare.copy_tables(contents.file)
 
-    def _keep_own(self, contents: MemoryContents, own: Link, sent: Link) -> Tensor | None:
-        """Hands this rank's file to the holder. Returns the bytes for its buddy."""
-        header = describe_segment(self._run, own, contents.state)
+    def _keep_own(self, contents: MemoryContents, own: Held) -> Tensor | None:
+        """Hands this rank's file to the holder. Returns the bytes for its buddy, if it has one."""
+        header = own.describe(self._run, contents.state)
         with closing(contents.file.seal(header, contents.tensors)) as segment:
             self._put(own, segment)
-            if contents.sends == "whole":
+            if self._buddy is None:
+                return None
+            if contents.since is None:
                 return segment.data
-        if contents.sends == "nothing":
-            return None
-        header = describe_segment(self._run, sent, contents.state)
-        with closing(write_segment(header, contents.list_changes())) as changes:
+        changes = write_segment(header | {"since": contents.since}, contents.list_changes())
+        with closing(changes):
             return changes.data
 
-    def _keep_received(self, owner: int, file: int, like: Link) -> Link:
-        link = Link(like.ranks, owner, like.step, like.parent)
-        with closing(Segment.open(file, f"the copy of rank {owner}'s snapshot")) as segment:
-            self._put(link, segment)
-        return link
+    def _keep_received(self, received: Mapping[int, int], own: Held) -> None:
+        """Brings the copies of other ranks' files up to date and hands them to the holder."""
+        for owner, descriptor in received.items():
+            held, (file, last) = Held(own.ranks, owner, own.step), self._files[owner]
+            label = f"the copy of {held}"
+            with closing(Segment.open(descriptor, label)) as segment:
+                since = segment.header.get("since")
+                rest = file.update(since, segment.verify(label), last)
+                header = held.describe(self._run, segment.header["state"])
+                with closing(file.seal(header, rest)) as sealed:
+                    self._put(held, sealed)
 
-    def _put(self, link: Link, segment: Segment) -> None:
-        assert self._held is not None
+    def _put(self, held: Held, segment: Segment) -> None:
+        assert self._link is not None
         try:
-            self._held.keep(link, segment)
+            self._link.put(held.name, segment.file)
         except OSError as error:
-            started = HolderLink.start(self._name(self._run))  # for the next one, which is whole
-            self._link = self._held.link = started
+            self._link = HolderLink.start(self._name(self._run))  # for the next one
             raise ValueError(f"{describe_error(error)}; another was started") from error
+
+    def _complete(self, own: Held) -> None:
+        """Frees memory of this machine's holder."""
+        if self._is_first:
+            assert self._link is not None
+            self._link.drop(find_superfluous(self._link.list(), self._owners, own))
 
     # ---- the end
 
@@ -283,9 +284,9 @@ class Snapshots:
             self._await_last()
         self.transport.gather_bytes(b"")  # nobody needs them any more
         self.abandon(end=True)
-        for file in self._files:
+        for file in chain.from_iterable(self._files.values()):
             file.close()
-        self._files = []
+        self._files = {}
 
     def _await_last(self) -> None:
         """Waits for the last one, whether it succeeds or not."""

@@ -1,9 +1,9 @@
-"""Memory files are read by several threads and sent between ranks, both in pieces."""
+"""Memory files are read by several threads, in pieces."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -12,13 +12,11 @@ from torch import Tensor
 from freescale.kernels.checksums.reference import as_bytes, cut_short
 from freescale.packed import view_bytes
 from freescale.streams import record_event
-from freescale.transport.api import Transport, gather_json
 from freescale.worker_server import count_cores
 
 _PIECE = 4 << 20  # bytes that a thread reads at once
 _PIECES = 2  # of each thread
 _MOST_THREADS = 8
-_SENT_PIECE = 1 << 23  # bytes to each rank at once
 
 
 class FileReads:
@@ -88,43 +86,3 @@ def _fill(file: int, place: int, room: Tensor) -> None:
         if not count:
             raise cut_short(place)
         left, place = left[count:], place + count
-
-
-def create_file(size: int) -> int:
-    """The descriptor of a new memory file."""
-    file = os.memfd_create("freescale-snapshot", os.MFD_CLOEXEC)
-    os.ftruncate(file, size)
-    return file
-
-
-def exchange_files(transport: Transport, outgoing: Mapping[int, Tensor]) -> dict[int, int]:
-    """Sends bytes [n] on the host to some ranks, by rank, and receives what others send: the
-    descriptors of memory files, by rank. A collective, over a channel of bulk traffic or the main
-    thread's. Pieces bound the memory, and urgent traffic of training passes between two."""
-    rank, world = transport.rank, transport.world
-    sizes = {str(peer): data.numel() for peer, data in outgoing.items()}
-    everyones = gather_json(transport, sizes)
-    table = [[int(part.get(str(peer), 0)) for peer in range(world)] for part in everyones]
-    files: dict[int, int] = {}
-    try:
-        for peer in range(world):
-            if table[peer][rank]:
-                files[peer] = create_file(table[peer][rank])
-        for begin in range(0, max(max(row) for row in table), _SENT_PIECE):
-            send = [_cut(table[rank][peer], begin) for peer in range(world)]
-            receive = [_cut(table[peer][rank], begin) for peer in range(world)]
-            parts = [outgoing[peer][begin : begin + size] for peer, size in enumerate(send) if size]
-            data = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-            arrived = transport.all_to_all(data, send, receive, "rows").wait(host=True)
-            for peer, piece in enumerate(torch.split(arrived, receive)):
-                if len(piece):
-                    os.pwrite(files[peer], piece.numpy().data, begin)
-    except BaseException:
-        for file in files.values():
-            os.close(file)
-        raise
-    return files
-
-
-def _cut(size: int, begin: int) -> int:
-    return max(0, min(_SENT_PIECE, size - begin))

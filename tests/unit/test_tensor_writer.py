@@ -1,4 +1,4 @@
-"""Checkpoints of a series are planned once, as long as their tensors are alike, and hold what they
+"""Consecutive checkpoints are planned once, as long as their tensors are alike, and hold what they
 should."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from freescale.train.state import writing as paced_planner
-from freescale.train.state.writing import PacedPlanner, Series, write_tensors
+from freescale.train.torch_files import tensor_writer
+from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.local import LocalTransport
 
 
@@ -25,13 +25,13 @@ def plans(monkeypatch):
         return make(tensors, is_coordinator)
 
     monkeypatch.setattr(default_planner, "create_default_local_save_plan", make_and_count)
-    monkeypatch.setattr(paced_planner, "_PAUSE", 0.0)
+    monkeypatch.setattr(tensor_writer, "_PAUSE", 0.0)
     return made
 
 
-def save(folder, series, **tensors):
+def save(folder, writer, **tensors):
     """Saves, and loads what was saved."""
-    write_tensors(folder, tensors, LocalTransport(), "failed", PacedPlanner(series))
+    writer.write(folder, tensors, LocalTransport(), "failed")
     found = {name: torch.zeros_like(value) for name, value in tensors.items()}
     load(found, checkpoint_id=folder, no_dist=True)
     for name, value in tensors.items():
@@ -39,7 +39,7 @@ def save(folder, series, **tensors):
 
 
 def test_tensors_alike_are_planned_once(tmp_path, plans):
-    one, other = Series(), Series()
+    one, other = TensorWriter(paced=True), TensorWriter(paced=True)
     save(tmp_path / "1", one, rows=torch.rand(4, 3), step=torch.tensor(1.0))
     save(tmp_path / "2", one, rows=torch.rand(4, 3), step=torch.tensor(2.0))
     assert plans == [2]
@@ -49,29 +49,29 @@ def test_tensors_alike_are_planned_once(tmp_path, plans):
     assert plans == [2, 2]
 
 
-def test_a_plan_that_was_not_finished_is_made_anew(tmp_path, plans, monkeypatch):
+def test_a_plan_that_failed_is_made_anew(tmp_path, plans, monkeypatch):
     """It may have been on other ranks, which write by it since: the plan before is theirs no
     more."""
-    series, rows = Series(), torch.rand(4, 3)
-    save(tmp_path / "1", series, rows=rows)
+    writer, rows = TensorWriter(paced=True), torch.rand(4, 3)
+    save(tmp_path / "1", writer, rows=rows)
 
-    def fail(self, plan):
+    def fail(self, plans):
         raise OSError("no room")
 
     with monkeypatch.context() as during:
-        during.setattr(DefaultSavePlanner, "finish_plan", fail)
+        during.setattr(DefaultSavePlanner, "create_global_plan", fail)
         with pytest.raises(ValueError, match="failed: no room"):
-            save(tmp_path / "2", series, rows=rows, ids=rows)
-    save(tmp_path / "3", series, rows=rows)
+            save(tmp_path / "2", writer, rows=rows, ids=rows)
+    save(tmp_path / "3", writer, rows=rows)
     assert plans == [1, 2, 1]
-    save(tmp_path / "4", series, rows=rows)
+    save(tmp_path / "4", writer, rows=rows)
     assert plans == [1, 2, 1]
 
 
 @pytest.mark.parametrize("stage", ["write_data", "finish"])
 def test_what_cannot_be_written_by_a_plan_is_said(tmp_path, plans, monkeypatch, stage):
-    series, rows = Series(), torch.rand(4, 3)
-    save(tmp_path / "1", series, rows=rows)
+    writer, rows = TensorWriter(paced=True), torch.rand(4, 3)
+    save(tmp_path / "1", writer, rows=rows)
 
     def fail(self, *args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -79,8 +79,8 @@ def test_what_cannot_be_written_by_a_plan_is_said(tmp_path, plans, monkeypatch, 
     with monkeypatch.context() as during:
         during.setattr(FileSystemWriter, stage, fail)
         with pytest.raises(ValueError, match="failed: the disk is full"):
-            save(tmp_path / "2", series, rows=rows)
-    save(tmp_path / "3", series, rows=rows)
+            save(tmp_path / "2", writer, rows=rows)
+    save(tmp_path / "3", writer, rows=rows)
     assert plans == [1]
 
 
@@ -94,8 +94,8 @@ def test_what_cannot_be_written_by_a_plan_is_said(tmp_path, plans, monkeypatch, 
     ],
 )
 def test_others_are_planned_anew(tmp_path, plans, changed):
-    series = Series()
-    save(tmp_path / "1", series, rows=torch.rand(4, 3))
-    save(tmp_path / "2", series, **changed)
-    save(tmp_path / "3", series, rows=torch.rand(4, 3))
+    writer = TensorWriter(paced=True)
+    save(tmp_path / "1", writer, rows=torch.rand(4, 3))
+    save(tmp_path / "2", writer, **changed)
+    save(tmp_path / "3", writer, rows=torch.rand(4, 3))
     assert plans == [1, len(changed), 1]

@@ -8,6 +8,7 @@ functions that pickle their values may be called. Everything else is refused bef
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
@@ -16,8 +17,14 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as meta
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
+
+from freescale.transport.api import Transport
+from freescale.transport.failures import describe_error
+from freescale.transport.process_group import ProcessGroupTransport
 
 # Built empty, then given their fields.
 _RECORDS: tuple[type, ...] = (
@@ -135,6 +142,21 @@ class SafeReader(FileSystemReader):
             for name, entry in self.read_metadata().state_dict_metadata.items()
             if isinstance(entry, meta.TensorStorageMetadata)
         }
+
+    def fill(self, tensors: dict[str, Any], transport: Transport | None = None) -> None:
+        """Reads tensors, or nested dicts of them, by their names. With a transport a collective, in
+        which a failure on any rank is one line on all."""
+        how: dict[str, Any] = {"no_dist": True}
+        if isinstance(transport, ProcessGroupTransport):
+            how = {"process_group": transport.control}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                load(tensors, storage_reader=self, **how)
+            except CheckpointException as error:
+                first = next(iter(error.failures.values()))[0]
+                failure = f"checkpoint {self.path} could not be read"
+                raise ValueError(f"{failure}: {describe_error(first)}") from error
 
     def _read(self) -> meta.Metadata:
         try:
