@@ -96,6 +96,11 @@ def test_a_run_resumes_and_is_evaluated_with_its_own_statistics(tmp_path):
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     (last,) = (entry["test"]["model"] for entry in map(json.loads, lines) if "test" in entry)
     assert own["hr@10"] == last["hr@10"] and own["cold"] == last["cold"]
+    done = freescale("export", tmp_path / "whole", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    exported = json.loads((tmp_path / "out" / "features.json").read_text())
+    assert exported == statistics
+    assert (tmp_path / "out" / "table.item_features.safetensors").is_file()
     swapped = items.read_text().replace("c1", "x").replace("c2", "c1").replace("x", "c2")
     items.write_text(swapped)
     refused = freescale(*words, "--folder", tmp_path / "parts", "--steps", "9", "--resume")

@@ -115,15 +115,19 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
 def export_run(
     folder: Path, out: Path, name: str | None = None, overwrite: bool = False
 ) -> Iterator[Path]:
-    """Exports a checkpoint of a run by name, with the vocabulary of its data if ids are coded.
-    ValueError if `out` holds an export and `overwrite` is False."""
-    from freescale.data.ingest.ids import VOCABULARY  # imports pyarrow
+    """Exports a checkpoint of a run by name, with the vocabulary of its data if ids are coded, and
+    what its features are. ValueError if `out` holds an export and `overwrite` is False."""
+    from freescale.data.features.store import ABOUT, FOLDER  # imports pyarrow
+    from freescale.data.ingest.ids import VOCABULARY
 
     if not overwrite:
         _refuse_export(out, "--overwrite")
     found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
     yield from export_checkpoint(found, out)
     if overwrite:
-        (out / VOCABULARY).unlink(missing_ok=True)  # of the earlier export
+        for name in (VOCABULARY, ABOUT):
+            (out / name).unlink(missing_ok=True)  # of the earlier export
     if (folder / VOCABULARY).is_file():  # maps the codes in tables to ids
         yield copy_file(folder / VOCABULARY, out / VOCABULARY)
+    if (folder / FOLDER / ABOUT).is_file():  # which row of a table each value of a feature has
+        yield copy_file(folder / FOLDER / ABOUT, out / ABOUT)
