@@ -30,7 +30,7 @@ from freescale.kernels.checksums import native, reference
 from freescale.kernels.checksums.reference import Words, as_bytes
 from freescale.train.state.disk import Damaged
 from freescale.train.state.file_reads import FileReads
-from freescale.transport.memory_files import create_file
+from freescale.train.state.memory_files import create_file
 
 _PREAMBLE = struct.Struct("<8sQQI")
 _MAGIC = b"FSSNAP01"
