@@ -27,7 +27,7 @@ from freescale.transport.local import LocalTransport
 USERS, ITEMS = 40, 60
 FEATURES = (
     "category,price=numeric:5,tags=multi,category*price=cross:97,channel,amount=numeric:4,"
-    "age=numeric:3,hobbies=multi"
+    "age=numeric:3,hobbies=multi,image"
 )
 
 
@@ -58,6 +58,7 @@ def write_files(folder):
                 "category": [f"c{n % 7}" if n % 11 else None for n in ids],
                 "price": random.lognormal(2, 1, len(ids)),
                 "tags": [list(each) for each in tags],
+                "image": [list(random.normal(size=5)) if n % 7 else None for n in ids],
             }
         ),
         folder / "items.parquet",
@@ -117,6 +118,7 @@ def build(
             data.features.event_rows,
             data.features.user_rows,
             data.features.user_places,
+            data.features.load_vectors(),
         ),
         "table_device": "meta",
     }
@@ -175,7 +177,7 @@ def evaluate(transport, settings):
     parallel, _ = build(transport, data)
     parallel.tables.place()
     counts = open_data(settings, transport).count_items_of
-    return evaluate_retrieval(parallel, data, popularity=counts, features=data.features.find_items)
+    return evaluate_retrieval(parallel, data, popularity=counts, features=data.features)
 
 
 def test_evaluation_over_ranks(settings):
@@ -197,8 +199,9 @@ def test_an_item_without_events_can_be_recommended(settings):
     _, rows = parallel.tables.get_local_rows("item")
     batch = freescale.SequenceBatch(dense={"history_features": codes})
     with parallel.reading(batch) as batch, torch.no_grad():
-        vectors = parallel.module.encode_items(rows, batch.values("history_features"), known)
-        moved = parallel.module.encode_items(rows + 1, batch.values("history_features"), known)
+        given = batch.values("history_features"), known, data.features.find_vectors(ids)
+        vectors = parallel.module.encode_items(rows, *given)
+        moved = parallel.module.encode_items(rows + 1, *given)
     assert torch.equal(vectors[~known], moved[~known])
     assert not torch.equal(vectors[known], moved[known])
 

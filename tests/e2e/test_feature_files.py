@@ -122,6 +122,12 @@ LONG = "\n".join(f"S{n},c{n},1,t" for n in range(3, 45))
             "row 1: column 'category' holds 'c3', not a num",
         ),
         ([], ITEMS + "S3,c,1,t\nS4,c,2,t\nS3,d,3,t\n", "rows 1 and 3: column 'sku' holds 'S3' tw"),
+        (["--features", "price=vector"], None, "column 'price' holds string, not lists of numbers"),
+        (
+            ["--features", "channel=vector"],
+            None,
+            "event.channel is vector: events have features",
+        ),
         ([], ITEMS + "S3,c,1,t\n,c,2,t\n", "row 2: column 'sku' is missing; fill or drop"),
         ([], ITEMS + "S3,c,1,t\nS4,d,inf,t\nS5,d,2,t\n", "row 2: column 'price' holds 'inf'"),
         ([], "code,category\nS3,c\n", "no column is recognised as the item among 'code', 'cat"),

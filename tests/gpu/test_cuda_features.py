@@ -14,7 +14,8 @@ from freescale.transport.local import LocalTransport
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 ITEMS, SAMPLES = 500, 32
-TABLES = FeatureTables(item=40, event=9, user=17, user_places=(1, 2))
+VECTORS = torch.randn(ITEMS + 1, 24, generator=torch.Generator().manual_seed(5)).half()
+TABLES = FeatureTables(item=40, event=9, user=17, user_places=(1, 2), vectors=[VECTORS])
 
 
 def make_batch(seed, per):
@@ -31,10 +32,12 @@ def make_batch(seed, per):
     homes = {"sequences": {}, "dense": {}, "shared": {}}
     for name, values in ids.items():
         parts = {name: values, f"{name}_features": codes[values], f"{name}_known": known[values]}
+        parts[f"{name}_vectors"] = values
         homes["sequences"] |= {n: Jagged(value, lengths) for n, value in parts.items()}
     wrong = draw(ITEMS, SAMPLES, 16) if per == "sample" else draw(ITEMS, 64)
     homes["dense" if per == "sample" else "shared"] |= {
         "negatives": wrong, "negatives_features": codes[wrong], "negatives_known": known[wrong],
+        "negatives_vectors": wrong,
     }  # fmt: skip
     homes["sequences"]["timestamps"] = Jagged(torch.arange(tokens) * 60, lengths)
     homes["sequences"]["event_features"] = Jagged(draw(9, tokens, 2), lengths)
@@ -81,7 +84,7 @@ def test_the_losses_of_a_cpu(kind, per):
 @pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 @pytest.mark.parametrize("users", [True, False])  # without them, HSTU is captured in graphs
 def test_every_schedule_makes_the_same_bits(kind, users):
-    tables = TABLES if users else FeatureTables(TABLES.item, TABLES.event)
+    tables = TABLES if users else FeatureTables(TABLES.item, TABLES.event, vectors=[VECTORS])
     serial, rows = train("cuda", kind, "batch", "serial", tables)
     for schedule in ("staged", "serial"):
         losses, found = train("cuda", kind, "batch", schedule, tables)

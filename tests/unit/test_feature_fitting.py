@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from freescale.config.features import Feature
-from freescale.data.feature_values import hash_keys, read_keys, read_numbers
+from freescale.data.feature_values import hash_keys, read_keys, read_numbers, read_vectors
 from freescale.data.features.fitting import (
     count_cut,
     count_rows,
@@ -81,6 +81,22 @@ def test_lists_have_as_many_places_as_training_items_need():
     assert text.categories == fitted.categories
 
 
+def test_vectors_have_length_1_and_one_width():
+    values = pa.array([[3.0, 4.0], None, [0.0, 0.0], []])
+    assert read_vectors(values).tolist() == [[0.6000000238418579, 0.800000011920929], *[[0, 0]] * 3]
+    assert fit("vector", [[1.0, 2.0, 3.0]] * 6).width == 3
+    for wrong, message in (
+        ([1.0], "vector of 1 numbers, those before have 2"),
+        ([1.0, float("nan")], "not finite"),
+        ([1.0, None], "not finite"),
+    ):
+        with pytest.raises(BadValue, match=message) as error:
+            read_vectors(pa.array([[3.0, 4.0], None, wrong]))
+        assert error.value.row == 2
+    with pytest.raises(BadValue, match="not lists of numbers"):
+        read_vectors(pa.array(["a"]))
+
+
 def test_the_hash_of_a_cross_never_changes():
     """A served model meets the hashes of its training."""
     found = hash_keys([pa.array(["red", None]), pa.array(["7", "7"])])
@@ -124,6 +140,7 @@ def test_all_features_of_a_source_share_a_table():
         (["a|b", "a", "b|c", ""] * 9, "multi"),
         ([["a"], ["b", "a"], []] * 9, "multi"),
         ([True, False] * 9, "categorical"),
+        ([[0.5, 0.25], None, []] * 9, "vector"),
     ],
 )
 def test_kinds_are_inferred(values, kind):
@@ -138,7 +155,6 @@ def test_kinds_are_inferred(values, kind):
         (["same"] * 9, "all the same"),
         ([7] * 9, "all the same"),
         ([f"title {n}" for n in range(200)], "most values occur once; name it to use it"),
-        ([[0.5, 0.25]] * 9, "vectors"),
         ([{"a": 1}] * 3, "holds struct"),
     ],
 )

@@ -12,6 +12,9 @@ from freescale.models import HSTU, FeatureTables, Ranking, Retrieval, SASRec, su
 from freescale.transport.local import LocalTransport
 
 ITEMS, ROWS, EVENT_ROWS, PLACES = 30, 12, 7, 3
+# of each item; the last row is of items without a vector
+VECTORS = torch.randn(ITEMS + 1, 4, generator=torch.Generator().manual_seed(5)).half()
+VECTORS[-1] = 0
 LENGTHS = torch.tensor([4, 0, 3])
 
 
@@ -42,6 +45,7 @@ def make_batch(codes, known, per="sample"):
     for name, values in ids.items():
         home = homes[per] if name == "negatives" else "sequences"
         columns = {name: values, f"{name}_features": codes[values], f"{name}_known": known[values]}
+        columns[f"{name}_vectors"] = torch.where(values % 6 == 0, ITEMS, values)
         for column, value in columns.items():
             parts[home][column] = Jagged(value, LENGTHS) if home == "sequences" else value
     events = torch.randint(0, EVENT_ROWS, (tokens, 2), generator=generator)
@@ -53,7 +57,7 @@ def make_batch(codes, known, per="sample"):
 
 def make_model(kind, **more):
     torch.manual_seed(0)
-    tables = FeatureTables(ROWS, EVENT_ROWS)
+    tables = FeatureTables(ROWS, EVENT_ROWS, vectors=[VECTORS])
     model = Retrieval(
         make_encoder(kind), num_items=ITEMS, temperature=0.3, feature_tables=tables, **more
     )
@@ -67,7 +71,8 @@ def compute_loss(model, batch, per):
         ids, codes = batch.values(name), batch.values(f"{name}_features")
         own = model.item.weight[ids] * batch.values(f"{name}_known")[..., None]
         rows = model.item_features.weight[codes] * (codes != 0)[..., None]
-        return own + rows.sum(-2)
+        numbers = VECTORS[batch.values(f"{name}_vectors")].double()
+        return own + rows.sum(-2) + numbers @ model.item_vectors[0].projection.weight.T
 
     events = batch.values("event_features")
     x = embed("history")
@@ -123,11 +128,12 @@ def test_the_loss_and_its_gradients(kind, per, sharded):
 def test_an_unknown_item_is_its_features_alone():
     codes, known = draw()
     model = make_model("hstu")
-    rows = model.encode_items(model.item.weight, codes, known)
+    index = torch.arange(ITEMS)
+    rows = model.encode_items(model.item.weight, codes, known, index)
     with torch.no_grad():
         model.item.weight[~known] += 1.0
-        again = model.encode_items(model.item.weight, codes, known)
-        other = model.encode_items(model.item.weight, codes, ~known)
+        again = model.encode_items(model.item.weight, codes, known, index)
+        other = model.encode_items(model.item.weight, codes, ~known, index)
     assert torch.equal(rows, again) and not torch.equal(rows, other)
     with pytest.raises(AssertionError, match="the model has features of items"):
         model.encode_items(model.item.weight)

@@ -29,7 +29,7 @@ def test_the_short_form():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("price=money", "kind 'money' is none of categorical, multi, numeric, cross"),
+        ("price=money", "kind 'money' is none of categorical, multi, numeric, vector, cross"),
         ("price=numeric:1", "number of buckets .numeric, 2 or more"),
         ("price=numeric:few", "number of buckets"),
         ("a=cross", "a cross has two columns or more"),

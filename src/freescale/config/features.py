@@ -13,7 +13,7 @@ from typing import Any
 from freescale.config.columns import RESERVED
 from freescale.config.options import split_names
 
-KINDS = ("categorical", "multi", "numeric", "cross")
+KINDS = ("categorical", "multi", "numeric", "vector", "cross")
 SOURCES = ("item", "user", "event")
 AUTO, NONE = "auto", "none"
 

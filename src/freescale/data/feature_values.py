@@ -78,6 +78,30 @@ def read_numbers(values: pa.Array, finite: bool = True) -> NDArray[np.float64]:
     return np.array(pc.fill_null(numbers, np.nan), np.float64)
 
 
+def read_vectors(values: pa.Array) -> NDArray[np.float32]:
+    """Lists of numbers -> [n, width] float32 of length 1; zeros if missing. BadValue for vectors of
+    different widths and numbers that are not finite."""
+    if not (is_list(values.type) or pa.types.is_fixed_size_list(values.type)):
+        raise BadValue(None, f"holds {values.type}, not lists of numbers", "use another kind")
+    sizes = np.asarray(pc.fill_null(pc.list_value_length(values), 0), np.int64)
+    there = np.flatnonzero(sizes > 0)
+    width = int(sizes[there[0]]) if len(there) else 0
+    if len(other := there[sizes[there] != width]):
+        row = int(other[0])
+        problem = f"has a vector of {sizes[row]} numbers, those before have {width}"
+        raise BadValue(row, problem, "give vectors of one width")
+    numbers = np.array(
+        pc.fill_null(cast_values(pc.list_flatten(values), pa.float32(), "numbers"), np.nan)
+    ).reshape(len(there), width)
+    if (wrong := ~np.isfinite(numbers).all(1)).any():
+        row = int(there[np.flatnonzero(wrong)[0]])
+        raise BadValue(row, "has a vector with a number that is not finite", "fix that vector")
+    found = np.zeros((len(values), width), np.float32)
+    lengths = np.linalg.norm(numbers, axis=1, keepdims=True)
+    found[there] = numbers / np.maximum(lengths, np.finfo(np.float32).tiny)
+    return found
+
+
 def hash_keys(columns: Sequence[pa.Array]) -> NDArray[np.int64]:
     """Keys [n] of several columns -> [n] int64 hashes of their combinations, the same in every
     version: `random.hash_name` of each key, joined by `random.derive` in the order of the

@@ -6,7 +6,7 @@ fills the places of an item with fewer values than others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
 from freescale.batch import SequenceBatch
+from freescale.config import ModelConfig
 from freescale.kernels.dispatch.rows import read_rows
 from freescale.models.columns import locate_rows
 
@@ -26,6 +27,8 @@ class FeatureTables:
     event: int = 0
     user: int = 0
     user_places: Sequence[int] = ()  # of each feature of the users
+    # of each feature that is a vector: [items + 1, width], zeros in the last row
+    vectors: Sequence[Tensor] = ()
 
 
 NO_FEATURES = FeatureTables()
@@ -52,6 +55,24 @@ def add_features(own: Tensor, known: Tensor, features: Tensor) -> Tensor:
     return torch.where(known[..., None], own, 0) + features
 
 
+class VectorFeature(nn.Module):
+    """Fixed vectors of items, such as embeddings of their texts, and their projection. Every rank
+    holds all of them, outside of checkpoints."""
+
+    vectors: Tensor
+
+    def __init__(self, vectors: Tensor, width: int) -> None:
+        super().__init__()
+        self.register_buffer("vectors", vectors, persistent=False)
+        self.projection = nn.Linear(vectors.shape[1], width, bias=False)
+        nn.init.normal_(self.projection.weight, std=ModelConfig.row_std or width**-0.5)
+
+    def forward(self, index: Tensor) -> Tensor:
+        """index [n] -> [n, width]; -1 is no item."""
+        found: Tensor = self.projection(self.vectors[index].to(self.projection.weight.dtype))
+        return found
+
+
 @dataclass(frozen=True)
 class ItemVectors:
     """The items that a batch reads, each once."""
@@ -65,28 +86,40 @@ class ItemVectors:
 
 
 def describe_items(
-    item: nn.Module, features: nn.Module, batch: SequenceBatch, names: Sequence[str]
+    item: nn.Module,
+    features: nn.Module,
+    batch: SequenceBatch,
+    names: Sequence[str],
+    vectors: Iterable[nn.Module] = (),
 ) -> ItemVectors:
     """Computes the vectors of the items of some features of a batch.
 
     Args:
         item: the table of items.
         features: the table of their features.
-        batch: has `NAME`, `NAME_features` and `NAME_known` of each name, as `Histories` makes them.
+        batch: has `NAME`, `NAME_features` and `NAME_known` of each name, as `Histories` makes them;
+            with vectors, `NAME_vectors`.
         names: as `history`.
+        vectors: each a `VectorFeature`.
     """
+    vectors = list(vectors)
     own, places = locate_rows(item, *(batch.values(name) for name in names))
     given = [batch.values(f"{name}_features") for name in names]
     rows, found = locate_rows(features, *given)
     # Of each item once, however often it occurs: positions of the same item write the same.
     known = torch.zeros(own.shape[0], dtype=torch.bool, device=own.device)
     codes = torch.full((own.shape[0], given[0].shape[-1]), -1, device=own.device)
+    index = torch.full((own.shape[0],), -1, device=own.device)
     for name, place, code, row in zip(names, places, given, found, strict=True):
         at = place.reshape(-1).long()
         known[at] = batch.values(f"{name}_known").reshape(-1)
         codes[at] = torch.where(code <= 0, -1, row.long()).view(-1, codes.shape[1])
-    vectors = add_features(own, known, _sum_places(rows, codes))
-    return ItemVectors(vectors, dict(zip(names, places, strict=True)))
+        if vectors:
+            index[at] = batch.values(f"{name}_vectors").reshape(-1)
+    found_vectors = add_features(own, known, _sum_places(rows, codes))
+    for feature in vectors:
+        found_vectors = found_vectors + feature(index).to(found_vectors.dtype)
+    return ItemVectors(found_vectors, dict(zip(names, places, strict=True)))
 
 
 def _sum_places(rows: Tensor, index: Tensor) -> Tensor:

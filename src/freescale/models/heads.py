@@ -32,6 +32,7 @@ from freescale.models.features import (
     NO_FEATURES,
     FeatureTables,
     ItemVectors,
+    VectorFeature,
     add_features,
     describe_items,
     embed_features,
@@ -71,6 +72,9 @@ class _SequenceHead(nn.Module):
         self.event_features = make_table(feature_tables.event)
         self.user_features = make_table(feature_tables.user)
         self.user_places = tuple(feature_tables.user_places)
+        self.item_vectors = nn.ModuleList(
+            VectorFeature(vectors, encoder.width) for vectors in feature_tables.vectors
+        )
         of_features = self.item_features, self.event_features, self.user_features
         for table in (self.item, self.action, *of_features):
             if table is not None:
@@ -94,7 +98,7 @@ class _SequenceHead(nn.Module):
         """The vectors of the items of some batch features; None if items have no features."""
         if self.item_features is None:
             return None
-        return describe_items(self.item, self.item_features, batch, names)
+        return describe_items(self.item, self.item_features, batch, names, self.item_vectors)
 
     def _embed_events(
         self, batch: SequenceBatch, history: Jagged, items: ItemVectors | None
@@ -257,7 +261,11 @@ class Retrieval(_SequenceHead):
         return last.masked_fill((history.lengths == 0)[:, None], 0)
 
     def encode_items(
-        self, rows: Tensor, codes: Tensor | None = None, known: Tensor | None = None
+        self,
+        rows: Tensor,
+        codes: Tensor | None = None,
+        known: Tensor | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """Encodes items as the loss sees them: [n, width].
 
@@ -265,10 +273,14 @@ class Retrieval(_SequenceHead):
             rows: [n, width] of the item table.
             codes: [n, places] rows of their features, if the model has any.
             known: [n] bool: whether an item's own row counts.
+            vectors: [n] rows of their vectors, if the model has any.
         """
         if self.item_features is not None:
             assert codes is not None and known is not None, "the model has features of items"
             rows = add_features(rows, known, sum_features(self.item_features, codes))
+            for feature in self.item_vectors:
+                assert vectors is not None, "the model has vectors of items"
+                rows = rows + feature(vectors).to(rows.dtype)
         return self._normalize_rows(rows)
 
     def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:

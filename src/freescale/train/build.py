@@ -270,7 +270,7 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     tables = None
     if store is not None:
         rows = store.item_rows, store.event_rows, store.user_rows
-        tables = FeatureTables(*rows, store.user_places)
+        tables = FeatureTables(*rows, store.user_places, store.load_vectors())
     module = build_module(config, max(1, data.num_items), data.num_actions, tables)
     return parallelize(
         module,
@@ -378,5 +378,4 @@ def evaluate_part(
         return evaluate_ranking(model, data, config.label_names)
     training = load_histories(config, path, model.transport, trained=trained) if baseline else None
     popularity = None if training is None else training.count_items_of
-    features = None if data.features is None else data.features.find_items
-    return evaluate_retrieval(model, data, popularity=popularity, keep=keep, features=features)
+    return evaluate_retrieval(model, data, popularity=popularity, keep=keep, features=data.features)

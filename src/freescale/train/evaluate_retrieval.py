@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config.metrics import COLD, COLD_EVENTS, COLD_TARGETS, REPEATS, UNSEEN
+from freescale.data.batches.specs import Features
 from freescale.embedding.sharded_model import ShardedModel, evaluation_mode
 from freescale.kernels.softmax.scores import (
     choose_tile,
@@ -29,7 +30,6 @@ from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 
 Popularity = Callable[[Tensor], Tensor]  # ids [n] -> counts [n]
-FindFeatures = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _AT_ONCE = 1 << 16  # items whose features are fetched at a time
 
@@ -40,7 +40,7 @@ def evaluate_retrieval(
     *,
     popularity: Popularity | None = None,
     keep: SampleRanks | None = None,
-    features: FindFeatures | None = None,
+    features: Features | None = None,
 ) -> dict[str, dict[str, float]]:
     """{"model": metrics, "popularity": metrics}: ranks of dense["target"] in the full catalogue.
     The same on every rank.
@@ -58,8 +58,7 @@ def evaluate_retrieval(
         data: This rank's batches; all ranks have equally many.
         popularity: Occurrences of each item in the training part, for the baseline.
         keep: Receives the target's rank for each sample.
-        features: Rows of the features of items, and whether their own row counts
-            (`FeatureStore.find_items`), if the model has any.
+        features: Of the items, if the model has any.
     """
     transport, module = parallel.transport, parallel.module
     parallel.tables.lease.flush()
@@ -118,7 +117,7 @@ def evaluate_retrieval(
 
 
 def encode_catalogue(
-    parallel: ShardedModel, ids: Tensor, rows: Tensor, features: FindFeatures | None
+    parallel: ShardedModel, ids: Tensor, rows: Tensor, features: Features | None
 ) -> Tensor:
     """[n, width]: this rank's items [n] as the loss sees them. A collective."""
     module: Any = parallel.module
@@ -130,11 +129,13 @@ def encode_catalogue(
     found = []
     for first in range(0, int(counts.wait().max()), _AT_ONCE):  # as many on every rank
         part = slice(first, first + _AT_ONCE)
-        codes, known = features(ids[part].cpu())
+        wanted = ids[part].cpu()
+        codes, known = features.find_items(wanted)
+        vectors = features.find_vectors(wanted).to(rows.device) if features.vector_widths else None
         batch = parallel.check_batch(SequenceBatch(dense={"history_features": codes}))
         with parallel.rows_fetched(batch):
             codes = batch.values("history_features")
-            found.append(module.encode_items(rows[part], codes, known.to(rows.device)))
+            found.append(module.encode_items(rows[part], codes, known.to(rows.device), vectors))
     return torch.cat(found) if found else rows
 
 

@@ -320,6 +320,9 @@ class Histories:
                 joined = store.find_items(part if of_tensor else part.values, training)
                 for kind, values in zip(("features", "known"), joined, strict=True):
                     found[f"{name}_{kind}"] = values if of_tensor else replace(part, values=values)
+                if store.vector_widths:
+                    values = store.find_vectors(part if of_tensor else part.values)
+                    found[f"{name}_vectors"] = values if of_tensor else replace(part, values=values)
             return found
 
         return replace(

@@ -180,6 +180,16 @@ class Features(Protocol):
         """Item ids [...] -> rows of their features [..., places] int64, and whether the item's own
         row counts [...] bool. `batch`: number of the training batch, of which some ids drop out."""
 
+    @property
+    def vector_widths(self) -> tuple[int, ...]:
+        """Numbers of each feature of items that is a vector."""
+
+    def load_vectors(self) -> list[Tensor]:
+        """[items + 1, width] float16 of each such feature. The last row is of no item."""
+
+    def find_vectors(self, ids: Tensor) -> Tensor:
+        """Item ids [...] -> rows [...] int64 of these tensors."""
+
 
 def check_least(least: int, **options: float) -> None:
     """Raises ValueError for an option below `least`."""

@@ -6,6 +6,7 @@ All features of a source share one table, each with a range of its rows:
     row 0               nothing: fills the places of multi features with fewer values than others
     categorical, multi  missing, unknown, then the categories of the training part in order of text
     numeric             missing, then the buckets
+    vector              no rows: a model reads its numbers
     cross               the hashes
 """
 
@@ -21,7 +22,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from freescale.config.features import Feature
-from freescale.data.feature_values import hash_keys, read_key_lists, read_keys, read_numbers
+from freescale.data.feature_values import (
+    hash_keys,
+    read_key_lists,
+    read_keys,
+    read_numbers,
+    read_vectors,
+)
 
 MOST_VALUES = 16  # of a multi feature
 _MISSING, _UNKNOWN, _FIRST = 0, 1, 2  # local rows of categories
@@ -40,6 +47,7 @@ class Fitted:
         places: values of one item or event, at most.
         categories: of the training part, in order of text; empty for other kinds.
         edges: between the buckets of a number.
+        width: numbers of a vector.
     """
 
     feature: Feature
@@ -48,6 +56,7 @@ class Fitted:
     places: int = 1
     categories: tuple[str, ...] = ()
     edges: tuple[float, ...] = ()
+    width: int = 0
 
     def encode(self, columns: Columns) -> NDArray[np.int32]:
         """Values of the source -> [n, places] rows of its table."""
@@ -99,6 +108,8 @@ def fit_feature(feature: Feature, columns: Columns, counts: NDArray[np.int64]) -
     name, trained = feature.columns[0], counts > 0
     if feature.kind == "cross":
         return Fitted(feature, 0, feature.rows)
+    if feature.kind == "vector":
+        return Fitted(feature, 0, 0, places=0, width=read_vectors(columns[name]).shape[1])
     if feature.kind == "numeric":
         numbers = read_numbers(columns[name])[trained]
         edges = _find_edges(numbers[~np.isnan(numbers)], feature.buckets)
@@ -152,8 +163,12 @@ def count_rows(features: Sequence[Fitted]) -> int:
 
 
 def encode_all(features: Sequence[Fitted], columns: Columns) -> NDArray[np.int32]:
-    """Values of a source -> [n, places] rows of its table, feature after feature."""
-    return np.concatenate([fitted.encode(columns) for fitted in features], axis=1)
+    """Values of a source -> [n, places] rows of its table, feature after feature; one place of
+    nothing if all are vectors."""
+    parts = [fitted.encode(columns) for fitted in features if fitted.places]
+    if not parts:
+        return np.zeros((len(next(iter(columns.values()))), 1), np.int32)
+    return np.concatenate(parts, axis=1)
 
 
 def to_json(features: Iterable[Fitted]) -> list[dict[str, Any]]:

@@ -47,6 +47,11 @@ def infer_column(name: str, source: str, values: pa.Array) -> Column:
     kind = values.type
     if pa.types.is_null(kind) or not len(values) or values.null_count == len(values):
         return Column(feature, 0, 1.0, "it has no values")
+    if _holds_vectors(kind):
+        missing = float(
+            np.asarray(pc.fill_null(pc.equal(pc.list_value_length(values), 0), True)).mean()
+        )
+        return Column(replace(feature, kind="vector"), len(values), missing)
     if is_list(kind):
         return _infer_list(feature, values)
     if pa.types.is_nested(kind):
@@ -70,14 +75,19 @@ def infer_column(name: str, source: str, values: pa.Array) -> Column:
     return _judge_categories(feature, "categorical", keys, len(keys), keys.null_count / len(keys))
 
 
+def _holds_vectors(kind: pa.DataType) -> bool:
+    """Lists of fractions are vectors, those of integers and text are categories."""
+    if not (is_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return False
+    return bool(pa.types.is_floating(kind.value_type))
+
+
 def _infer_list(feature: Feature, values: pa.Array) -> Column:
     try:
         keys, sizes = read_key_lists(values, feature.separator)
     except BadValue as error:
         return Column(feature, 0, 0.0, f"it {error.problem}")
     missing = float((sizes == 0).mean())
-    if is_list(values.type) and pa.types.is_floating(values.type.value_type):
-        return Column(feature, 0, missing, "it holds vectors")
     return _judge_categories(feature, "multi", keys, len(sizes), missing)
 
 

@@ -9,6 +9,7 @@ from freescale.config.features import Feature
 from freescale.data.features.attributes import AttributeFile
 from freescale.data.features.inference import Column, complete_kinds, infer_column
 from freescale.data.features.sources import (
+    LISTS,
     Sources,
     find_columns,
     get_request,
@@ -81,7 +82,7 @@ def _choose(
             for column in inferred
             if column.used and column.feature.source in request.all_of
         ]
-        return [f for f in usable if f.source != "event" or f.kind != "multi"]
+        return [f for f in usable if f.source != "event" or f.kind not in LISTS]
     return [
         complete_kinds([feature], [c for c in inferred if c.feature.source == feature.source])[0]
         for feature in find_columns(sources, request)

@@ -21,6 +21,7 @@ from freescale.config import DataConfig
 from freescale.config.features import Feature, Request
 from freescale.data.batches.specs import SplitSpec
 from freescale.data.batches.windows import count_train_items, read_train_columns
+from freescale.data.feature_values import read_vectors
 from freescale.data.features.attributes import AttributeFile
 from freescale.data.features.fitting import (
     Fitted,
@@ -48,6 +49,7 @@ from freescale.data.features.store import (
     USERS,
     FeatureStore,
     list_stored,
+    name_vectors,
 )
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.digest import compute_digest, read_contents
@@ -186,7 +188,7 @@ class _Making:
             pq.write_table(vocabulary, out / VOCABULARY)
         counts = self._count(ids)
         fitted, columns = self._fit(source, declared, table, counts, report)
-        self._write_items(out, fitted, columns, ids)
+        self._write_items(out, source, fitted, columns, ids)
         self._describe_items(source, ids, counts)
         return fitted
 
@@ -244,6 +246,11 @@ class _Making:
         place = np.searchsorted(ids[order], users).clip(max=len(ids) - 1)
         row = np.where(ids[order][place] == users, order[place], -1)
         counts = np.bincount(row[row >= 0], minlength=len(ids))
+        if vector := next((each.name for each in declared if each.kind == "vector"), None):
+            raise ValueError(
+                f"feature user.{vector} is a vector: items have vectors, users have categories and "
+                "numbers; leave it out"
+            )
         fitted, columns = self._fit(source, declared, table, counts, report)
         unused, without = int((counts == 0).sum()), int((row < 0).sum())
         line = f"{source.file}: {len(ids):,} users by {source.key}"
@@ -277,6 +284,7 @@ class _Making:
     def _write_items(
         self,
         out: Path,
+        source: AttributeFile,
         fitted: Sequence[Fitted],
         columns: Mapping[str, pa.Array],
         ids: NDArray[np.int64],
@@ -285,6 +293,7 @@ class _Making:
             return
         missing = encode_all(fitted, {name: pa.nulls(1) for name in columns})
         codes = encode_all(fitted, columns)
+        self._write_vectors(out, source, fitted, columns, ids)
         if self._file.any_ids:
             order = np.argsort(ids)
             np.save(out / IDS, ids[order])
@@ -294,6 +303,31 @@ class _Making:
         every[ids] = codes
         np.save(out / CODES, every)
         self._write_known(out)
+
+    def _write_vectors(
+        self,
+        out: Path,
+        source: AttributeFile,
+        fitted: Sequence[Fitted],
+        columns: Mapping[str, pa.Array],
+        ids: NDArray[np.int64],
+    ) -> None:
+        """Writes [items + 1, width] float16 for each feature that is a vector; the last is that of
+        items without one."""
+        for number, each in enumerate(fitted):
+            if each.feature.kind != "vector":
+                continue
+            with _naming(source.file, each.feature):
+                vectors = read_vectors(columns[each.feature.columns[0]])
+            if vectors.shape[1] not in (0, each.width):
+                raise ValueError(
+                    f"{source.file}: the vectors of column {each.feature.name!r} have "
+                    f"{vectors.shape[1]} numbers, the model was trained with {each.width}"
+                )
+            count = len(ids) if self._file.any_ids else self._num_items
+            every = np.zeros((count + 1, each.width), np.float16)
+            every[np.argsort(np.argsort(ids)) if self._file.any_ids else ids] = vectors
+            np.save(out / name_vectors(number), every)
 
     def _write_known(self, out: Path) -> None:
         if self._file.any_ids:
@@ -360,6 +394,7 @@ def describe_fitted(fitted: Fitted, columns: Mapping[str, pa.Array] | None) -> s
         "multi": f"{len(fitted.categories):,} categories, up to {fitted.places} of an item",
         "numeric": f"{len(fitted.edges) + 1} buckets with about equally many training values",
         "cross": f"{fitted.rows:,} rows for all combinations",
+        "vector": f"{fitted.width:,} numbers, scaled to length 1",
     }[feature.kind or ""]
     cut = count_cut(fitted, columns) if columns is not None else 0
     more = f"; {cut:,} values beyond the first {fitted.places} of an item left out" if cut else ""

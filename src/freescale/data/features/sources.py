@@ -20,6 +20,7 @@ from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.ingest.tables import lay_out, read_tables
 from freescale.data.values import decode_text
 
+LISTS = ("multi", "vector")  # kinds of several values, which events do not have
 _SAMPLED = 1 << 20  # rows of the interactions by which kinds are inferred
 
 
@@ -130,7 +131,7 @@ def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
     values = sample_events(sources, unknown)
     columns = [infer_column(name, "event", values[name]) for name in unknown]
     if request.listed is None:
-        columns = [column for column in columns if column.used and column.feature.kind != "multi"]
+        columns = [column for column in columns if column.used and column.feature.kind not in LISTS]
         return [column.feature for column in columns]
     return _refuse_lists(complete_kinds(features, columns))
 
@@ -143,9 +144,9 @@ def list_event_columns(config: DataConfig, cache: Path) -> list[str]:
 
 def _refuse_lists(features: list[Feature]) -> list[Feature]:
     for feature in features:
-        if feature.kind == "multi":
+        if feature.kind in LISTS:
             raise ValueError(
-                f"feature event.{feature.name} is multi: only items have features of several "
-                f"values; use {feature.name}=categorical, or a column of --items"
+                f"feature event.{feature.name} is {feature.kind}: events have features of one "
+                f"value; use {feature.name}=categorical, or a column of --items"
             )
     return features

@@ -27,6 +27,11 @@ CODES, KNOWN, IDS, USERS = "items.npy", "known.npy", "item_ids.npy", "users.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
 
 
+def name_vectors(number: int) -> str:
+    """The file with the vectors of an item feature, by its number."""
+    return f"vectors-{number}.npy"
+
+
 class FeatureStore(Features):
     """Features that `prepare_features` has made; opened by each process that needs them.
 
@@ -113,6 +118,17 @@ class FeatureStore(Features):
             draws = uniform(derive(derive(self._seed, _DROPPED, batch), ids))
             known = known & (draws >= self._id_dropout)
         return codes, known
+
+    @property
+    def vector_widths(self) -> tuple[int, ...]:
+        return tuple(fitted.width for fitted in self.item if fitted.width)
+
+    def load_vectors(self) -> list[Tensor]:
+        numbers = [n for n, fitted in enumerate(self.item) if fitted.width]
+        return [torch.from_numpy(np.load(self.folder / name_vectors(n))) for n in numbers]
+
+    def find_vectors(self, ids: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(self._find_places(ids.numpy()), np.int64))
 
     def _find_places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         if self._ids is None:
