@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from freescale.config.features import Feature
 from freescale.data.histories import explain_damage
 from freescale.data.ingest.column_names import find_roles, refuse_repeated
 from freescale.data.ingest.layouts import Layout, lay_out_columns
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.tables import is_parquet, read_tables
-from freescale.data.values import decode_text
+from freescale.data.values import BadValue, decode_text
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,14 @@ def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
 
 def _get_only(chunks: pa.ChunkedArray) -> pa.Array:
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+
+
+@contextmanager
+def naming(file: SourceFile, feature: Feature) -> Iterator[None]:
+    """Adds file and row to the error of a bad value."""
+    try:
+        yield
+    except BadValue as error:
+        where = "" if error.row is None else f", row {error.row + 1}"
+        columns = ", ".join(map(repr, feature.columns))
+        raise ValueError(f"{file}{where}: column {columns} {error.problem}; {error.fix}") from None

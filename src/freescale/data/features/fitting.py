@@ -148,6 +148,21 @@ def count_cut(fitted: Fitted, columns: Columns) -> int:
     return int(np.maximum(sizes - fitted.places, 0).sum())
 
 
+def describe_fitted(fitted: Fitted, columns: Mapping[str, pa.Array] | None) -> str:
+    """What a feature is and how its values are used, in one line."""
+    feature = fitted.feature
+    about = {
+        "categorical": f"{len(fitted.categories):,} categories of the training part",
+        "multi": f"{len(fitted.categories):,} categories, up to {fitted.places} of an item",
+        "numeric": f"{len(fitted.edges) + 1} buckets with about equally many training values",
+        "cross": f"{fitted.rows:,} rows for all combinations",
+        "vector": f"{fitted.width:,} numbers, scaled to length 1",
+    }[feature.kind or ""]
+    cut = count_cut(fitted, columns) if columns is not None else 0
+    more = f"; {cut:,} values beyond the first {fitted.places} of an item left out" if cut else ""
+    return f"feature {feature.label} ({feature.kind}): {about}{more}"
+
+
 def stack_rows(features: Iterable[Fitted]) -> list[Fitted]:
     """Gives each feature its range of rows, from row 1 on."""
     found, first = [], 1

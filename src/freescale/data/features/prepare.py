@@ -22,10 +22,10 @@ from freescale.config.features import Feature, Request
 from freescale.data.batches.specs import SplitSpec
 from freescale.data.batches.windows import count_train_items, read_train_columns
 from freescale.data.feature_values import read_vectors
-from freescale.data.features.attributes import AttributeFile
+from freescale.data.features.attributes import AttributeFile, naming
 from freescale.data.features.fitting import (
     Fitted,
-    count_cut,
+    describe_fitted,
     encode_all,
     fit_feature,
     from_json,
@@ -59,8 +59,6 @@ from freescale.data.ingest.ids import (
     find_vocabulary,
 )
 from freescale.data.ingest.prepare import lock_cache
-from freescale.data.ingest.sources import SourceFile
-from freescale.data.values import BadValue
 from freescale.data.workspace import explain_full_disk, workspace
 
 _VERSION = 1
@@ -225,7 +223,7 @@ class _Making:
         else:
             fitted = []
             for feature in self._choose_kinds(source, declared, columns):
-                with _naming(source.file, feature):
+                with naming(source.file, feature):
                     fitted.append(fit_feature(feature, columns, counts))
             fitted = stack_rows(fitted)
         self._lines += [describe_fitted(each, columns) for each in fitted]
@@ -317,7 +315,7 @@ class _Making:
         for number, each in enumerate(fitted):
             if each.feature.kind != "vector":
                 continue
-            with _naming(source.file, each.feature):
+            with naming(source.file, each.feature):
                 vectors = read_vectors(columns[each.feature.columns[0]])
             if vectors.shape[1] not in (0, each.width):
                 raise ValueError(
@@ -386,21 +384,6 @@ class _Making:
         return np.concatenate([np.asarray(values[::step], np.float64) for (values,) in parts])
 
 
-def describe_fitted(fitted: Fitted, columns: Mapping[str, pa.Array] | None) -> str:
-    """What a feature is and how its values are used, in one line."""
-    feature = fitted.feature
-    about = {
-        "categorical": f"{len(fitted.categories):,} categories of the training part",
-        "multi": f"{len(fitted.categories):,} categories, up to {fitted.places} of an item",
-        "numeric": f"{len(fitted.edges) + 1} buckets with about equally many training values",
-        "cross": f"{fitted.rows:,} rows for all combinations",
-        "vector": f"{fitted.width:,} numbers, scaled to length 1",
-    }[feature.kind or ""]
-    cut = count_cut(fitted, columns) if columns is not None else 0
-    more = f"; {cut:,} values beyond the first {fitted.places} of an item left out" if cut else ""
-    return f"feature {feature.label} ({feature.kind}): {about}{more}"
-
-
 def _read_texts(histories: Path, column: str) -> list[str]:
     path = find_vocabulary(histories)
     if path is None:
@@ -409,21 +392,3 @@ def _read_texts(histories: Path, column: str) -> list[str]:
     mine = table.filter(pc.equal(table.column("column"), f"category.{column}")).sort_by("id")
     found: list[str] = mine.column("text").to_pylist()
     return found
-
-
-class _naming:
-    """Adds file and row to the error of a bad value."""
-
-    def __init__(self, file: SourceFile, feature: Feature) -> None:
-        self._file, self._feature = file, feature
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, BadValue):
-            where = "" if error.row is None else f", row {error.row + 1}"
-            columns = ", ".join(map(repr, self._feature.columns))
-            raise ValueError(
-                f"{self._file}{where}: column {columns} {error.problem}; {error.fix}"
-            ) from None
