@@ -96,6 +96,10 @@ def test_a_run_resumes_and_is_evaluated_with_its_own_statistics(tmp_path):
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     (last,) = (entry["test"]["model"] for entry in map(json.loads, lines) if "test" in entry)
     assert own["hr@10"] == last["hr@10"] and own["cold"] == last["cold"]
+    done = freescale("report", tmp_path / "whole", "--out", tmp_path / "report.html")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "<h3>Features</h3>" in page and "5 categories" in page and "32 buckets" in page
     done = freescale("export", tmp_path / "whole", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     exported = json.loads((tmp_path / "out" / "features.json").read_text())

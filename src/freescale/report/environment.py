@@ -36,8 +36,28 @@ def render_settings(runs: Sequence[Run]) -> str:
     )
     return (
         f"<details><summary>{len(rows)} settings</summary>"
-        f"{several}{render_table(head, rows, 'words')}</details>"
+        f"{several}{render_table(head, rows, 'words')}</details>" + _render_features(runs)
     )
+
+
+def _render_features(runs: Sequence[Run]) -> str:
+    """The features of the runs that have any."""
+    rows = []
+    for run in runs:
+        for fitted in run.features:
+            feature = fitted["feature"]
+            about = {
+                "numeric": f"{len(fitted['edges']) + 1} buckets",
+                "cross": f"{fitted['rows']:,} rows",
+                "vector": f"{fitted['width']:,} numbers",
+            }.get(feature["kind"], f"{len(fitted['categories']):,} categories")
+            columns = " and ".join(feature["columns"])
+            words = feature["source"], feature["name"], feature["kind"], columns, about
+            rows.append([escape(run.name), *map(escape, words)])
+    if not rows:
+        return ""
+    head = ["run", "of", "feature", "kind", "columns", "size"]
+    return f"<h3>Features</h3>{render_table(head, rows, 'words')}"
 
 
 def _list_settings(run: Run, part: str) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ class Run:
     steps: list[dict[str, Any]]  # ledger.jsonl
     metrics: list[dict[str, Any]]  # metrics.jsonl
     events: list[dict[str, Any]]  # of trace.json.gz
+    features: list[dict[str, Any]] = field(default_factory=list)  # of features/features.json
     missing: list[str] = field(default_factory=list)  # descriptions of what the page cannot show
     notes: list[str] = field(default_factory=list)  # for readers
 
@@ -101,7 +102,16 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         )
     notes = _describe_other_ranks(ledger)
     name = name or folder.resolve().name
-    return Run(name, config, ledger, steps, metrics, events, missing, notes)
+    features = _read_features(folder / "features" / "features.json")
+    return Run(name, config, ledger, steps, metrics, events, features, missing, notes)
+
+
+def _read_features(path: Path) -> list[dict[str, Any]]:
+    """The features of items, users and events; none if the run has no file of them."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [feature for source in ("item", "user", "event") for feature in found[source]]
 
 
 def _describe_other_ranks(ledger: dict[str, Any]) -> list[str]:
