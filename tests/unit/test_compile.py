@@ -143,7 +143,7 @@ def test_what_is_compiled_covers_the_tables_of_one_rank(optimizer, full_every):
     config = replace(config, train=train)
     with record_launches() as beforehand:
         call_kernels(config, False, CPU)
-    sizes = SimpleNamespace(num_items=50, num_actions=0)
+    sizes = SimpleNamespace(num_items=50, num_actions=0, features=None)
     model = build_model(config, sizes, LocalTransport())
     tables = model.tables
     with record_launches() as needed:

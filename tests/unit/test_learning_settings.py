@@ -89,7 +89,7 @@ def config(**settings):
 
 def test_settings_reach_model_rows_and_optimizers():
     given = config(row_std=0.3, input_scale=2.0, input_dropout=0.4, beta2=0.9)
-    data = SimpleNamespace(num_items=4000, num_actions=0)
+    data = SimpleNamespace(num_items=4000, num_actions=0, features=None)
     sharded = build_model(given, data, LocalTransport())
     encoder = sharded.module.encoder
     assert (encoder.input_scale, encoder.input_dropout) == (2.0, 0.4)
