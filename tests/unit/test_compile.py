@@ -28,9 +28,10 @@ from freescale.kernels.jit.compile import (
 from freescale.kernels.jit.compile_worker import Version, compute_keys
 from freescale.kernels.jit.launch import identify_launch, launch_kernel, record_launches
 from freescale.kernels.jit.launch_plan import Block
+from freescale.models.features import FeatureTables
 from freescale.random import derive
 from freescale.train.build import build_model, build_module
-from freescale.train.compile_kernels import call_kernels, call_model
+from freescale.train.compile_kernels import add_features, call_kernels, call_model
 from freescale.train.device_figures import describe_source, watch_compilations
 from freescale.train.state.contents import follow_changes
 from freescale.transport.local import LocalTransport
@@ -126,6 +127,31 @@ def test_what_is_compiled_covers_what_a_run_launches(task, changes):
     # one of those that are alike stands for all
     different = {identify_launch(launch): launch for launch in beforehand}.values()
     assert len(different) < len(beforehand) and not list_missing(beforehand, different)
+
+
+class SomeFeatures:
+    """Features of every kind, as a run has them."""
+
+    item_rows, event_rows, user_rows = 50, 50, 50
+    user_places, vector_widths = (1, 2), (24,)
+
+
+@pytest.mark.parametrize("task", ["retrieval", "ranking"])
+def test_what_is_compiled_covers_features(task):
+    config = configure(task, position_bias=True, time_bias=False)
+    with record_launches() as beforehand:
+        call_kernels(config, False, CPU, SomeFeatures())
+    tables = FeatureTables(50, 50, 50, (1, 2), [torch.randn(51, 24).half()])
+    module = build_module(config, 50, 0, tables)
+    for name in ("item", "item_features", "event_features", "user_features"):
+        setattr(module, name, torch.nn.Embedding(50, 64))
+    with record_launches() as needed:
+        for seed in range(4):
+            call_model(module, add_features(draw_batch(config, seed), tables), config, CPU)
+    with record_launches() as plain:
+        call_kernels(config, False, CPU)
+    assert len(needed) > 50 and not list_missing(needed, beforehand)
+    assert list_missing(needed, plain)  # those of the prefix
 
 
 def list_missing(needed, beforehand):

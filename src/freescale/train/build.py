@@ -262,15 +262,19 @@ def build_reducer(config: RunConfig) -> Thresholding | None:
     return None if eta is None else Thresholding(eta, config.train.compress_every)
 
 
+def size_tables(features: Features) -> FeatureTables:
+    """The tables of features, without vectors."""
+    rows = features.item_rows, features.event_rows, features.user_rows
+    return FeatureTables(*rows, features.user_places)
+
+
 def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
     """Builds the module and spreads its tables over the ranks."""
     train = config.train
     # a dynamic table has no rows before its ids arrive
-    store = data.features
     tables = None
-    if store is not None:
-        rows = store.item_rows, store.event_rows, store.user_rows
-        tables = FeatureTables(*rows, store.user_places, store.load_vectors())
+    if data.features is not None:
+        tables = replace(size_tables(data.features), vectors=data.features.load_vectors())
     module = build_module(config, max(1, data.num_items), data.num_actions, tables)
     return parallelize(
         module,

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
+from freescale.data.batches.loader import join_items
 from freescale.data.batches.negatives import choose_log_q, choose_negatives
+from freescale.data.batches.specs import Features
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
@@ -40,7 +42,8 @@ from freescale.kernels.requests.reference import MarkedRows
 from freescale.kernels.row_moves import triton as row_moves
 from freescale.kernels.row_sums import triton as triton_row_sums
 from freescale.kernels.row_sums.reference import SortedRows
-from freescale.train.build import build_module, build_row_optimizer, parse_tables
+from freescale.models.features import FeatureTables
+from freescale.train.build import build_module, build_row_optimizer, parse_tables, size_tables
 
 ITEMS, ACTIONS = 16, 4  # rows of the small tables
 SAMPLES = 160
@@ -53,6 +56,7 @@ def compile_kernels(
     actions: bool,
     device: torch.device,
     report: Callable[[int, int], None] = lambda done, all: None,
+    features: Features | None = None,
 ) -> int:
     """Compiles and loads all kernels of a run on a GPU.
 
@@ -63,6 +67,7 @@ def compile_kernels(
         device: the device of the run; on a CPU there is nothing to do.
         report: called with (compiled, total) at the start and after each kernel, unless all are in
             Triton's cache folder.
+        features: of the data.
 
     Returns:
         The number of compiled kernels; the others were in the cache folder.
@@ -72,7 +77,7 @@ def compile_kernels(
     config = replace(config, train=replace(config.train, precision=precision))
     try:
         with torch.cuda.device(device):
-            return compile_recorded(lambda: call_kernels(config, actions, device), report)
+            return compile_recorded(lambda: call_kernels(config, actions, device, features), report)
     except Exception as error:  # perhaps in a kernel that the data never needs
         warnings.warn(
             f"GPU kernels could not be compiled beforehand, a step waits for each: {error}",
@@ -81,7 +86,9 @@ def compile_kernels(
         return 0
 
 
-def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None:
+def call_kernels(
+    config: RunConfig, actions: bool, device: torch.device, features: Features | None = None
+) -> None:
     """Calls everything that launches kernels in a run."""
     call_tables(config, device)
     sum_in_order(torch.zeros(2, ITEMS, device=device), copies=2)  # dense gradients
@@ -95,19 +102,50 @@ def call_kernels(config: RunConfig, actions: bool, device: torch.device) -> None
     with torch.random.fork_rng(devices):  # the run's own draws do not change
         # two layers: the first differs from the others, which are alike
         small = replace(config, model=replace(config.model, layers=min(2, config.model.layers)))
-        module = build_module(small, ITEMS, ACTIONS if actions else 0)
-        for name, rows in (("item", ITEMS), ("action", ACTIONS)):
+        tables = None if features is None else shrink_tables(features)
+        module = build_module(small, ITEMS, ACTIONS if actions else 0, tables)
+        named = ("item_features", "event_features", "user_features")
+        for name, rows in (("item", ITEMS), ("action", ACTIONS), *((n, ITEMS) for n in named)):
             if getattr(module, name) is not None:
                 setattr(module, name, nn.Embedding(rows, config.model.width))
         module.to(device)
         for span in (1, FAR) if config.model.time_bias else (1,):
-            batch = build_batch(config, actions, span).to(device)
+            batch = build_batch(config, actions, span)
+            if tables is not None:
+                batch = add_features(batch, tables)
+            batch = batch.to(device)
             call_model(module, batch, config, device)
             if getattr(module, "capturable", False):  # padded batches have weights
                 weights = torch.ones(batch.sequences["history"].values.shape[0], device=device)
                 lengths = batch.sequences["history"].lengths
                 padded = {**batch.sequences, "target_weights": Jagged(weights, lengths)}
                 call_model(module, replace(batch, sequences=padded), config, device)
+
+
+def shrink_tables(features: Features) -> FeatureTables:
+    """Small tables of the same features."""
+    vectors = [torch.zeros(ITEMS + 1, width).half() for width in features.vector_widths]
+    return replace(size_tables(features), vectors=vectors)
+
+
+def add_features(batch: SequenceBatch, tables: FeatureTables) -> SequenceBatch:
+    """Adds what the model reads of features to a batch with the items that `build_batch` makes."""
+    history = batch.sequences["history"]
+    one = torch.ones_like(history.values)[:, None]
+    sequences, dense = dict(batch.sequences), dict(batch.dense)
+    if tables.event:
+        sequences["event_features"] = replace(history, values=one)
+    if tables.user:
+        dense["user_features"] = torch.ones(len(batch), sum(tables.user_places)).long()
+    batch = replace(batch, sequences=sequences, dense=dense)
+    if not tables.item:
+        return batch
+
+    def find(ids: Tensor) -> dict[str, Tensor]:
+        found = {"features": torch.ones_like(ids)[..., None], "known": ids >= 0}
+        return found | ({"vectors": ids} if tables.vectors else {})
+
+    return join_items(batch, find)
 
 
 def call_model(

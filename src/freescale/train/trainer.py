@@ -268,6 +268,7 @@ class Trainer:
             self.data.num_actions > 0,
             self.transport.device,
             partial(self.callbacks.call, "on_compile"),
+            self.data.features,
         )
         self.pipeline.tune()  # before callbacks describe the run: it makes automatic choices
         if self.run_folder.resume:

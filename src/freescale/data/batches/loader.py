@@ -7,7 +7,7 @@ the file, the options and n: to resume is to start at another n.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -307,31 +307,16 @@ class Histories:
         return self._add_item_features(batch)
 
     def _add_item_features(self, batch: SequenceBatch) -> SequenceBatch:
-        """Adds `NAME_features` and `NAME_known` to each feature of items, where it is."""
         store = self.features
         assert store is not None
         training = batch.number if self.split.part == "train" else None
 
-        def extend(columns: Mapping[str, Any]) -> dict[str, Any]:
-            found = dict(columns)
-            for name in _ITEMS & columns.keys():
-                part = columns[name]
-                of_tensor = isinstance(part, Tensor)
-                joined = store.find_items(part if of_tensor else part.values, training)
-                for kind, values in zip(("features", "known"), joined, strict=True):
-                    found[f"{name}_{kind}"] = values if of_tensor else replace(part, values=values)
-                if store.vector_widths:
-                    values = store.find_vectors(part if of_tensor else part.values)
-                    found[f"{name}_vectors"] = values if of_tensor else replace(part, values=values)
-            return found
+        def find(ids: Tensor) -> dict[str, Tensor]:
+            codes, known = store.find_items(ids, training)
+            found = {"features": codes, "known": known}
+            return found | ({"vectors": store.find_vectors(ids)} if store.vector_widths else {})
 
-        return replace(
-            batch,
-            sequences=extend(batch.sequences),
-            candidates=extend(batch.candidates),
-            dense=extend(batch.dense),
-            shared=extend(batch.shared),
-        )
+        return join_items(batch, find)
 
     def _find_samples(self, epoch: int, first: int, size: int, low: int, count: int) -> Tensor:
         """`count` sample indices from place `low` on, cyclically within a global batch of `size`
@@ -359,6 +344,30 @@ class Histories:
         """As `count_items`, for distinct ids [n]: [n] int64 on their device."""
         found = self._reader.count_items_of(ids.cpu().numpy())
         return torch.from_numpy(found).to(ids.device)
+
+
+def join_items(
+    batch: SequenceBatch, find: Callable[[Tensor], Mapping[str, Tensor]]
+) -> SequenceBatch:
+    """Adds what `find` returns for the ids of items, as `NAME_features` and so on, to each feature
+    of items, where it is."""
+
+    def extend(columns: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(columns)
+        for name in _ITEMS & columns.keys():
+            part = columns[name]
+            of_tensor = isinstance(part, Tensor)
+            for kind, values in find(part if of_tensor else part.values).items():
+                found[f"{name}_{kind}"] = values if of_tensor else replace(part, values=values)
+        return found
+
+    return replace(
+        batch,
+        sequences=extend(batch.sequences),
+        candidates=extend(batch.candidates),
+        dense=extend(batch.dense),
+        shared=extend(batch.shared),
+    )
 
 
 def _measure_span(times: Jagged) -> Jagged:
