@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale_bench.common.jobs import Job, run_jobs
+from freescale_bench.common.jobs import run_jobs
 from freescale_bench.common.ranks import get_gpu_name
 from freescale_bench.common.results import Claim, Destination, at_least, write
 from freescale_bench.quality.bench import parse_setting
@@ -21,7 +20,7 @@ from freescale_bench.quality.intervals import (
     measure_users,
     summarize,
 )
-from freescale_bench.quality.seed import RANKS, Seed
+from freescale_bench.quality.seed import RANKS, Seed, list_jobs
 
 PLAIN, WITH = "without features", "with features"
 COLD = "hr@10/cold"
@@ -69,7 +68,7 @@ class Plan:
 
 def bench_quality(plan: Plan, to: Destination) -> None:
     arms = plan.list_seeds()
-    _train(arms, plan.jobs)
+    run_jobs([job for arm, seeds in arms.items() for job in list_jobs(arm, seeds)], plan.jobs)
     ranks = {arm: [_read_ranks(seed) for seed in seeds] for arm, seeds in arms.items()}
     rows = []
     for arm, seeds in arms.items():
@@ -111,21 +110,6 @@ def make_claims(
         return [*claims, at_least(text, 0.01, featured - plain, "")]
     text = f"{name}: HR@10 of cold items, over that without features"
     return [*claims, at_least(text, 2.0, featured / plain, "times")]
-
-
-def _train(arms: dict[str, list[Seed]], jobs: int) -> None:
-    """Trains the runs that are missing."""
-    todo = []
-    for arm, seeds in arms.items():
-        for number, seed in enumerate(seeds):
-            if seed.find_result() is None:
-                folder = Path(seed.folder)
-                folder.mkdir(parents=True, exist_ok=True)
-                seed.write(folder / "task.json")
-                command = [sys.executable, "-m", "freescale_bench.quality.seed"]
-                command += [str(folder / "task.json")]
-                todo.append(Job(f"{arm}, seed {number}", command, folder / "log.txt"))
-    run_jobs(todo, jobs)
 
 
 def _read_ranks(seed: Seed) -> NDArray[np.int64]:

@@ -4,7 +4,6 @@ quality."""
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from freescale.config.metrics import UNSEEN
 from freescale.config.options import read_number
 from freescale.config.recipe import find_settings
 from freescale.data.batches.splits import LEAST_EVENTS
-from freescale_bench.common.jobs import Job, run_jobs
+from freescale_bench.common.jobs import run_jobs
 from freescale_bench.common.ranks import get_gpu_name
 from freescale_bench.common.results import Claim, Destination, Row, at_least, write
 from freescale_bench.quality.intervals import (
@@ -36,7 +35,7 @@ from freescale_bench.quality.peer import (
     read_run,
     write_interactions,
 )
-from freescale_bench.quality.seed import RANKS, Seed
+from freescale_bench.quality.seed import RANKS, Seed, list_jobs
 
 # events before the target; users with fewer have nothing to train on
 LEAST_HISTORY = LEAST_EVENTS["leave-one-out"] - 1
@@ -165,15 +164,7 @@ def _train_all(
     plan: Plan, seeds: Sequence[Seed], config: RunConfig, histories: Path
 ) -> list[PeerRun]:
     """Trains the missing runs. Returns the peer's runs."""
-    jobs = []
-    for number, seed in enumerate(seeds):
-        if seed.find_result() is None:
-            folder = Path(seed.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            seed.write(folder / "task.json")
-            command = [sys.executable, "-m", "freescale_bench.quality.seed"]
-            command += [str(folder / "task.json")]
-            jobs.append(Job(f"{plan.arm}, seed {number}", command, folder / "log.txt"))
+    jobs = list_jobs(plan.arm, seeds)
     if plan.peer is not None:
         data = plan.folder / "interactions.parquet"
         if not data.exists():

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from freescale.config import RunConfig
+from freescale_bench.common.jobs import Job
 
 RESULT, RANKS, TRAINED = "quality.json", "ranks.csv", "trained"
 ELSEWHERE = (
@@ -66,6 +68,20 @@ class Seed:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def list_jobs(arm: str, seeds: Sequence[Seed]) -> list[Job]:
+    """Lists the jobs that train the seeds of an arm that have no result yet."""
+    jobs = []
+    for number, seed in enumerate(seeds):
+        if seed.find_result() is None:
+            folder = Path(seed.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            seed.write(folder / "task.json")
+            command = [sys.executable, "-m", "freescale_bench.quality.seed"]
+            command += [str(folder / "task.json")]
+            jobs.append(Job(f"{arm}, seed {number}", command, folder / "log.txt"))
+    return jobs
 
 
 def train_seed(seed: Seed) -> None:
