@@ -187,6 +187,27 @@ def test_evaluation_over_ranks(settings):
         assert found["model"] == pytest.approx(alone["model"], rel=1e-12)
 
 
+def test_by_time_users_of_the_test_part_decide_nothing(settings, tmp_path):
+    """Users whose first event is held out are no part of the statistics."""
+    events = pq.read_table(settings["data"])
+    late = pa.table(
+        {name: events.column(name).slice(0, 4) for name in events.column_names}
+    ).to_pydict()
+    late["user_id"], late["timestamp"] = [USERS + 1] * 4, [10_000, 10_010, 10_020, 10_030]
+    both = pa.concat_tables([events, pa.table(late, schema=events.schema)])
+    pq.write_table(both, tmp_path / "events.parquet")
+    given = {
+        **settings, "data": str(tmp_path / "events.parquet"), "split": "time",
+        "split_time": 9_000, "features": "age=numeric:3",
+    }  # fmt: skip
+    users = pq.read_table(settings["users"]).to_pydict()
+    before = open_data(given, LocalTransport()).features.user
+    users["age"][users["user_id"].index(USERS + 1)] = 1000
+    pq.write_table(pa.table(users), tmp_path / "users.parquet")
+    after = open_data({**given, "users": str(tmp_path / "users.parquet")}, LocalTransport())
+    assert after.features.user == before and len(before) == 1
+
+
 def test_an_item_without_events_can_be_recommended(settings):
     """Its score comes from its features: those of an item with the same ones are equal."""
     data = open_data(settings, LocalTransport())

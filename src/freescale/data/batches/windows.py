@@ -185,6 +185,15 @@ def count_train_items(
     return found
 
 
+def count_train_events(file: HistoriesFile, split: SplitSpec) -> NDArray[np.int64]:
+    """[samples]: how many events of each are in the train part."""
+    counts = []
+    for number in range(file.num_groups):
+        group = file.read(number, ("timestamp",))
+        counts.append(find_ends(split, group, "train") - group.offsets[:-1])
+    return np.concatenate(counts)
+
+
 def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     """Index ranges [starts[i], starts[i] + lengths[i]), one after another: [sum(lengths)]."""
     ends = np.cumsum(lengths)

@@ -35,6 +35,13 @@ class Column:
     def used(self) -> bool:
         return self.feature.kind is not None
 
+    def without_vectors(self) -> Column:
+        """For users, who have none."""
+        if self.feature.kind != "vector":
+            return self
+        reason = "only items have vectors"
+        return replace(self, feature=replace(self.feature, kind=None), reason=reason)
+
     def describe(self) -> str:
         """What the values are and what is done with them, in one line."""
         found = f"{self.different:,} values, {self.missing:.1%} missing"

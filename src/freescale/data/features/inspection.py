@@ -66,7 +66,8 @@ def _infer_events(sources: Sources) -> list[Column]:
 
 def _infer_attributes(file: AttributeFile) -> list[Column]:
     table = file.read(file.names)
-    return [infer_column(n, file.role, table.column(n).combine_chunks()) for n in file.names]
+    found = [infer_column(n, file.role, table.column(n).combine_chunks()) for n in file.names]
+    return found if file.role == "item" else [column.without_vectors() for column in found]
 
 
 def _choose(

@@ -20,7 +20,11 @@ from numpy.typing import NDArray
 from freescale.config import DataConfig
 from freescale.config.features import Feature, Request
 from freescale.data.batches.specs import SplitSpec
-from freescale.data.batches.windows import count_train_items, read_train_columns
+from freescale.data.batches.windows import (
+    count_train_events,
+    count_train_items,
+    read_train_columns,
+)
 from freescale.data.feature_values import read_vectors
 from freescale.data.features.attributes import AttributeFile, naming
 from freescale.data.features.fitting import (
@@ -184,10 +188,23 @@ class _Making:
         refuse_repeated(source, values, ids)
         if vocabulary is not None:
             pq.write_table(vocabulary, out / VOCABULARY)
-        counts = self._count(ids)
+        if self._file.any_ids:
+            counts = count_train_items(self._file, self._split, ids)
+        else:
+            every = np.arange(self._num_items)
+            events = count_train_items(self._file, self._split, every)
+            counts, known = events[ids], events > 0
+            self._write_known(out, known)
         fitted, columns = self._fit(source, declared, table, counts, report)
         self._write_items(out, source, fitted, columns, ids)
-        self._describe_items(source, ids, counts)
+        unused = int((counts == 0).sum())
+        line = f"{source.file}: {len(ids):,} items by {source.key}"
+        line += f", {unused:,} of them without a training event" if unused else ""
+        if not self._file.any_ids:
+            known[ids] = False
+            line += f"; {int(known.sum()):,} items of the training part have no row, which counts "
+            line += "as missing"
+        self._lines.append(line)
         return fitted
 
     def _read(self, source: AttributeFile, report: Progress) -> tuple[list[Feature], pa.Table]:
@@ -238,19 +255,14 @@ class _Making:
         values = table.column(source.key).combine_chunks()
         ids = number_users(source, values, self._file)
         refuse_repeated(source, values, ids)
-        # Every user of the histories has training events; samples are numbered in their order.
         users = pq.read_table(self._histories, columns=["user_id"]).column("user_id").to_numpy()
         order = np.argsort(ids)
         place = np.searchsorted(ids[order], users).clip(max=len(ids) - 1)
         row = np.where(ids[order][place] == users, order[place], -1)
-        counts = np.bincount(row[row >= 0], minlength=len(ids))
-        if vector := next((each.name for each in declared if each.kind == "vector"), None):
-            raise ValueError(
-                f"feature user.{vector} is a vector: items have vectors, users have categories and "
-                "numbers; leave it out"
-            )
+        trained = (row >= 0) & (count_train_events(self._file, self._split) > 0)
+        counts = np.bincount(row[trained], minlength=len(ids))
         fitted, columns = self._fit(source, declared, table, counts, report)
-        unused, without = int((counts == 0).sum()), int((row < 0).sum())
+        unused, without = len(ids) - len(np.unique(row[row >= 0])), int((row < 0).sum())
         line = f"{source.file}: {len(ids):,} users by {source.key}"
         line += f", {unused:,} of them not in the data" if unused else ""
         line += f"; {without:,} users of the data have no row, which counts as missing"
@@ -260,10 +272,6 @@ class _Making:
             np.save(out / USERS, np.concatenate([encode_all(fitted, columns), missing])[row])
         return fitted
 
-    def _count(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n] training events of items."""
-        return count_train_items(self._file, self._split, ids)
-
     def _choose_kinds(
         self,
         source: AttributeFile,
@@ -272,8 +280,17 @@ class _Making:
     ) -> list[Feature]:
         unknown = [each.name for each in declared if each.kind is None]
         inferred: list[Column] = [infer_column(n, source.role, columns[n]) for n in unknown]
+        if source.role == "user":
+            inferred = [column.without_vectors() for column in inferred]
         if self._request.listed is not None:
-            return complete_kinds(declared, inferred)
+            chosen = complete_kinds(declared, inferred)
+            for feature in chosen if source.role == "user" else ():
+                if feature.kind == "vector":
+                    raise ValueError(
+                        f"feature user.{feature.name} is a vector: items have vectors, users have "
+                        "categories and numbers; leave it out"
+                    )
+            return chosen
         left = [f"{c.feature.name} ({c.reason})" for c in inferred if not c.used]
         if left:
             self._lines.append(f"columns of the {source.role}s left out: {', '.join(left)}")
@@ -300,7 +317,6 @@ class _Making:
         every = np.repeat(missing, self._num_items, axis=0)
         every[ids] = codes
         np.save(out / CODES, every)
-        self._write_known(out)
 
     def _write_vectors(
         self,
@@ -327,27 +343,12 @@ class _Making:
             every[np.argsort(np.argsort(ids)) if self._file.any_ids else ids] = vectors
             np.save(out / name_vectors(number), every)
 
-    def _write_known(self, out: Path) -> None:
-        if self._file.any_ids:
-            return
+    def _write_known(self, out: Path, known: NDArray[np.bool_]) -> None:
+        """[items]: whether an item's own row counts. For other data than the run's: as there."""
         if self._statistics is not None and self._trained is not None:
             copyfile(self._trained / KNOWN, out / KNOWN)
-            return
-        np.save(out / KNOWN, self._count(np.arange(self._num_items)) > 0)
-
-    def _describe_items(
-        self, source: AttributeFile, ids: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> None:
-        unused = int((counts == 0).sum())
-        line = f"{source.file}: {len(ids):,} items by {source.key}"
-        line += f", {unused:,} of them without a training event" if unused else ""
-        if not self._file.any_ids:
-            there = np.zeros(self._num_items, bool)
-            there[ids] = True
-            occur = self._count(np.arange(self._num_items)) > 0
-            without = int((occur & ~there).sum())
-            line += f"; {without:,} items of the training part have no row, which counts as missing"
-        self._lines.append(line)
+        else:
+            np.save(out / KNOWN, known)
 
     # ---- events
 
