@@ -11,7 +11,7 @@ from freescale_bench.common.markdown import Results, format_table, single
 def format_quality(used: Results, folder: str) -> str:
     result = single(used)
     names = [name for name in result["rows"][0] if "@" in name or name == "mrr"]
-    rows = [(row["arm"], *(_format_figure(row[name]) for name in names)) for row in result["rows"]]
+    rows = [(row["arm"], *(format_figure(row[name]) for name in names)) for row in result["rows"]]
     steps = result["training"].get("steps", result["rows"][0].get("steps"))
     steps = steps[0] if isinstance(steps, list) else steps
     conditions = f"{result['dataset']['name']}, {result['training']['settings']}, {steps} steps."
@@ -27,7 +27,7 @@ def format_recipes(used: Results, folder: str) -> str:
     for result in used.values():
         for row in result["rows"]:
             against = _format_difference(result, row)
-            figures = (_format_figure(row[name]) for name in names)
+            figures = (format_figure(row[name]) for name in names)
             rows.append((result["dataset"]["name"], row["arm"], *figures, against))
     head = ("data", "model", *names, "against the peer (users drawn anew, 95 %)")
     return format_table(used, folder, head, rows, note=note)
@@ -48,7 +48,7 @@ def format_recbole(used: Results, folder: str) -> str:
     return format_table(used, folder, head, rows, conditions=" ".join(notes))
 
 
-def _format_figure(value: float | Mapping[str, Any]) -> str:
+def format_figure(value: float | Mapping[str, Any]) -> str:
     """Formats a number, or a mean over seeds with its interval."""
     if not isinstance(value, Mapping):
         return f"{value:.3f}"
