@@ -198,7 +198,7 @@ def test_by_time_users_of_the_test_part_decide_nothing(settings, tmp_path):
     pq.write_table(both, tmp_path / "events.parquet")
     given = {
         **settings, "data": str(tmp_path / "events.parquet"), "split": "time",
-        "split_time": 9_000, "features": "age=categorical",
+        "split_time": 9_000, "features": "age=categorical", "id_dropout": 0.0,
     }  # fmt: skip
     users = pq.read_table(settings["users"]).to_pydict()
     before = open_data(given, LocalTransport()).features.user

@@ -138,6 +138,7 @@ LONG = "\n".join(f"S{n},c{n},1,t" for n in range(3, 45))
         ([], ITEMS, "has no rows; give one with a row per item"),
         (["--features", "date=numeric,timestamp"], None, "'timestamp' is a column of every hist"),
         (["--schema", "none.toml"], None, "none.toml"),
+        (["--features", "channel", "--id-dropout", "0.1"], None, "0.1 needs features of items"),
     ],
 )
 def test_bad_features_are_refused_by_name(tmp_path, options, items, message):

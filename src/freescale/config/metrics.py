@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 CUTOFFS = (1, 5, 10, 20, 50, 100, 200)  # k of HR@k and NDCG@k
 UNSEEN = "/unseen"  # suffix: ranked among the items that the history does not hold
 COLD = "/cold"  # suffix: of the targets with few training events
-COLD_EVENTS = 5  # of such an item, at most
+COLD_EVENTS = 5  # most training events of a cold item
 REPEATS = "repeats"  # share of targets that the history holds
 COLD_TARGETS = "cold"  # share of targets with few training events
 _PER_TASK = ("ne", "auc", "gauc")  # of ranking, each as metric/task

@@ -26,8 +26,8 @@ class FeatureTables:
     item: int = 0
     event: int = 0
     user: int = 0
-    user_places: Sequence[int] = ()  # of each feature of the users
-    # of each feature that is a vector: [items + 1, width], zeros in the last row
+    user_places: Sequence[int] = ()  # places of each user feature
+    # one tensor per vector feature: [items + 1, width], zeros in the last row
     vectors: Sequence[Tensor] = ()
 
 
@@ -78,7 +78,7 @@ class ItemVectors:
     """The items that a batch reads, each once."""
 
     rows: Tensor  # [u, width]
-    places: dict[str, Tensor]  # of each batch feature: where its items [...] are among them
+    places: dict[str, Tensor]  # batch feature -> index [...] of its items in `rows`
 
     def read(self, name: str) -> Tensor:
         """The vectors [..., width] of a batch feature."""
@@ -106,7 +106,7 @@ def describe_items(
     own, places = locate_rows(item, *(batch.values(name) for name in names))
     given = [batch.values(f"{name}_features") for name in names]
     rows, found = locate_rows(features, *given)
-    # Of each item once, however often it occurs: positions of the same item write the same.
+    # One entry per item, however often it occurs: all its positions write the same values.
     known = torch.zeros(own.shape[0], dtype=torch.bool, device=own.device)
     codes = torch.full((own.shape[0], given[0].shape[-1]), -1, device=own.device)
     index = torch.full((own.shape[0],), -1, device=own.device)

@@ -29,7 +29,7 @@ class Prefix:
         self,
         encoder: Encoder,
         heads: int,
-        widths: tuple[int, int],  # of queries and values
+        widths: tuple[int, int],  # widths of queries and values
         tokens: Tensor,  # [samples, count, width]
         rows: Tensor,  # [samples] int64, on the host: rows of each sample that see its prefix
         keys: Tensor | None,  # [samples] int64; None: nothing is dropped

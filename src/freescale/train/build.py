@@ -115,8 +115,14 @@ def load_features(
         any_ids="item" in config.dynamic_tables,
         trained=statistics,
     )
+    share = config.data.id_dropout
+    if share and (store is None or not store.item_rows):
+        raise ValueError(
+            f"--id-dropout {share:g} needs features of items, which describe those whose ids drop "
+            "out: give --items, or leave it out"
+        )
     if store is not None:
-        store.drop_ids(config.data.id_dropout, config.train.seed)
+        store.drop_ids(share, config.train.seed)
     return store
 
 

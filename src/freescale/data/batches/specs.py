@@ -141,7 +141,7 @@ class ReadSpec:
 class Features(Protocol):
     """The features of items and events, as rows of a table for each (`FeatureStore`)."""
 
-    fingerprint: str  # of what they are made of
+    fingerprint: str  # changes with the sources and the settings
     lines: tuple[str, ...]  # a report of what was read
 
     @property
@@ -178,7 +178,7 @@ class Features(Protocol):
 
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
         """Item ids [...] -> rows of their features [..., places] int64, and whether the item's own
-        row counts [...] bool. `batch`: number of the training batch, of which some ids drop out."""
+        row counts [...] bool. `batch`: number of a training batch; some of its ids drop out."""
 
     @property
     def vector_widths(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Features of items, users and events: read, fitted to the training part, joined into batches.
 
-sources.py      which columns of which files are features
+sources.py      the files, and which of their columns are features
 attributes.py   reads a file with a row per item or user
 inference.py    which kind a column is, and what will be done with it
 fitting.py      categories and buckets, by the training part; values become rows of a table

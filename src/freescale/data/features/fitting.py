@@ -30,7 +30,7 @@ from freescale.data.feature_values import (
     read_vectors,
 )
 
-MOST_VALUES = 16  # of a multi feature
+MOST_VALUES = 16  # limit for a multi feature
 _MISSING, _UNKNOWN, _FIRST = 0, 1, 2  # local rows of categories
 
 Columns = Mapping[str, pa.Array]

@@ -16,8 +16,8 @@ from freescale.data.values import BadValue, is_text, reads_as_number
 
 _FEW = 50  # different integers up to which they are categories and no amounts
 _MANY = 100_000  # categories that a column may have without being named
-_SHARE = 0.5  # of the rows, from which on different texts are names or descriptions,
-_SOME = 10  # unless there are only so few
+_SHARE = 0.5  # share of the rows: more different texts are names or descriptions
+_SOME = 10  # different texts that are categories in any case
 _SEPARATORS = ("|", ";", ", ", ",")
 _SPLIT = 0.2  # share of the texts with a separator that makes a column multi
 

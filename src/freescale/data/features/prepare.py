@@ -308,7 +308,15 @@ class _Making:
             return
         missing = encode_all(fitted, {name: pa.nulls(1) for name in columns})
         codes = encode_all(fitted, columns)
-        self._write_vectors(out, source, fitted, columns, ids)
+        for number, each in enumerate(fitted):
+            if each.width:
+                vectors = _encode_vectors(source, each, columns)
+                order = np.argsort(np.argsort(ids)) if self._file.any_ids else ids
+                count = len(ids) if self._file.any_ids else self._num_items
+                padded = np.zeros((count + 1, each.width), np.float16)  # zeros: without a vector
+                if vectors.shape[1]:  # none if all are missing
+                    padded[order] = vectors
+                np.save(out / name_vectors(number), padded)
         if self._file.any_ids:
             order = np.argsort(ids)
             np.save(out / IDS, ids[order])
@@ -317,31 +325,6 @@ class _Making:
         every = np.repeat(missing, self._num_items, axis=0)
         every[ids] = codes
         np.save(out / CODES, every)
-
-    def _write_vectors(
-        self,
-        out: Path,
-        source: AttributeFile,
-        fitted: Sequence[Fitted],
-        columns: Mapping[str, pa.Array],
-        ids: NDArray[np.int64],
-    ) -> None:
-        """Writes [items + 1, width] float16 for each feature that is a vector; the last is that of
-        items without one."""
-        for number, each in enumerate(fitted):
-            if each.feature.kind != "vector":
-                continue
-            with naming(source.file, each.feature):
-                vectors = read_vectors(columns[each.feature.columns[0]])
-            if vectors.shape[1] not in (0, each.width):
-                raise ValueError(
-                    f"{source.file}: the vectors of column {each.feature.name!r} have "
-                    f"{vectors.shape[1]} numbers, the model was trained with {each.width}"
-                )
-            count = len(ids) if self._file.any_ids else self._num_items
-            every = np.zeros((count + 1, each.width), np.float16)
-            every[np.argsort(np.argsort(ids)) if self._file.any_ids else ids] = vectors
-            np.save(out / name_vectors(number), every)
 
     def _write_known(self, out: Path, known: NDArray[np.bool_]) -> None:
         """[items]: whether an item's own row counts. For other data than the run's: as there."""
@@ -383,6 +366,19 @@ class _Making:
         step = -(-total // _NUMBERS)
         parts = read_train_columns(self._file, self._split, (name,))
         return np.concatenate([np.asarray(values[::step], np.float64) for (values,) in parts])
+
+
+def _encode_vectors(
+    source: AttributeFile, fitted: Fitted, columns: Mapping[str, pa.Array]
+) -> NDArray[np.float32]:
+    with naming(source.file, fitted.feature):
+        vectors = read_vectors(columns[fitted.feature.columns[0]])
+    if vectors.shape[1] not in (0, fitted.width):
+        raise ValueError(
+            f"{source.file}: the vectors of column {fitted.feature.name!r} have "
+            f"{vectors.shape[1]} numbers, the model was trained with {fitted.width}"
+        )
+    return vectors
 
 
 def _read_texts(histories: Path, column: str) -> list[str]:

@@ -29,7 +29,7 @@ class Sources:
     """The files that features come from."""
 
     events: SourceFile | None  # the first file of the interactions; None: histories
-    layout: Layout | None  # of the events
+    layout: Layout | None  # layout of the events
     attributes: Mapping[str, AttributeFile]  # by source: `item`, `user`
 
     @property
@@ -67,7 +67,7 @@ def get_request(config: DataConfig) -> Request:
 
 
 def find_columns(sources: Sources, request: Request) -> list[Feature]:
-    """Says of which source each listed feature is; all columns if none are listed.
+    """Finds the source of each listed feature; returns all columns if none are listed.
 
     Raises:
         ValueError: a column is in no file, or in several.

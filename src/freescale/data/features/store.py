@@ -133,7 +133,7 @@ class FeatureStore(Features):
     def _find_places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         if self._ids is None:
             return ids
-        last = len(self._ids)  # of items without features
+        last = len(self._ids)  # row for items without features
         places = np.searchsorted(self._ids, ids)
         found = self._ids[places.clip(max=max(last - 1, 0))] == ids if last else False
         return np.where(found, places, last)
