@@ -20,7 +20,7 @@ from freescale.transport.api import Transport
 from freescale_bench.common.ranks import get_gpu_name, open_rank
 from freescale_bench.common.results import Claim, Destination, Row, at_most, spread, write
 from freescale_bench.train.shapes import SHAPES, Shape
-from freescale_bench.train.trained import SMALL, Trained, list_batches, prepare
+from freescale_bench.train.trained import SMALL, WARMUP, Trained, list_batches, prepare
 
 VALUES = 1000  # of the feature
 TURNS = 3  # of each arm
@@ -53,8 +53,10 @@ def _measure_shape(shape: Shape, steps: int, transport: Transport, folder: Path)
     described = replace(config, data=replace(config.data, items=str(items)))
     featured = load_histories(described, prepare_data(described), transport)
     arms = {"plain": (config, data), "features": (described, featured)}
+    device = transport.device.type
+    warmup = shape.warmup if device == "cuda" else WARMUP  # on a CPU nothing is captured
     batches = {
-        arm: list_batches(source, steps, transport.device.type) for arm, (_, source) in arms.items()
+        arm: list_batches(source, steps, device, warmup) for arm, (_, source) in arms.items()
     }
     windows: dict[str, list[float]] = {arm: [] for arm in arms}
     for turn in range(TURNS):
@@ -62,12 +64,12 @@ def _measure_shape(shape: Shape, steps: int, transport: Transport, folder: Path)
             trained = Trained.build(*arms[arm], transport)
             trained.model.tables.place(batches[arm][0])
             try:
-                windows[arm] += trained.time_windows(batches[arm], steps)[0]
+                windows[arm] += trained.time_windows(batches[arm], steps, warmup)[0]
             finally:
                 trained.pipeline.close()
             del trained
             gc.collect()
-            if transport.device.type == "cuda":
+            if device == "cuda":
                 torch.cuda.empty_cache()
     pairs = zip(windows["features"], windows["plain"], strict=True)
     return {

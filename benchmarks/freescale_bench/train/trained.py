@@ -75,13 +75,13 @@ class Trained:
         return Trained(model, optimizer, build_pipeline(config, model, optimizer, 10**6))
 
     def time_windows(
-        self, batches: Sequence[SequenceBatch], steps: int
+        self, batches: Sequence[SequenceBatch], steps: int, warmup: int = WARMUP
     ) -> tuple[list[float], list[dict[str, Any]]]:
         """Returns milliseconds per step of each window, and the ledger's records of these steps."""
         windows: list[float] = []
         records: list[dict[str, Any]] = []
         begin = 0.0
-        for number, _ in enumerate(self.pipeline.run(batches), start=1 - WARMUP):
+        for number, _ in enumerate(self.pipeline.run(batches), start=1 - warmup):
             if number % WINDOW or not 0 <= number <= steps:
                 continue
             wait_idle(self.model.transport.device)
@@ -94,9 +94,11 @@ class Trained:
         return windows, records
 
 
-def list_batches(data: Histories, steps: int, device: str) -> list[SequenceBatch]:
+def list_batches(
+    data: Histories, steps: int, device: str, warmup: int = WARMUP
+) -> list[SequenceBatch]:
     """Lists the batches of the warm-up, of whole windows within `steps`, and of the steps after
     them."""
-    count = WARMUP + steps // WINDOW * WINDOW + AFTER
+    count = warmup + steps // WINDOW * WINDOW + AFTER
     made = (data.batch(number) for number in range(count))
     return [batch.pin_memory() if device == "cuda" else batch for batch in made]
