@@ -212,19 +212,21 @@ def test_an_item_without_events_can_be_recommended(settings):
     """Its score comes from its features: those of an item with the same ones are equal."""
     data = open_data(settings, LocalTransport())
     ids = torch.arange(ITEMS)
-    codes, known = data.features.find_items(ids)
-    assert data.num_items == ITEMS and not known[ITEMS - 6 :].any() and known[:3].all()
+    codes, own = data.features.find_items(ids)
+    assert data.num_items == ITEMS and not own[ITEMS - 6 :].any()
+    events = data.count_items().float()
+    assert torch.equal(own[: len(events)], events / (events + 10)) and events[:3].all()
     assert torch.equal(codes[0], codes[1])  # not in the file of items: all features missing
     parallel, _ = build(LocalTransport(), data)
     parallel.tables.place()
     _, rows = parallel.tables.get_local_rows("item")
     batch = freescale.SequenceBatch(dense={"history_features": codes})
     with parallel.reading(batch) as batch, torch.no_grad():
-        given = batch.values("history_features"), known, data.features.find_vectors(ids)
+        given = batch.values("history_features"), own, data.features.find_vectors(ids)
         vectors = parallel.module.encode_items(rows, *given)
         moved = parallel.module.encode_items(rows + 1, *given)
-    assert torch.equal(vectors[~known], moved[~known])
-    assert not torch.equal(vectors[known], moved[known])
+    assert torch.equal(vectors[own == 0], moved[own == 0])
+    assert not torch.equal(vectors[own > 0], moved[own > 0])
 
 
 def test_ids_drop_out_by_batch_and_item_alone(settings):
@@ -234,7 +236,9 @@ def test_ids_drop_out_by_batch_and_item_alone(settings):
     first, second = (data.features.find_items(ids, batch)[1] for batch in (0, 1))
     again = data.features.find_items(ids.flip(0), 0)[1].flip(0)
     assert torch.equal(first, again) and not torch.equal(first, second)
-    assert 0 < (trained & ~first).sum() < trained.sum() / 2
+    dropped = (trained > 0) & (first == 0)
+    assert torch.equal(first[~dropped], trained[~dropped])
+    assert 0 < dropped.sum() < (trained > 0).sum() / 2
 
 
 def test_statistics_come_from_the_training_part_only(settings, tmp_path):
@@ -258,5 +262,5 @@ def test_statistics_come_from_the_training_part_only(settings, tmp_path):
     after = open_data(changed, LocalTransport()).features
     assert before.item == after.item and before.event == after.event
     assert "fax" not in str(after.event) and "only in test" not in str(after.item)
-    known = after.find_items(torch.arange(ITEMS))[1]
-    assert not known[ITEMS - 1]
+    own = after.find_items(torch.arange(ITEMS))[1]
+    assert not own[ITEMS - 1]

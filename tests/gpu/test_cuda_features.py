@@ -23,7 +23,7 @@ def make_batch(seed, per):
     lengths = torch.randint(0, 60, (SAMPLES,), generator=generator)
     tokens = int(lengths.sum())
     codes = torch.randint(0, 40, (ITEMS, 3), generator=torch.Generator().manual_seed(99))
-    known = torch.arange(ITEMS) % 5 > 0
+    own = torch.arange(ITEMS) % 5 / 4
 
     def draw(high, *shape):
         return torch.randint(0, high, shape, generator=generator)
@@ -31,12 +31,12 @@ def make_batch(seed, per):
     ids = {"history": draw(ITEMS, tokens), "targets": draw(ITEMS, tokens)}
     homes = {"sequences": {}, "dense": {}, "shared": {}}
     for name, values in ids.items():
-        parts = {name: values, f"{name}_features": codes[values], f"{name}_known": known[values]}
+        parts = {name: values, f"{name}_features": codes[values], f"{name}_own": own[values]}
         parts[f"{name}_vectors"] = values
         homes["sequences"] |= {n: Jagged(value, lengths) for n, value in parts.items()}
     wrong = draw(ITEMS, SAMPLES, 16) if per == "sample" else draw(ITEMS, 64)
     homes["dense" if per == "sample" else "shared"] |= {
-        "negatives": wrong, "negatives_features": codes[wrong], "negatives_known": known[wrong],
+        "negatives": wrong, "negatives_features": codes[wrong], "negatives_own": own[wrong],
         "negatives_vectors": wrong,
     }  # fmt: skip
     homes["sequences"]["timestamps"] = Jagged(torch.arange(tokens) * 60, lengths)

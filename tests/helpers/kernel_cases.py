@@ -185,7 +185,21 @@ def reads(width, device="cpu", dtype="float32"):
         "unread": not grad[[0, 1, 3, 4, 40]].any(),
         "split": torch.equal(few[[2, 5]], grad[[2, 5]]),
         "empty": triton_rows.read_rows(leaf, index[:0]).shape == (0, 2, width),
+        "sums": sum_error(leaf, index.view(-1, 2), weight[:, 0]),
+        "no sums": triton_rows.sum_rows(leaf, index[:0]).shape == (0, width),
     }
+
+
+def sum_error(leaf, index, weight):
+    """Sums over places, some of them -1: the largest relative error of values and gradients."""
+    index = torch.where(index % 7 == 0, -1, index)
+    exact = leaf.detach().double().requires_grad_()
+    found = triton_rows.sum_rows(leaf, index)
+    expected = (exact[index] * (index >= 0)[..., None]).sum(1)
+    (grad,) = torch.autograd.grad(found, leaf, weight)
+    (right,) = torch.autograd.grad(expected, exact, weight.double())
+    pairs = ((found, expected), (grad, right))
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def row_values(width, device):

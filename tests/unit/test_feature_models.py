@@ -27,11 +27,11 @@ def draw(seed=0):
     """What each item's features are, and whether its own row counts."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, ROWS, (ITEMS, PLACES), generator=generator)
-    known = torch.rand(ITEMS, generator=generator) > 0.3
-    return codes, known
+    own = (torch.rand(ITEMS, generator=generator) - 0.3).clamp(min=0)
+    return codes, own
 
 
-def make_batch(codes, known, per="sample"):
+def make_batch(codes, own, per="sample"):
     generator = torch.Generator().manual_seed(1)
     tokens = int(LENGTHS.sum())
     shape = {"sample": (3, 5), "position": (tokens, 5), "batch": (5,)}[per]
@@ -44,7 +44,7 @@ def make_batch(codes, known, per="sample"):
     parts = {"sequences": {}, "dense": {}, "shared": {}}
     for name, values in ids.items():
         home = homes[per] if name == "negatives" else "sequences"
-        columns = {name: values, f"{name}_features": codes[values], f"{name}_known": known[values]}
+        columns = {name: values, f"{name}_features": codes[values], f"{name}_own": own[values]}
         columns[f"{name}_vectors"] = torch.where(values % 6 == 0, ITEMS, values)
         for column, value in columns.items():
             parts[home][column] = Jagged(value, LENGTHS) if home == "sequences" else value
@@ -69,7 +69,7 @@ def compute_loss(model, batch, per):
 
     def embed(name):
         ids, codes = batch.values(name), batch.values(f"{name}_features")
-        own = model.item.weight[ids] * batch.values(f"{name}_known")[..., None]
+        own = model.item.weight[ids] * batch.values(f"{name}_own")[..., None]
         rows = model.item_features.weight[codes] * (codes != 0)[..., None]
         numbers = VECTORS[batch.values(f"{name}_vectors")].double()
         return own + rows.sum(-2) + numbers @ model.item_vectors[0].projection.weight.T
@@ -126,36 +126,36 @@ def test_the_loss_and_its_gradients(kind, per, sharded):
 
 
 def test_an_unknown_item_is_its_features_alone():
-    codes, known = draw()
+    codes, own = draw()
     model = make_model("hstu")
     index = torch.arange(ITEMS)
-    rows = model.encode_items(model.item.weight, codes, known, index)
+    rows = model.encode_items(model.item.weight, codes, own, index)
     with torch.no_grad():
-        model.item.weight[~known] += 1.0
-        again = model.encode_items(model.item.weight, codes, known, index)
-        other = model.encode_items(model.item.weight, codes, ~known, index)
+        model.item.weight[own == 0] += 1.0
+        again = model.encode_items(model.item.weight, codes, own, index)
+        other = model.encode_items(model.item.weight, codes, 1 - own, index)
     assert torch.equal(rows, again) and not torch.equal(rows, other)
     with pytest.raises(AssertionError, match="the model has features of items"):
         model.encode_items(model.item.weight)
 
 
 def test_ranking_describes_candidates_with_the_same_tables():
-    codes, known = draw()
+    codes, own = draw()
     torch.manual_seed(0)
     model = Ranking(
         make_encoder("hstu"), num_items=ITEMS, tasks=("click",), feature_tables=FeatureTables(ROWS)
     ).double()
-    batch = make_batch(codes, known)
+    batch = make_batch(codes, own)
     ids = torch.tensor([3, 8, 2, 3])
     ones, counts = torch.ones(4, dtype=torch.int64), torch.tensor([2, 1, 1])
-    columns = {"": ids, "_features": codes[ids], "_known": known[ids]}
+    columns = {"": ids, "_features": codes[ids], "_own": own[ids]}
     candidates = {f"candidates{n}": Nested(value, ones, counts) for n, value in columns.items()}
     found = model.predict(SequenceBatch(batch.sequences, candidates, keys=batch.keys))
     twin = Ranking(make_encoder("hstu"), num_items=ITEMS, tasks=("click",)).double()
     twin.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():  # the same vectors as rows of a plain table
         twin.item.weight.copy_(
-            model.item.weight * known[:, None] + sum_features(model.item_features, codes)
+            model.item.weight * own[:, None] + sum_features(model.item_features, codes)
         )
     plain = SequenceBatch(
         batch.sequences, {"candidates": candidates["candidates"]}, keys=batch.keys
@@ -171,8 +171,8 @@ def test_without_features_nothing_is_added():
 
 
 def test_an_empty_batch():
-    codes, known = draw()
+    codes, own = draw()
     model = make_model("hstu")
-    batch = make_batch(codes, known).slice(1, 2)
+    batch = make_batch(codes, own).slice(1, 2)
     assert model(batch)["next_item"].item() == 0.0
     assert torch.equal(model.encode_queries(batch), torch.zeros(1, 8, dtype=torch.float64))

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
 
 from freescale.batch import SequenceBatch
 from freescale.config import ModelConfig
-from freescale.kernels.dispatch.rows import read_rows
+from freescale.kernels.dispatch.rows import read_rows, sum_rows
 from freescale.models.columns import locate_rows
 
 
@@ -43,16 +42,16 @@ def embed_features(table: nn.Module, codes: Tensor, places: Sequence[int]) -> Te
     """codes [..., sum(places)], rows of a table of features -> [..., features, width]: the sum of
     the rows of each feature."""
     rows, (index,) = locate_rows(table, codes)
-    flat = torch.where(codes <= 0, -1, index.long()).view(-1, codes.shape[-1])
-    sums = [_sum_places(rows, part) for part in torch.split(flat, list(places), dim=1)]
+    flat = torch.where(codes <= 0, -1, index).view(-1, codes.shape[-1])
+    sums = [sum_rows(rows, part) for part in torch.split(flat, list(places), dim=1)]
     return torch.stack(sums, dim=1).view(*codes.shape[:-1], len(places), rows.shape[1])
 
 
-def add_features(own: Tensor, known: Tensor, features: Tensor) -> Tensor:
-    """The vectors of items: their own rows [..., width] and those of their features. An item that
-    is not `known` [...] bool by its own row, which is noise until it is trained, is described by
-    its features alone."""
-    return torch.where(known[..., None], own, 0) + features
+def add_features(rows: Tensor, weights: Tensor, features: Tensor) -> Tensor:
+    """The vectors of items: their own rows [..., width], as much as they count (`weights` [...],
+    from 0 to 1), and the sums of their features. The fewer events an item has, the less its own row
+    tells, and it is described by its features."""
+    return torch.addcmul(features, rows, weights.to(rows.dtype)[..., None])
 
 
 class VectorFeature(nn.Module):
@@ -97,32 +96,28 @@ def describe_items(
     Args:
         item: the table of items.
         features: the table of their features.
-        batch: has `NAME`, `NAME_features` and `NAME_known` of each name, as `Histories` makes them;
+        batch: has `NAME`, `NAME_features` and `NAME_own` of each name, as `Histories` makes them;
             with vectors, `NAME_vectors`.
         names: as `history`.
         vectors: each a `VectorFeature`.
     """
-    vectors = list(vectors)
     own, places = locate_rows(item, *(batch.values(name) for name in names))
-    given = [batch.values(f"{name}_features") for name in names]
-    rows, found = locate_rows(features, *given)
-    # One entry per item, however often it occurs: all its positions write the same values.
-    known = torch.zeros(own.shape[0], dtype=torch.bool, device=own.device)
-    codes = torch.full((own.shape[0], given[0].shape[-1]), -1, device=own.device)
-    index = torch.full((own.shape[0],), -1, device=own.device)
-    for name, place, code, row in zip(names, places, given, found, strict=True):
-        at = place.reshape(-1).long()
-        known[at] = batch.values(f"{name}_known").reshape(-1)
-        codes[at] = torch.where(code <= 0, -1, row.long()).view(-1, codes.shape[1])
-        if vectors:
-            index[at] = batch.values(f"{name}_vectors").reshape(-1)
-    found_vectors = add_features(own, known, _sum_places(rows, codes))
+    codes = [batch.values(f"{name}_features") for name in names]
+    rows, index = locate_rows(features, *codes)
+    at = torch.cat([place.reshape(-1) for place in places]).long()
+    own = own[: own.shape[0] if at.numel() else 0]
+    # An item is described once, however often it occurs. All its positions have the same columns,
+    # so any of them will do.
+    position = torch.arange(at.numel(), device=at.device)
+    one = torch.zeros(own.shape[0], dtype=at.dtype, device=at.device).scatter_(0, at, position)
+
+    def take(parts: Sequence[Tensor], axes: int = 0) -> Tensor:
+        return torch.cat([p.reshape(-1, *p.shape[p.ndim - axes :]) for p in parts])[one]
+
+    weights = take([batch.values(f"{name}_own") for name in names])
+    used = torch.where(take(codes, 1) <= 0, -1, take(index, 1))
+    found = add_features(own, weights, sum_rows(rows, used))
     for feature in vectors:
-        found_vectors = found_vectors + feature(index).to(found_vectors.dtype)
-    return ItemVectors(found_vectors, dict(zip(names, places, strict=True)))
-
-
-def _sum_places(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [v, width], index [n, places] into them, -1 for nothing -> sums [n, width]."""
-    used = (index >= 0).to(rows.dtype)
-    return embedding_bag(index.clamp(min=0), rows, mode="sum", per_sample_weights=used)
+        numbers = take([batch.values(f"{name}_vectors") for name in names])
+        found = found + feature(numbers).to(found.dtype)
+    return ItemVectors(found, dict(zip(names, places, strict=True)))

@@ -264,7 +264,7 @@ class Retrieval(_SequenceHead):
         self,
         rows: Tensor,
         codes: Tensor | None = None,
-        known: Tensor | None = None,
+        own: Tensor | None = None,
         vectors: Tensor | None = None,
     ) -> Tensor:
         """Encodes items as the loss sees them: [n, width].
@@ -272,12 +272,12 @@ class Retrieval(_SequenceHead):
         Args:
             rows: [n, width] of the item table.
             codes: [n, places] rows of their features, if the model has any.
-            known: [n] bool: whether an item's own row counts.
+            own: [n] how much an item's own row counts, from 0 to 1.
             vectors: [n] rows of their vectors, if the model has any.
         """
         if self.item_features is not None:
-            assert codes is not None and known is not None, "the model has features of items"
-            rows = add_features(rows, known, sum_features(self.item_features, codes))
+            assert codes is not None and own is not None, "the model has features of items"
+            rows = add_features(rows, own, sum_features(self.item_features, codes))
             for feature in self.item_vectors:
                 assert vectors is not None, "the model has vectors of items"
                 rows = rows + feature(vectors).to(rows.dtype)

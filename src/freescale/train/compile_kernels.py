@@ -142,7 +142,7 @@ def add_features(batch: SequenceBatch, tables: FeatureTables) -> SequenceBatch:
         return batch
 
     def find(ids: Tensor) -> dict[str, Tensor]:
-        found = {"features": torch.ones_like(ids)[..., None], "known": ids >= 0}
+        found = {"features": torch.ones_like(ids)[..., None], "own": torch.ones(ids.shape)}
         return found | ({"vectors": ids} if tables.vectors else {})
 
     return join_items(batch, find)

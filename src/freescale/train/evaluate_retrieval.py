@@ -130,12 +130,12 @@ def encode_catalogue(
     for first in range(0, int(counts.wait().max()), _AT_ONCE):  # as many on every rank
         part = slice(first, first + _AT_ONCE)
         wanted = ids[part].cpu()
-        codes, known = features.find_items(wanted)
+        codes, own = features.find_items(wanted)
         vectors = features.find_vectors(wanted).to(rows.device) if features.vector_widths else None
         batch = parallel.check_batch(SequenceBatch(dense={"history_features": codes}))
         with parallel.rows_fetched(batch):
             codes = batch.values("history_features")
-            found.append(module.encode_items(rows[part], codes, known.to(rows.device), vectors))
+            found.append(module.encode_items(rows[part], codes, own.to(rows.device), vectors))
     return torch.cat(found) if found else rows
 
 

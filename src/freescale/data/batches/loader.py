@@ -312,8 +312,8 @@ class Histories:
         training = batch.number if self.split.part == "train" else None
 
         def find(ids: Tensor) -> dict[str, Tensor]:
-            codes, known = store.find_items(ids, training)
-            found = {"features": codes, "known": known}
+            codes, own = store.find_items(ids, training)
+            found = {"features": codes, "own": own}
             return found | ({"vectors": store.find_vectors(ids)} if store.vector_widths else {})
 
         return join_items(batch, find)

@@ -177,8 +177,8 @@ class Features(Protocol):
         """Columns [n] of the histories file -> rows [n, places] int64 of event features."""
 
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
-        """Item ids [...] -> rows of their features [..., places] int64, and whether the item's own
-        row counts [...] bool. `batch`: number of a training batch; some of its ids drop out."""
+        """Item ids [...] -> rows of their features [..., places] int64, and how much the item's own
+        row counts [...] float32. `batch`: number of a training batch; some of its ids drop out."""
 
     @property
     def vector_widths(self) -> tuple[int, ...]:

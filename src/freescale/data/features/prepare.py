@@ -49,8 +49,8 @@ from freescale.data.features.store import (
     ABOUT,
     CODES,
     IDS,
-    KNOWN,
     USERS,
+    WEIGHTS,
     FeatureStore,
     list_stored,
     name_vectors,
@@ -65,7 +65,8 @@ from freescale.data.ingest.ids import (
 from freescale.data.ingest.prepare import lock_cache
 from freescale.data.workspace import explain_full_disk, workspace
 
-_VERSION = 1
+_VERSION = 2
+_EVENTS = 10  # training events with which an item's own row counts half
 _NUMBERS = 1 << 22  # training values of a number, by which its buckets are made
 
 
@@ -194,7 +195,7 @@ class _Making:
             every = np.arange(self._num_items)
             events = count_train_items(self._file, self._split, every)
             counts, known = events[ids], events > 0
-            self._write_known(out, known)
+            self._write_weights(out, events)
         fitted, columns = self._fit(source, declared, table, counts, report)
         self._write_items(out, source, fitted, columns, ids)
         unused = int((counts == 0).sum())
@@ -326,12 +327,12 @@ class _Making:
         every[ids] = codes
         np.save(out / CODES, every)
 
-    def _write_known(self, out: Path, known: NDArray[np.bool_]) -> None:
-        """[items]: whether an item's own row counts. For other data than the run's: as there."""
+    def _write_weights(self, out: Path, events: NDArray[np.int64]) -> None:
+        """[items]: how much an item's own row counts. For other data than the run's: as there."""
         if self._statistics is not None and self._trained is not None:
-            copyfile(self._trained / KNOWN, out / KNOWN)
+            copyfile(self._trained / WEIGHTS, out / WEIGHTS)
         else:
-            np.save(out / KNOWN, known)
+            np.save(out / WEIGHTS, (events / (events + _EVENTS)).astype(np.float32))
 
     # ---- events
 

@@ -23,7 +23,7 @@ from freescale.random import derive, uniform
 
 FOLDER = "features"  # in the folder of a run
 ABOUT = "features.json"
-CODES, KNOWN, IDS, USERS = "items.npy", "known.npy", "item_ids.npy", "users.npy"
+CODES, WEIGHTS, IDS, USERS = "items.npy", "own_weights.npy", "item_ids.npy", "users.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
 
 
@@ -92,8 +92,8 @@ class FeatureStore(Features):
         return np.load(self.folder / CODES, mmap_mode="r")  # type: ignore[no-any-return]
 
     @cached_property
-    def _known(self) -> NDArray[np.bool_] | None:  # [items]: whether it has a training event
-        path = self.folder / KNOWN
+    def _weights(self) -> NDArray[np.float32] | None:  # [items]: of their own rows
+        path = self.folder / WEIGHTS
         return np.load(path, mmap_mode="r") if path.is_file() else None
 
     @cached_property
@@ -104,7 +104,7 @@ class FeatureStore(Features):
     def copy_statistics(self, folder: Path) -> None:
         target = folder / FOLDER
         target.mkdir(exist_ok=True)
-        for name in (ABOUT, KNOWN):
+        for name in (ABOUT, WEIGHTS):
             if (self.folder / name).is_file():
                 copyfile(self.folder / name, target / name)
 
@@ -112,12 +112,12 @@ class FeatureStore(Features):
         numbers = ids.numpy()
         places = self._find_places(numbers)
         codes = torch.from_numpy(self._codes[places].astype(np.int64))
-        own = np.ones(numbers.shape, bool) if self._known is None else self._known[places]
-        known = torch.from_numpy(np.asarray(own))
+        ones = np.ones(numbers.shape, np.float32)
+        own = torch.from_numpy(ones if self._weights is None else np.asarray(self._weights[places]))
         if batch is not None and self._id_dropout:
             draws = uniform(derive(derive(self._seed, _DROPPED, batch), ids))
-            known = known & (draws >= self._id_dropout)
-        return codes, known
+            own = own * (draws >= self._id_dropout)
+        return codes, own
 
     @property
     def vector_widths(self) -> tuple[int, ...]:

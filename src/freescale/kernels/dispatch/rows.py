@@ -91,6 +91,16 @@ def read_rows(
     return torch.nn.functional.embedding(index, table)
 
 
+def sum_rows(table: Tensor, index: Tensor) -> Tensor:
+    """table [u, width], index [n, places] into it, -1 for nothing -> [n, width]: sums of rows."""
+    if _fits_triton(table):
+        return triton.sum_rows(table, index)
+    used = (index >= 0).to(table.dtype)
+    return torch.nn.functional.embedding_bag(
+        index.clamp(min=0), table, mode="sum", per_sample_weights=used
+    )
+
+
 def sum_by_row(values: Tensor, numbers: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
     """`row_sums.reference.sum_by_row`: values [n, width] of rows [n] -> [count, width]."""
     if _fits_triton(values):

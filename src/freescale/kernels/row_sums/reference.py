@@ -23,8 +23,12 @@ class SortedRows:
 
 def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
     """values [n, width] of rows [n] -> [count, width]: the sums of each row's values, in order.
-    With `onto` [count, width], adds them there; without it, rows without values are zero."""
+    With `onto` [count, width], adds them there; without it, rows without values are zero. With rows
+    [n, places], a value counts for several rows, and -1 is none."""
     check_values(values, rows)
+    if rows.ndim > 1:
+        values = values.repeat_interleave(rows.shape[1], 0)[rows.reshape(-1) >= 0]
+        rows = rows[rows >= 0]
     sums = values.new_zeros(count, values.shape[1]).index_add_(0, rows, values)
     return sums if onto is None else onto.add_(sums)
 
@@ -37,9 +41,9 @@ def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_values(values: Tensor, rows: Tensor) -> None:
-    if values.ndim != 2 or values.shape[0] != rows.numel():
+    if values.ndim != 2 or values.shape[0] != len(rows):
         raise ValueError(
-            f"{rows.numel()} rows need values [{rows.numel()}, width], not {list(values.shape)}"
+            f"{len(rows)} rows need values [{len(rows)}, width], not {list(values.shape)}"
         )
     if values.device != rows.device:
         raise ValueError(f"tensors lie on different devices: {values.device}, {rows.device}")

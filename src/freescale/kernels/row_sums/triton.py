@@ -9,6 +9,8 @@ sums run alongside a backward, in a thread whose every launch takes the interpre
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,9 @@ def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = N
     out = onto
     if out is None:
         out = torch.zeros(count, values.shape[1], dtype=values.dtype, device=values.device)
-    rows_sorted = SortedRows.of(rows)
+    rows_sorted = SortedRows.of(rows.reshape(-1))
+    if rows.ndim > 1:
+        rows_sorted = replace(rows_sorted, order=rows_sorted.order // rows.shape[1])
     _launch_sums(rows_sorted, values.contiguous(), out, rows, dense=True, adds=onto is not None)
     return out
 
@@ -68,7 +72,8 @@ def _launch_sums(
 ) -> None:
     if not values.numel():
         return
-    shape, n, partial = shape_sums(SUMS, values.shape[1]), len(values), sum_chunks(rows, values)
+    shape, partial = shape_sums(SUMS, values.shape[1]), sum_chunks(rows, values)
+    n = rows.rows.numel()
     launch_blocks(
         _kernels.row_sums_kernel, values.device, n, shape["R"], values, rows.rows, rows.order,
         partial, out, found, n, DENSE=dense, ADDS=adds, **shape,
@@ -77,7 +82,7 @@ def _launch_sums(
 
 def sum_chunks(rows: SortedRows, values: Tensor) -> Tensor:
     """The sums of the chunks of long rows, which the kernels' `sum_rows` reads."""
-    n, width = values.shape
+    n, width = rows.rows.numel(), values.shape[1]
     if n <= CHUNK:
         return values  # no row is long
     windows = count_blocks(n, CHUNK)

@@ -29,13 +29,17 @@ UNROLL = 4  # rows of a segment in flight
 def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """As the reference. The output for a row number of -1 is zero."""
     check_rows(rows, dtypes=DTYPES, weight=weight)
-    out = torch.empty(
-        rows.numel(), weight.shape[1], dtype=dtype or weight.dtype, device=weight.device
-    )
+    return _launch_gather(weight, rows[:, None], dtype or weight.dtype)
+
+
+def _launch_gather(weight: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows [n, places] -> [n, width]: sums over the places."""
+    count, places = rows.shape
+    out = torch.empty(count, weight.shape[1], dtype=dtype, device=weight.device)
     shape = GATHER.shape(weight.shape[1])
     launch_blocks(
-        _kernels.gather_kernel, weight.device, rows.numel(), shape["R"], weight, rows.contiguous(),
-        out, rows.numel(), **shape,
+        _kernels.gather_kernel, weight.device, count, shape["R"], weight, rows.contiguous(), out,
+        count, places, **shape,
     )  # fmt: skip
     return out
 
@@ -61,18 +65,28 @@ def read_rows(
     return out
 
 
+def sum_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [u, width], index [n, places] into them, -1 for nothing -> [n, width]: sums of rows."""
+    check_rows(index.reshape(-1), dtypes=DTYPES, rows=rows)
+    out: Tensor = _Read.apply(rows, index, True)  # type: ignore[no-untyped-call]
+    return out
+
+
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, index):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, index, sums=False):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(index)
-        ctx.count = rows.shape[0]
+        ctx.count, ctx.sums = rows.shape[0], sums
+        if sums:
+            return _launch_gather(rows, index, rows.dtype)
         return gather_rows(rows, index.reshape(-1)).view(*index.shape, rows.shape[1])
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (index,) = ctx.saved_tensors
+        index = index if ctx.sums else index.reshape(-1)
         values = grad.reshape(-1, grad.shape[-1])
-        return sum_by_row(values, index.reshape(-1).to(torch.int32), ctx.count), None
+        return sum_by_row(values, index.to(torch.int32), ctx.count), None, None
 
 
 class _Leave(torch.autograd.Function):

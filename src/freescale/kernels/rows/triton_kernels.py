@@ -10,18 +10,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from freescale.kernels.row_sums.triton_kernels import _locate_rows
-
 
 # The rows of one feature begin anywhere among the rows of a batch.
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows"])
-def gather_kernel(weight, rows, out, count, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """A negative row number gives zeros."""
-    place, target, there, _, _ = _locate_rows(rows, count, WIDTH, R, W)
-    values = tl.load(weight + place, mask=there, other=0.0)
-    inside = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R) < count)[:, None]
-    inside = inside & (tl.arange(0, W) < WIDTH)[None, :]
-    tl.store(out + target, values.to(out.dtype.element_ty), mask=inside)
+@triton.jit(do_not_specialize=["count", "places"], do_not_specialize_on_alignment=["rows"])
+def gather_kernel(
+    weight, rows, out, count, places,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Adds the rows of each value's places one after another. A negative row number gives zeros."""
+    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    columns, inside = tl.arange(0, W)[None, :], number < count
+    row = tl.load(rows + number * places, mask=inside, other=-1).to(tl.int64)[:, None]
+    there = (row >= 0) & (columns < WIDTH)
+    total = tl.load(weight + row * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
+    for place in range(1, places):
+        row = tl.load(rows + number * places + place, mask=inside, other=-1).to(tl.int64)[:, None]
+        there = (row >= 0) & (columns < WIDTH)
+        total += tl.load(weight + row * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
+    target = out + number[:, None] * WIDTH + columns
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH))
 
 
 @triton.jit(do_not_specialize=["count"])
