@@ -105,14 +105,14 @@ def describe_items(
     codes = [batch.values(f"{name}_features") for name in names]
     rows, index = locate_rows(features, *codes)
     at = torch.cat([place.reshape(-1) for place in places]).long()
-    own = own[: own.shape[0] if at.numel() else 0]
     # An item is described once, however often it occurs. All its positions have the same columns,
-    # so any of them will do.
+    # so any of them will do; rows that no position reads take zeros, behind the last position.
     position = torch.arange(at.numel(), device=at.device)
-    one = torch.zeros(own.shape[0], dtype=at.dtype, device=at.device).scatter_(0, at, position)
+    one = at.new_full((own.shape[0],), at.numel()).scatter_(0, at, position)
 
     def take(parts: Sequence[Tensor], axes: int = 0) -> Tensor:
-        return torch.cat([p.reshape(-1, *p.shape[p.ndim - axes :]) for p in parts])[one]
+        flat = [part.reshape(-1, *part.shape[part.ndim - axes :]) for part in parts]
+        return torch.cat([*flat, flat[0].new_zeros(1, *flat[0].shape[1:])])[one]
 
     weights = take([batch.values(f"{name}_own") for name in names])
     used = torch.where(take(codes, 1) <= 0, -1, take(index, 1))
