@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,15 +20,15 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
-from freescale.models import HSTU, FeatureTables, Ranking, Retrieval
-from freescale.train.build import build_specs, load_features, prepare_data
+from freescale.models import HSTU, Ranking, Retrieval
+from freescale.train.build import build_specs, load_features, prepare_data, size_tables
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.transport.local import LocalTransport
 
 USERS, ITEMS = 40, 60
 FEATURES = (
     "category,price=numeric:5,tags=multi,category*price=cross:97,channel,amount=numeric:4,"
-    "age=numeric:3,hobbies=multi,image"
+    "age=numeric:3,hobbies=multi,image,context.channel,context.amount=numeric:4"
 )
 
 
@@ -95,12 +96,14 @@ def settings(tmp_path_factory):
     }
 
 
-def open_data(settings, transport, part="train", **more):
+def open_data(settings, transport, part="train", shuffle=True, **more):
     config = RunConfig.from_settings({**settings, **more})
     path = prepare_data(config)
     store = load_features(config, path)
     specs = build_specs(config, part)
-    specs["read"] = freescale.data.ReadSpec(num_items=store.num_items, epochs=4, seed=3)
+    specs["read"] = freescale.data.ReadSpec(
+        num_items=store.num_items, epochs=4, seed=3, shuffle=shuffle
+    )
     return Histories(path, 13, rank=transport.rank, world=transport.world, features=store, **specs)
 
 
@@ -113,13 +116,7 @@ def build(
     )
     sizes = {
         "num_items": data.num_items,
-        "feature_tables": FeatureTables(
-            data.features.item_rows,
-            data.features.event_rows,
-            data.features.user_rows,
-            data.features.user_places,
-            data.features.load_vectors(),
-        ),
+        "feature_tables": replace(size_tables(data.features), vectors=data.features.load_vectors()),
         "table_device": "meta",
     }
     model = (
@@ -150,7 +147,7 @@ def train(transport, settings, task, steps=4, **options):
 def test_the_number_of_ranks_changes_nothing(settings, task):
     for placement in ("sharded", "replicated"):
         expected, tables = train(LocalTransport(), settings, task, placement=placement)
-        wanted = {"item", "item_features", "event_features", "user_features"}
+        wanted = {"item", "item_features", "event_features", "user_features", "context_features"}
         assert {f"{name}/rows" for name in wanted} <= tables.keys()
         for world in (2, 4):
             for losses, found in run_ranks(
@@ -227,6 +224,30 @@ def test_an_item_without_events_can_be_recommended(settings):
         moved = parallel.module.encode_items(rows + 1, *given)
     assert torch.equal(vectors[own == 0], moved[own == 0])
     assert not torch.equal(vectors[own > 0], moved[own > 0])
+
+
+def test_the_context_of_a_position_is_that_of_the_next_event(settings):
+    """The same columns describe events and requests here, by the same rows."""
+    parts = ("train", "validation", "test")
+    train, validation, test = (
+        open_data(settings, LocalTransport(), part, shuffle=False) for part in parts
+    )
+    compared = 0
+    for number in range(train.batches_per_epoch):
+        requests, following, later = (
+            torch.split(batch.sequences[name].values, batch.sequences[name].lengths.tolist())
+            for batch, name in (
+                (train.batch(number), "context_features"),
+                (validation.batch(number), "event_features"),
+                (test.batch(number), "event_features"),
+            )
+        )
+        asked = validation.batch(number).dense["context_features"]
+        for mine, events, last, request in zip(requests, following, later, asked, strict=True):
+            compared += len(mine)
+            assert torch.equal(mine, events[len(events) - len(mine) :])
+            assert not len(last) or torch.equal(request, last[-1])
+    assert compared > 100
 
 
 def test_ids_drop_out_by_batch_and_item_alone(settings):

@@ -132,7 +132,7 @@ def test_what_is_compiled_covers_what_a_run_launches(task, changes):
 class SomeFeatures:
     """Features of every kind, as a run has them."""
 
-    item_rows, event_rows, user_rows = 50, 50, 50
+    item_rows, event_rows, user_rows, context_rows = 50, 50, 50, 50
     user_places, vector_widths = (1, 2), (24,)
 
 
@@ -141,9 +141,9 @@ def test_what_is_compiled_covers_features(task):
     config = configure(task, position_bias=True, time_bias=False)
     with record_launches() as beforehand:
         call_kernels(config, False, CPU, SomeFeatures())
-    tables = FeatureTables(50, 50, 50, (1, 2), [torch.randn(51, 24).half()])
+    tables = FeatureTables(50, 50, 50, (1, 2), [torch.randn(51, 24).half()], 50)
     module = build_module(config, 50, 0, tables)
-    for name in ("item", "item_features", "event_features", "user_features"):
+    for name in ("item", "item_features", "event_features", "user_features", "context_features"):
         setattr(module, name, torch.nn.Embedding(50, 64))
     with record_launches() as needed:
         for seed in range(4):

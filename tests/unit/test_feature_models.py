@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -50,6 +52,8 @@ def make_batch(codes, own, per="sample"):
             parts[home][column] = Jagged(value, LENGTHS) if home == "sequences" else value
     events = torch.randint(0, EVENT_ROWS, (tokens, 2), generator=generator)
     parts["sequences"]["event_features"] = Jagged(events, LENGTHS)
+    requests = torch.randint(0, EVENT_ROWS, (tokens, 2), generator=generator)
+    parts["sequences"]["context_features"] = Jagged(requests, LENGTHS)
     parts["sequences"]["timestamps"] = Jagged(torch.arange(tokens), LENGTHS)
     weights = {"next_item": LENGTHS.float()}
     return SequenceBatch(**parts, weights=weights, keys=torch.arange(3))
@@ -57,7 +61,7 @@ def make_batch(codes, own, per="sample"):
 
 def make_model(kind, **more):
     torch.manual_seed(0)
-    tables = FeatureTables(ROWS, EVENT_ROWS, vectors=[VECTORS])
+    tables = FeatureTables(ROWS, EVENT_ROWS, vectors=[VECTORS], context=EVENT_ROWS)
     model = Retrieval(
         make_encoder(kind), num_items=ITEMS, temperature=0.3, feature_tables=tables, **more
     )
@@ -77,7 +81,10 @@ def compute_loss(model, batch, per):
     events = batch.values("event_features")
     x = embed("history")
     x = x + (model.event_features.weight[events] * (events != 0)[..., None]).sum(1)
-    outputs = F.normalize(model.encoder(x, LENGTHS, batch.keys, batch.values("timestamps")), dim=1)
+    outputs = model.encoder(x, LENGTHS, batch.keys, batch.values("timestamps"))
+    requests = batch.values("context_features")
+    context = (model.context_features.weight[requests] * (requests != 0)[..., None]).sum(1)
+    outputs = F.normalize(outputs + context, dim=1)
     targets, negatives = (F.normalize(embed(name), dim=-1) for name in ("targets", "negatives"))
     ids, wrong = batch.values("targets"), batch.values("negatives")
     owner = torch.repeat_interleave(torch.arange(3), LENGTHS)
@@ -117,7 +124,7 @@ def test_the_loss_and_its_gradients(kind, per, sharded):
         dense = torch.optim.SGD(model.dense_parameters(), lr=0.0)
         (result,) = freescale.Pipeline(model, dense).run([batch])
         loss = torch.tensor(result.loss * float(LENGTHS.sum()), dtype=torch.float64)
-        for name in ("item", "item_features", "event_features"):
+        for name in ("item", "item_features", "event_features", "context_features"):
             ids, rows = model.tables.get_local_rows(name)
             step = before[f"{name}.weight"] - rows[ids.argsort()]
             gradient = plain.get_parameter(f"{name}.weight").grad / LENGTHS.sum()
@@ -161,6 +168,37 @@ def test_ranking_describes_candidates_with_the_same_tables():
         batch.sequences, {"candidates": candidates["candidates"]}, keys=batch.keys
     )
     torch.testing.assert_close(found, twin.predict(plain), rtol=1e-12, atol=0)
+
+
+def test_a_candidate_sees_its_own_request_alone():
+    torch.manual_seed(0)
+    tables = FeatureTables(context=EVENT_ROWS)
+    model = Ranking(
+        make_encoder("hstu"), num_items=ITEMS, tasks=("click",), feature_tables=tables
+    ).double()
+    batch = make_batch(*draw())
+    counts = torch.tensor([2, 1, 1])
+    given = Nested(torch.tensor([3, 8, 2, 3]), torch.ones(4, dtype=torch.int64), counts)
+
+    def predict(codes):
+        sequences = {**batch.sequences, "context_features": Jagged(torch.tensor(codes), counts)}
+        return model.predict(SequenceBatch(sequences, {"candidates": given}, keys=batch.keys))
+
+    found, other = predict([[1], [1], [1], [1]]), predict([[1], [3], [1], [1]])
+    assert (found != other).flatten().tolist() == [False, True, False, False]
+
+
+def test_a_query_has_the_context_of_its_request():
+    model, batch = make_model("hstu"), make_batch(*draw())
+    with torch.no_grad():
+        of_positions = model.encode_queries(batch)  # the last position's
+        last = batch.values("context_features")[LENGTHS.cumsum(0) - 1]
+        sequences = {n: s for n, s in batch.sequences.items() if n != "context_features"}
+        request = replace(batch, sequences=sequences, dense={"context_features": last})
+        assert torch.equal(model.encode_queries(request), of_positions)
+        request = replace(request, dense={"context_features": (last + 1) % EVENT_ROWS})
+        same = torch.isclose(model.encode_queries(request), of_positions).all(1)
+        assert same.tolist() == [False, True, False]  # nothing is known of the second
 
 
 def test_without_features_nothing_is_added():

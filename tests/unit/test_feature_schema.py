@@ -79,7 +79,7 @@ def test_a_schema_file_says_what_the_short_form_says(tmp_path):
         ("[item.price]\nkind='numeric'\nbuckets = '9'", "buckets = '9' is not a number"),
         ("[item.price]\nkind='numeric'\nrows = 9", "rows = 9 is a key of kind = 'cross'"),
         ("[item.price]\nkind='cross'", "a cross has two columns or more"),
-        ("[context.age]\nkind='numeric'", r"\[context\] is no table of features"),
+        ("[basket.age]\nkind='numeric'", r"\[basket\] is no table of features"),
         ("price = 3", r"\[price\] is no table of features"),
         ("[item]\nprice = 3", r"\[item.price\] is 3; write its keys below it"),
         ("[item.price\n", "features.toml"),

@@ -14,10 +14,11 @@ from freescale.config.columns import RESERVED
 from freescale.config.options import split_names
 
 KINDS = ("categorical", "multi", "numeric", "vector", "cross")
-SOURCES = ("item", "user", "event")
+SOURCES = ("item", "user", "event", "context")
+OF_EVENTS = ("event", "context")  # both are columns of the interactions
 AUTO, NONE = "auto", "none"
 
-_PART = re.compile(r"(?:(item|user|event)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*(?::\s*(.+))?)?")
+_PART = re.compile(r"(?:(item|user|event|context)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*(?::\s*(.+))?)?")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Feature:
 
     Attributes:
         name: of the feature; that of its column, unless it is a cross.
-        source: `item`, `user` (columns of --items and --users) or `event` (of the interactions).
+        source: `item`, `user` (columns of --items and --users), `event` or `context` (columns of
+            the interactions: what describes an event, and what is known before it).
         kind: one of KINDS. None: inferred from the values.
         columns: of the source; several of a cross.
         rows: of a cross: how many rows its combinations are hashed into.
@@ -99,10 +101,10 @@ def request_features(features: str, schema: str | None, given: Sequence[str]) ->
 def parse_features(text: str) -> tuple[Feature, ...]:
     """Parses `category,price=numeric,tags=multi:;,brand*category=cross:50000,event.channel`.
 
-    Each part is a column, with `item.`, `user.` or `event.` before it if several files have it,
-    then its kind,
-    then one number or sign: the buckets of a number, the separator of a multi feature, the rows of
-    a cross. The columns of a cross are joined by `*`.
+    Each part is a column, then its kind, then one number or sign: the buckets of a number, the
+    separator of a multi feature, the rows of a cross. `item.`, `user.` or `event.` before a column
+    says which file, if several have it; `context.` says that it describes the request. The columns
+    of a cross are joined by `*`.
 
     Raises:
         ValueError: a part is not of this form, or names a feature twice.
@@ -158,8 +160,8 @@ def _check_columns(columns: Sequence[str], kind: str | None, where: str) -> None
 
 
 def read_schema(path: Path) -> tuple[Feature, ...]:
-    """Reads a schema file: a table for each feature, `[item.NAME]`, `[user.NAME]` or
-    `[event.NAME]`, with the keys of `Feature`.
+    """Reads a schema file: a table for each feature, `[item.NAME]`, `[user.NAME]`, `[event.NAME]`
+    or `[context.NAME]`, with the keys of `Feature`.
 
     Raises:
         ValueError: the file cannot be read or has a key or value that does not exist; the message
@@ -173,8 +175,8 @@ def read_schema(path: Path) -> tuple[Feature, ...]:
     for source, tables in content.items():
         if source not in SOURCES or not isinstance(tables, dict):
             raise ValueError(
-                f"{path}: [{source}] is no table of features; write [item.NAME], [user.NAME] or "
-                "[event.NAME]"
+                f"{path}: [{source}] is no table of features; write [item.NAME], [user.NAME], "
+                "[event.NAME] or [context.NAME]"
             )
         for name, keys in tables.items():
             features.append(_read_feature(path, source, name, keys))

@@ -28,6 +28,7 @@ class FeatureTables:
     user_places: Sequence[int] = ()  # places of each user feature
     # one tensor per vector feature: [items + 1, width], zeros in the last row
     vectors: Sequence[Tensor] = ()
+    context: int = 0
 
 
 NO_FEATURES = FeatureTables()

@@ -71,13 +71,13 @@ class _SequenceHead(nn.Module):
         self.item_features = make_table(feature_tables.item)
         self.event_features = make_table(feature_tables.event)
         self.user_features = make_table(feature_tables.user)
+        self.context_features = make_table(feature_tables.context)
         self.user_places = tuple(feature_tables.user_places)
         self.item_vectors = nn.ModuleList(
             VectorFeature(vectors, encoder.width) for vectors in feature_tables.vectors
         )
-        of_features = self.item_features, self.event_features, self.user_features
-        for table in (self.item, self.action, *of_features):
-            if table is not None:
+        for table in self.children():
+            if isinstance(table, nn.Embedding):
                 nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
     @property
@@ -88,10 +88,9 @@ class _SequenceHead(nn.Module):
             found["action"] = ["actions"]
         if self.item_features is not None:
             found["item_features"] = [f"{name}_features" for name in self._item_features]
-        if self.event_features is not None:
-            found["event_features"] = ["event_features"]
-        if self.user_features is not None:
-            found["user_features"] = ["user_features"]
+        for name in ("event_features", "user_features", "context_features"):
+            if getattr(self, name) is not None:
+                found[name] = [name]
         return found
 
     def _describe_items(self, batch: SequenceBatch, names: Sequence[str]) -> ItemVectors | None:
@@ -222,7 +221,8 @@ class Retrieval(_SequenceHead):
             targets_log_q = find_log_q(self.item, targets.values)
             negatives = replace(negatives, log_q=find_log_q(self.item, negatives.index))
         items = self._describe_items(batch, self._item_features)
-        outputs = self._encode_history(batch, items)
+        outputs, context = self._encode_history(batch, items), self._embed_context(batch)
+        outputs = outputs if context is None else outputs + context.to(outputs.dtype)
         if not outputs.shape[0]:
             return {"next_item": to_at_least_float32(outputs).sum()}
         if items is None:
@@ -257,7 +257,12 @@ class Retrieval(_SequenceHead):
         history = batch.sequences["history"]
         if not outputs.shape[0]:
             return to_at_least_float32(outputs.new_zeros(len(history), outputs.shape[1]))
-        last = self._normalize_rows(outputs[(history.offsets[1:] - 1).clamp(min=0)])
+        places = (history.offsets[1:] - 1).clamp(min=0)
+        last, context = outputs[places], self._embed_context(batch)
+        if context is not None:
+            of_positions = "context_features" in batch.sequences
+            last = last + (context[places] if of_positions else context).to(last.dtype)
+        last = self._normalize_rows(last)
         return last.masked_fill((history.lengths == 0)[:, None], 0)
 
     def encode_items(
@@ -292,6 +297,13 @@ class Retrieval(_SequenceHead):
     ) -> Tensor:
         x, lengths, timestamps, host = self._build_inputs(batch, items)
         return self._encode(batch, x, lengths, batch.keys, timestamps, host=host, memory=memory)
+
+    def _embed_context(self, batch: SequenceBatch) -> Tensor | None:
+        """[requests, width]: of the request that follows each position, or each history. It joins
+        the query behind the encoder, so that no other position sees it."""
+        if self.context_features is None:
+            return None
+        return sum_features(self.context_features, batch.values("context_features"))
 
     def _normalize_rows(self, rows: Tensor) -> Tensor:
         rows = to_at_least_float32(rows)
@@ -357,6 +369,9 @@ class Ranking(_SequenceHead):
         x = self._embed_events(batch, history, items)
         offered = self.item(candidates.values) if items is None else items.read("candidates")
         rows = sum_values(to_at_least_float32(offered), candidates.inner)
+        if self.context_features is not None:  # a candidate's token, which no other token sees
+            given = find_sequence(batch, "context_features", candidates.outer).values
+            rows = rows + sum_features(self.context_features, given).to(rows.dtype)
         lengths, counts = history.lengths + candidates.counts, candidates.counts
         starts = compute_offsets(lengths)[:-1]
         # [candidates]: after the sample's history

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from freescale.config.features import SOURCES
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import COMMUNICATION_LANE, rename_lane
 
@@ -107,11 +108,11 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def _read_features(path: Path) -> list[dict[str, Any]]:
-    """The features of items, users and events; none if the run has no file of them."""
+    """The features of a run; none if the run has no file of them."""
     if not path.is_file():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
-    return [feature for source in ("item", "user", "event") for feature in found[source]]
+    return [feature for source in SOURCES for feature in found[source]]
 
 
 def _describe_other_ranks(ledger: dict[str, Any]) -> list[str]:

@@ -271,7 +271,7 @@ def build_reducer(config: RunConfig) -> Thresholding | None:
 def size_tables(features: Features) -> FeatureTables:
     """The tables of features, without vectors."""
     rows = features.item_rows, features.event_rows, features.user_rows
-    return FeatureTables(*rows, features.user_places)
+    return FeatureTables(*rows, features.user_places, context=features.context_rows)
 
 
 def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:

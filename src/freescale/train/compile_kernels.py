@@ -104,7 +104,7 @@ def call_kernels(
         small = replace(config, model=replace(config.model, layers=min(2, config.model.layers)))
         tables = None if features is None else shrink_tables(features)
         module = build_module(small, ITEMS, ACTIONS if actions else 0, tables)
-        named = ("item_features", "event_features", "user_features")
+        named = ("item_features", "event_features", "user_features", "context_features")
         for name, rows in (("item", ITEMS), ("action", ACTIONS), *((n, ITEMS) for n in named)):
             if getattr(module, name) is not None:
                 setattr(module, name, nn.Embedding(rows, config.model.width))
@@ -135,6 +135,9 @@ def add_features(batch: SequenceBatch, tables: FeatureTables) -> SequenceBatch:
     sequences, dense = dict(batch.sequences), dict(batch.dense)
     if tables.event:
         sequences["event_features"] = replace(history, values=one)
+    if tables.context:
+        like = batch.sequences.get("labels", history)
+        sequences["context_features"] = replace(like, values=one[: like.values.shape[0]])
     if tables.user:
         dense["user_features"] = torch.ones(len(batch), sum(tables.user_places)).long()
     batch = replace(batch, sequences=sequences, dense=dense)

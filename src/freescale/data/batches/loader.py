@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch
@@ -271,16 +272,23 @@ class Histories:
             for column in self._columns
         }
         sequences["timestamps"] = _measure_span(sequences["timestamps"])
-        if self._event_columns:
+
+        def describe(places: NDArray[np.int64], context: bool = False) -> Tensor:
             assert self.features is not None
-            found = {name: columns[name][before] for name in self._event_columns}
-            sequences["event_features"] = Jagged(self.features.find_events(found), own_history)
+            found = {name: columns[name][places] for name in self._event_columns}
+            return self.features.find_events(found, context=context)
+
+        has_context = self.features is not None and self.features.context_rows > 0
+        if self.features is not None and self.features.event_rows:
+            sequences["event_features"] = Jagged(describe(before), own_history)
         if self._is_ranking:
             after = list_ranges(offsets[:own] + history[:own], tail[:own])
             given = {name: torch.from_numpy(column[after]) for name, column in columns.items()}
             ones = torch.ones(len(after), dtype=torch.int64)
             candidates["candidates"] = Nested(given["item_id"], ones, own_tail)
             sequences["candidate_timestamps"] = Jagged(given["timestamp"], own_tail)
+            if has_context:
+                sequences["context_features"] = Jagged(describe(after, True), own_tail)
             labels = [given[task].to(torch.float32) for task in self.sample.tasks]
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
             weights = {task: own_tail.to(torch.float32) for task in self.sample.tasks}
@@ -288,6 +296,8 @@ class Histories:
             following = torch.from_numpy(items[events + 1])
             sequences["targets"] = Jagged(following[: len(before)], own_history)
             weights = {"next_item": own_history.to(torch.float32)}
+            if has_context:  # that of the event that a position predicts
+                sequences["context_features"] = Jagged(describe(before + 1, True), own_history)
             targets = Jagged(following, torch.from_numpy(history))
             drawn = self._get_sampler().draw(number, keys, targets, low, size)
             sequences |= {name: Jagged(v, own_history) for name, v in drawn.sequences.items()}
@@ -298,6 +308,11 @@ class Histories:
             padded = np.append(items, 0)
             place = np.where(tail > 0, offsets + history, len(items))
             dense["target"] = torch.from_numpy(padded[place])
+            if has_context:
+                codes = describe(place[tail > 0], True)
+                requests = codes.new_zeros(len(tail), codes.shape[1])
+                requests[torch.from_numpy(tail > 0)] = codes
+                dense["context_features"] = requests
             weights = {"next_item": own_tail.to(torch.float32)}
         if self.features is not None and self.features.user_rows:
             dense["user_features"] = self.features.find_users(samples[:own].numpy())

@@ -160,6 +160,9 @@ class Features(Protocol):
     def event_rows(self) -> int: ...
 
     @property
+    def context_rows(self) -> int: ...
+
+    @property
     def user_rows(self) -> int: ...
 
     @property
@@ -171,10 +174,11 @@ class Features(Protocol):
 
     @property
     def event_columns(self) -> tuple[str, ...]:
-        """Columns of the histories file that the features of events are made of."""
+        """Columns of the histories file that the features of events and requests are made of."""
 
-    def find_events(self, columns: Mapping[str, NDArray[Any]]) -> Tensor:
-        """Columns [n] of the histories file -> rows [n, places] int64 of event features."""
+    def find_events(self, columns: Mapping[str, NDArray[Any]], *, context: bool = False) -> Tensor:
+        """Columns [n] of the histories file -> rows [n, places] int64 of the features of these
+        events, or of the requests that they answer."""
 
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
         """Item ids [...] -> rows of their features [..., places] int64, and how much the item's own

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config import DataConfig
-from freescale.config.features import Feature, Request
+from freescale.config.features import OF_EVENTS, Feature, Request
 from freescale.data.batches.specs import SplitSpec
 from freescale.data.batches.windows import (
     count_train_events,
@@ -162,7 +162,7 @@ class _Making:
         items = self._fit_items(out, report)
         users = self._fit_users(out, report)
         report("fit events", 0.0)
-        events, texts = self._fit_events()
+        of_events, texts = self._fit_events()
         report("fit events", 1.0)
         about = {
             "fingerprint": fingerprint,
@@ -170,7 +170,7 @@ class _Making:
             "any_ids": self._file.any_ids,
             "item": to_json(items),
             "user": to_json(users),
-            "event": to_json(events),
+            **{source: to_json(fitted) for source, fitted in of_events.items()},
             "event_texts": texts,
             "lines": self._lines,
         }
@@ -336,30 +336,31 @@ class _Making:
 
     # ---- events
 
-    def _fit_events(self) -> tuple[list[Fitted], dict[str, list[str]]]:
+    def _fit_events(self) -> tuple[dict[str, list[Fitted]], dict[str, list[str]]]:
+        """The features of events and requests, by source, and the texts of their columns."""
         declared = declare_events(self._config, self._cache)
         texts = {
             name: _read_texts(self._histories, name)
             for each in declared if each.kind != "numeric" for name in each.columns
         }  # fmt: skip
         if self._statistics is not None:
-            return from_json(self._statistics["event"]), texts
-        fitted = []
+            return {source: from_json(self._statistics[source]) for source in OF_EVENTS}, texts
+        fitted: dict[str, list[Fitted]] = {source: [] for source in OF_EVENTS}
         for feature in declared:
             name = list_stored(feature)[0]
             if feature.kind == "numeric":
                 numbers = self._sample_numbers(name)
                 given = {feature.columns[0]: pa.array(numbers)}
-                fitted.append(fit_feature(feature, given, np.ones(len(numbers), np.int64)))
+                counts = np.ones(len(numbers), np.int64)
             else:
                 known = texts[feature.columns[0]]
-                counts = np.zeros(len(known) + 1, np.int64)  # the last: missing
+                counts = np.zeros(len(known) + 1, np.int64)  # the first: missing
                 for (codes,) in read_train_columns(self._file, self._split, (name,)):
                     counts += np.bincount(codes + 1, minlength=len(counts))
-                given = {feature.columns[0]: pa.array(known, pa.string())}
-                fitted.append(fit_feature(feature, given, counts[1:]))
-        self._lines += [describe_fitted(each, None) for each in fitted]
-        return stack_rows(fitted), texts
+                given, counts = {feature.columns[0]: pa.array(known, pa.string())}, counts[1:]
+            fitted[feature.source].append(fit_feature(feature, given, counts))
+        self._lines += [describe_fitted(each, None) for of in fitted.values() for each in of]
+        return {source: stack_rows(of) for source, of in fitted.items()}, texts
 
     def _sample_numbers(self, name: str) -> NDArray[np.float64]:
         """Training values of a number, evenly spaced if there are many."""

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from freescale.config import DataConfig
 from freescale.config.columns import parse_columns
-from freescale.config.features import Feature, Request, request_features
+from freescale.config.features import OF_EVENTS, Feature, Request, request_features
 from freescale.data.features.attributes import AttributeFile, open_attributes
 from freescale.data.features.inference import complete_kinds, infer_column
 from freescale.data.features.store import list_stored
@@ -74,16 +74,17 @@ def find_columns(sources: Sources, request: Request) -> list[Feature]:
     """
     names = {source: file.names for source, file in sources.attributes.items()}
     names["event"] = sources.event_names
+    every = {**names, "context": sources.event_names}  # which is never meant without being named
     if request.listed is None:
         return [Feature(n, source, None, (n,)) for source in request.all_of for n in names[source]]
     found = []
     for feature in request.listed:
         among = [feature.source] if feature.source else list(names)
-        homes = [s for s in among if set(feature.columns) <= set(names.get(s, ()))]
+        homes = [s for s in among if set(feature.columns) <= set(every.get(s, ()))]
         if not homes:
             shown = "; ".join(
                 f"{source}: {', '.join(columns)[:200] or 'none'}"
-                for source, columns in names.items()
+                for source, columns in every.items()
                 if source in among
             )
             hint = "" if sources.attributes else " (attributes are in files of --items and --users)"
@@ -113,13 +114,13 @@ def sample_events(sources: Sources, names: Sequence[str]) -> dict[str, pa.Array]
 
 
 def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
-    """The event features of a run with their kinds. Reads the first rows of the interactions if
-    these decide."""
+    """The features of a run that are columns of the interactions, with their kinds. Reads the first
+    rows of these if they decide."""
     request = get_request(config)
     if not request:
         return []
     sources = open_sources(config, cache)
-    features = [each for each in find_columns(sources, request) if each.source == "event"]
+    features = [each for each in find_columns(sources, request) if each.source in OF_EVENTS]
     if features and sources.layout is None:
         raise ValueError(
             f"{config.data}: a histories file, and event features ({features[0].name}) are made of "
@@ -129,7 +130,7 @@ def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
         return _refuse_lists(features)
     unknown = [feature.name for feature in features if feature.kind is None]
     values = sample_events(sources, unknown)
-    columns = [infer_column(name, "event", values[name]) for name in unknown]
+    columns = [infer_column(name, "event", values[name]) for name in dict.fromkeys(unknown)]
     if request.listed is None:
         columns = [column for column in columns if column.used and column.feature.kind not in LISTS]
         return [column.feature for column in columns]
@@ -146,7 +147,7 @@ def _refuse_lists(features: list[Feature]) -> list[Feature]:
     for feature in features:
         if feature.kind in LISTS:
             raise ValueError(
-                f"feature event.{feature.name} is {feature.kind}: events have features of one "
+                f"feature {feature.label} is {feature.kind}: events have features of one "
                 f"value; use {feature.name}=categorical, or a column of --items"
             )
     return features

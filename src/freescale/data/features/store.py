@@ -39,6 +39,7 @@ class FeatureStore(Features):
         folder: holds the files.
         item: fitted features of items.
         event: of events.
+        context: of requests, from the event that follows.
         user: of users.
         num_items: rows of the item table, items without an event included.
         any_ids: items are arbitrary ids of a dynamic table, which have no such number.
@@ -47,8 +48,8 @@ class FeatureStore(Features):
     def __init__(self, folder: Path) -> None:
         self.folder, self._id_dropout, self._seed = folder, 0.0, 0
         about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        self.item, self.event = from_json(about["item"]), from_json(about["event"])
-        self.user = from_json(about["user"])
+        self.item, self.user = from_json(about["item"]), from_json(about["user"])
+        self.event, self.context = from_json(about["event"]), from_json(about["context"])
         self.num_items: int = about["num_items"]
         self.any_ids: bool = about["any_ids"]
         self.lines: tuple[str, ...] = tuple(about["lines"])
@@ -73,6 +74,10 @@ class FeatureStore(Features):
     @property
     def event_rows(self) -> int:
         return count_rows(self.event)
+
+    @property
+    def context_rows(self) -> int:
+        return count_rows(self.context)
 
     @property
     def user_rows(self) -> int:
@@ -152,18 +157,20 @@ class FeatureStore(Features):
     @property
     def event_columns(self) -> tuple[str, ...]:
         return tuple(
-            dict.fromkeys(name for each in self.event for name in list_stored(each.feature))
+            dict.fromkeys(
+                name for each in (*self.event, *self.context) for name in list_stored(each.feature)
+            )
         )
 
-    def find_events(self, columns: Mapping[str, NDArray[Any]]) -> Tensor:
+    def find_events(self, columns: Mapping[str, NDArray[Any]], *, context: bool = False) -> Tensor:
         parts = []
-        for fitted in self.event:
+        for fitted in self.context if context else self.event:
             names = list_stored(fitted.feature)
             if fitted.feature.kind == "numeric":
                 values = {fitted.feature.columns[0]: pa.array(columns[names[0]])}
                 parts.append(fitted.encode(values))
             elif fitted.feature.kind == "categorical":
-                parts.append(self._event_codes[fitted.feature.name][columns[names[0]]])
+                parts.append(self._event_codes[fitted.feature.label][columns[names[0]]])
             else:
                 texts = {
                     column: self._event_texts[column].take(pa.array(columns[name]))
@@ -179,8 +186,9 @@ class FeatureStore(Features):
     @cached_property
     def _event_codes(self) -> dict[str, NDArray[np.int32]]:
         """Rows of each value of the categorical features, as numbered in the histories file."""
-        of_kind = [each for each in self.event if each.feature.kind == "categorical"]
-        return {each.feature.name: encode_all([each], self._event_texts) for each in of_kind}
+        every = (*self.event, *self.context)
+        of_kind = [each for each in every if each.feature.kind == "categorical"]
+        return {each.feature.label: encode_all([each], self._event_texts) for each in of_kind}
 
 
 def list_stored(feature: Feature) -> list[str]:
