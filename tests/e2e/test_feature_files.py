@@ -166,3 +166,51 @@ def test_a_feature_that_part_of_the_files_lack_is_refused(tmp_path):
     assert done.returncode == 1
     assert "b.parquet: column 'channel', a feature, is missing" in done.stderr
     assert "add it to all files, or leave the feature out" in done.stderr
+
+
+def write_recbole(folder):
+    """Files as RecBole's atomic ones: the header names the type of each column."""
+    random = np.random.default_rng(0)
+    events = [f"{n % 30}\t{random.integers(1, 41)}\t{n}\t{n % 3} {n % 2}" for n in range(360)]
+    header = "user_id:token\titem_id:token\ttimestamp:float\ttags:token_seq\n"
+    (folder / "ml.inter").write_text(header + "\n".join(events) + "\n")
+    genres = ["Action Comedy", "Drama", "Comedy Drama War"]
+    items = [
+        f"{n}\tThe Only{n}\t{1960 + n}\t{genres[n % 3]}\t{n % 4}\t{n / 7:.3f} {n % 2}"
+        for n in range(1, 41)
+    ]
+    columns = ["item_id:token", "movie_title:token_seq", "release_year:token", "class:token_seq"]
+    header = "\t".join([*columns, "score:float", "embedding:float_seq"]) + "\n"
+    (folder / "ml.item").write_text(header + "\n".join(items) + "\n")
+    return folder / "ml.inter", folder / "ml.item"
+
+
+def test_the_types_of_recbole_files_decide(tmp_path):
+    events, items = write_recbole(tmp_path)
+    schema = tmp_path / "features.toml"
+    options = ["--items", items, "--features", "auto", "--write-schema", schema]
+    code, output = run(tmp_path, "inspect", events, *options)
+    assert code == 0, output
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert "movie_title 41 values, 0.0% missing multi" in lines
+    assert "class 4 values, 0.0% missing multi" in lines
+    assert "score 4 values, 0.0% missing numeric" in lines
+    assert any(line.startswith("embedding 40 values") and "as lists" in line for line in lines)
+    assert any(line.startswith("release_year 40 values") and "left out" in line for line in lines)
+    assert any(line.endswith("left out: events have features of one value") for line in lines)
+    assert not any("--features" in line and "tags" in line for line in lines)
+    assert '[item.class]\nkind = "multi"\nseparator = " "\n' in schema.read_text()
+    options = ["--items", items, "--features", "class=categorical,movie_title"]
+    code, output = run(tmp_path, "inspect", events, *options)
+    assert "class 4 values, 0.0% missing categorical" in " ".join(output.split())
+    steps = ["--steps", "1", *SMALL, "--cache", tmp_path / "cache", "--folder", tmp_path / "run"]
+    done = freescale("train", "--data", events, "--items", items, "--schema", schema, *steps)
+    assert done.returncode == 0, done.stderr
+    assert "feature item.class (multi): 4 categories, up to 3 of an item" in done.stdout
+
+
+def test_a_value_that_is_not_of_the_type_in_the_header_is_refused(tmp_path):
+    events, items = write_recbole(tmp_path)
+    items.write_text(items.read_text().replace("\t3\t0.429 1", "\tx\t0.429 1"))
+    code, output = run(tmp_path, "inspect", events, "--items", items)
+    assert code == 1 and "ml.item, row 3: column 'score' holds 'x', not a number" in output
