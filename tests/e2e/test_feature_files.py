@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from shutil import copytree, rmtree
 
 import numpy as np
 import pyarrow as pa
@@ -214,3 +215,35 @@ def test_a_value_that_is_not_of_the_type_in_the_header_is_refused(tmp_path):
     items.write_text(items.read_text().replace("\t3\t0.429 1", "\tx\t0.429 1"))
     code, output = run(tmp_path, "inspect", events, "--items", items)
     assert code == 1 and "ml.item, row 3: column 'score' holds 'x', not a number" in output
+
+
+def test_a_run_keeps_its_schema(tmp_path):
+    sales, items = write_files(tmp_path)
+    schema = tmp_path / "features.toml"
+    schema.write_text("[item.category]\nleast = 2\n\n[event.channel]\nkind = 'categorical'\n")
+    words = ["train", "--data", sales, "--items", items, *SMALL, "--cache", tmp_path / "cache"]
+    first = freescale(*words, "--schema", schema, "--folder", tmp_path / "run", "--steps", "2")
+    assert first.returncode == 0, first.stderr
+    schema.write_text(schema.read_text().replace("2", "3"))
+    moved = tmp_path / "elsewhere" / "copy"
+    copytree(tmp_path / "run", moved)
+    resume = ["--folder", moved, "--resume", "--steps", "4"]
+    refused = freescale(*words, *resume, "--schema", schema)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "was saved with features" in refused.stderr
+    assert "leave --schema out: the run has it" in " ".join(refused.stderr.split())
+    schema.unlink()
+    rmtree(tmp_path / "run")
+    second = freescale("train", *resume)
+    assert second.returncode == 0, second.stderr
+    done = freescale("eval", moved, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    # another copy, now that config.json names the first one
+    moved = moved.rename(tmp_path / "again")
+    done = freescale("eval", moved, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    done = freescale("export", moved, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    schema.write_text("# the same\n" + (moved / "features" / "schema.toml").read_text())
+    third = freescale("train", "--folder", moved, "--resume", "--steps", "6", "--schema", schema)
+    assert third.returncode == 0, third.stderr

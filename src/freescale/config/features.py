@@ -16,6 +16,7 @@ from freescale.config.options import split_names
 KINDS = ("categorical", "multi", "numeric", "vector", "cross")
 SOURCES = ("item", "user", "event")
 AUTO, NONE = "auto", "none"
+KEPT_SCHEMA = "features/schema.toml"  # in the folder of a run: a copy of its schema
 
 _PART = re.compile(r"(?:(item|user|event)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*(?::\s*(.+))?)?")
 
