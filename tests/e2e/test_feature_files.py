@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from shutil import copytree, rmtree
 
 import numpy as np
 import pyarrow as pa
@@ -166,3 +167,83 @@ def test_a_feature_that_part_of_the_files_lack_is_refused(tmp_path):
     assert done.returncode == 1
     assert "b.parquet: column 'channel', a feature, is missing" in done.stderr
     assert "add it to all files, or leave the feature out" in done.stderr
+
+
+def write_recbole(folder):
+    """Files as RecBole's atomic ones: the header names the type of each column."""
+    random = np.random.default_rng(0)
+    events = [f"{n % 30}\t{random.integers(1, 41)}\t{n}\t{n % 3} {n % 2}" for n in range(360)]
+    header = "user_id:token\titem_id:token\ttimestamp:float\ttags:token_seq\n"
+    (folder / "ml.inter").write_text(header + "\n".join(events) + "\n")
+    genres = ["Action Comedy", "Drama", "Comedy Drama War"]
+    items = [
+        f"{n}\tThe Only{n}\t{1960 + n}\t{genres[n % 3]}\t{n % 4}\t{n / 7:.3f} {n % 2}"
+        for n in range(1, 41)
+    ]
+    columns = ["item_id:token", "movie_title:token_seq", "release_year:token", "class:token_seq"]
+    header = "\t".join([*columns, "score:float", "embedding:float_seq"]) + "\n"
+    (folder / "ml.item").write_text(header + "\n".join(items) + "\n")
+    return folder / "ml.inter", folder / "ml.item"
+
+
+def test_the_types_of_recbole_files_decide(tmp_path):
+    events, items = write_recbole(tmp_path)
+    schema = tmp_path / "features.toml"
+    options = ["--items", items, "--features", "auto", "--write-schema", schema]
+    code, output = run(tmp_path, "inspect", events, *options)
+    assert code == 0, output
+    lines = [" ".join(line.split()) for line in output.splitlines()]
+    assert "movie_title 41 values, 0.0% missing multi" in lines
+    assert "class 4 values, 0.0% missing multi" in lines
+    assert "score 4 values, 0.0% missing numeric" in lines
+    assert any(line.startswith("embedding 40 values") and "as lists" in line for line in lines)
+    assert any(line.startswith("release_year 40 values") and "left out" in line for line in lines)
+    assert any(line.endswith("left out: events have features of one value") for line in lines)
+    assert not any("--features" in line and "tags" in line for line in lines)
+    assert '[item.class]\nkind = "multi"\nseparator = " "\n' in schema.read_text()
+    options = ["--items", items, "--features", "class=categorical,movie_title"]
+    code, output = run(tmp_path, "inspect", events, *options)
+    assert "class 4 values, 0.0% missing categorical" in " ".join(output.split())
+    steps = ["--steps", "1", *SMALL, "--cache", tmp_path / "cache", "--folder", tmp_path / "run"]
+    done = freescale("train", "--data", events, "--items", items, "--schema", schema, *steps)
+    assert done.returncode == 0, done.stderr
+    assert "feature item.class (multi): 4 categories, up to 3 of an item" in done.stdout
+
+
+def test_a_value_that_is_not_of_the_type_in_the_header_is_refused(tmp_path):
+    events, items = write_recbole(tmp_path)
+    items.write_text(items.read_text().replace("\t3\t0.429 1", "\tx\t0.429 1"))
+    code, output = run(tmp_path, "inspect", events, "--items", items)
+    assert code == 1 and "ml.item, row 3: column 'score' holds 'x', not a number" in output
+
+
+def test_a_run_keeps_its_schema(tmp_path):
+    sales, items = write_files(tmp_path)
+    schema = tmp_path / "features.toml"
+    schema.write_text("[item.category]\nleast = 2\n\n[event.channel]\nkind = 'categorical'\n")
+    words = ["train", "--data", sales, "--items", items, *SMALL, "--cache", tmp_path / "cache"]
+    first = freescale(*words, "--schema", schema, "--folder", tmp_path / "run", "--steps", "2")
+    assert first.returncode == 0, first.stderr
+    schema.write_text(schema.read_text().replace("2", "3"))
+    moved = tmp_path / "elsewhere" / "copy"
+    copytree(tmp_path / "run", moved)
+    resume = ["--folder", moved, "--resume", "--steps", "4"]
+    refused = freescale(*words, *resume, "--schema", schema)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "was saved with features" in refused.stderr
+    assert "leave --schema out: the run has it" in " ".join(refused.stderr.split())
+    schema.unlink()
+    rmtree(tmp_path / "run")
+    second = freescale("train", *resume)
+    assert second.returncode == 0, second.stderr
+    done = freescale("eval", moved, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    # another copy, now that config.json names the first one
+    moved = moved.rename(tmp_path / "again")
+    done = freescale("eval", moved, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    done = freescale("export", moved, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    schema.write_text("# the same\n" + (moved / "features" / "schema.toml").read_text())
+    third = freescale("train", "--folder", moved, "--resume", "--steps", "6", "--schema", schema)
+    assert third.returncode == 0, third.stderr

@@ -147,7 +147,8 @@ def test_what_is_compiled_covers_features(task):
         setattr(module, name, torch.nn.Embedding(50, 64))
     with record_launches() as needed:
         for seed in range(4):
-            call_model(module, add_features(draw_batch(config, seed), tables), config, CPU)
+            batch = add_features(draw_batch(config, seed), tables, task)
+            call_model(module, batch, config, CPU)
     with record_launches() as plain:
         call_kernels(config, False, CPU)
     assert len(needed) > 50 and not list_missing(needed, beforehand)

@@ -149,6 +149,33 @@ def test_kinds_are_inferred(values, kind):
 
 
 @pytest.mark.parametrize(
+    ("values", "declared", "kind"),
+    [
+        ([*map(str, range(60))] * 2, "token", "categorical"),
+        (["a|b", "c|d"] * 9, "token", "categorical"),
+        (["1", "2"] * 9, "float", "numeric"),
+        (["007", "008"] * 9, "float", "numeric"),
+        ([f"The Only{n}" for n in range(200)], "token_seq", "multi"),
+        (["1 2", "2", ""], "token_seq", "multi"),
+    ],
+)
+def test_the_types_of_a_recbole_header_decide(values, declared, kind):
+    column = infer_column("x", "item", pa.array(values), declared)
+    assert column.feature.kind == kind and column.used
+    if kind == "multi":
+        assert column.feature.separator == " "
+
+
+def test_a_recbole_header_overrules_no_rule_about_many_values():
+    titles = pa.array([f"title {n}" for n in range(200)])
+    assert "most values occur once" in infer_column("x", "item", titles, "token").reason
+    with pytest.raises(BadValue, match="holds 'title 0', not a number"):
+        infer_column("x", "item", titles, "float")
+    column = infer_column("x", "item", pa.array(["0.5 1", None]), "float_seq")
+    assert not column.used and "give them as lists, in Parquet" in column.reason
+
+
+@pytest.mark.parametrize(
     ("values", "reason"),
     [
         ([None, None], "no values"),

@@ -36,7 +36,7 @@ def read_config(run_folder: Path) -> RunConfig:
         raise ValueError(f"{run_folder} is not the folder of a run: there is no such folder")
     if not path.exists():
         raise ValueError(f"{run_folder} is not the folder of a run: it has no config.json")
-    return RunConfig.from_json(path.read_text(encoding="utf-8"))
+    return RunConfig.read(run_folder)
 
 
 def refuse_missing_data(config: RunConfig, run_folder: Path) -> None:

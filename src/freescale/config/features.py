@@ -17,6 +17,7 @@ KINDS = ("categorical", "multi", "numeric", "vector", "cross")
 SOURCES = ("item", "user", "event", "context")
 OF_EVENTS = ("event", "context")  # both are columns of the interactions
 AUTO, NONE = "auto", "none"
+KEPT_SCHEMA = "features/schema.toml"  # in the folder of a run: a copy of its schema
 
 _PART = re.compile(r"(?:(item|user|event|context)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*(?::\s*(.+))?)?")
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from freescale.config.columns import Label, parse_labels
 from freescale.config.data import DataConfig
+from freescale.config.features import KEPT_SCHEMA
 from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
 from freescale.config.recipe import expand_recipe
@@ -159,6 +161,15 @@ class RunConfig:
                 "ranking; add --task ranking, or leave them out"
             )
         return config
+
+    @staticmethod
+    def read(folder: Path) -> RunConfig:
+        """Reads the settings of a run, with the copy of its schema that the folder keeps."""
+        config = RunConfig.from_json((folder / "config.json").read_text(encoding="utf-8"))
+        kept = folder / KEPT_SCHEMA
+        if config.data.schema is None or not kept.is_file():
+            return config
+        return replace(config, data=replace(config.data, schema=str(kept)))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -41,6 +41,7 @@ class Model:
     row_optimizer: str = SimulateConfig.row_optimizer  # of the table
     negatives: int = 0  # per position, for the balancer's cost model
     entry_bytes: int = 4  # of an entry of a row or gradient in a message
+    prefix: int = 0  # tokens before each history: a feature of the users each
 
     @property
     def parameters(self) -> int:

@@ -109,7 +109,8 @@ class Costs:
         self, layer: Curve, head: Curve, read_per_byte: float, batch: Batch
     ) -> NDArray[Any]:
         read = read_per_byte * self.model.row_bytes * batch.rows_read
-        seconds: NDArray[Any] = self.model.layers * layer(batch.load) + head(batch.load) + read
+        layers = self.model.layers * layer(batch.load.with_prefix(self.model.prefix))
+        seconds: NDArray[Any] = layers + head(batch.load) + read
         if not self._jitter:
             return seconds
         drawn = self._random.standard_normal(self.world)

@@ -42,6 +42,11 @@ class Load:
             )
         )
 
+    def with_prefix(self, tokens: int) -> Load:
+        """The load if each sample has so many tokens more."""
+        squares = self.squares + tokens * (2 * self.tokens + tokens * self.samples)
+        return Load(self.samples, self.tokens + tokens * self.samples, squares)
+
 
 @dataclass(frozen=True)
 class Curve:

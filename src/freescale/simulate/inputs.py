@@ -8,6 +8,7 @@ from typing import Any
 from freescale.config import RunConfig, SimulateConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.negatives import choose_negatives
+from freescale.data.features.sources import get_request
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.simulate.compute import Model, load_calibration
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
@@ -15,7 +16,13 @@ from freescale.simulate.network import Network, load_network, load_preset
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.simulator import Cluster
 from freescale.simulate.workload import Workload
-from freescale.train.build import adopt_choices, build_encoder, build_specs, prepare_data
+from freescale.train.build import (
+    adopt_choices,
+    build_encoder,
+    build_specs,
+    load_features,
+    prepare_data,
+)
 
 _LONGEST = 21_000  # history that training takes (DataConfig.max_length)
 
@@ -51,6 +58,10 @@ def build_model(config: SimulateConfig, network: Network, trained: RunConfig | N
     heads = len(trained.label_names) * (config.width + 1)
     dense = heads + sum(parameter.numel() for parameter in build_encoder(trained).parameters())
     negatives = choose_negatives(data.negatives, data.negatives_per)
+    features, prefix = load_features(trained, prepare_data(trained)), 0
+    if features is not None:
+        dense += config.width * sum(features.vector_widths)
+        prefix = len(features.user_places)
     return Model(
         *shape,
         usual if precision == "auto" or network.device == "cpu" else precision,
@@ -59,6 +70,7 @@ def build_model(config: SimulateConfig, network: Network, trained: RunConfig | N
         row_optimizer=config.row_optimizer,
         negatives=negatives if trained.model.task == "retrieval" else 0,
         entry_bytes=2 if trained.train.wire_precision == "bf16" else 4,
+        prefix=prefix,
     )
 
 
@@ -108,9 +120,10 @@ def build_workload(config: SimulateConfig, gpus: int, trained: RunConfig | None 
 
 def read_workload(trained: RunConfig, samples: int) -> RecordedWorkload:
     """Reads the batches of training with these settings, `samples` in each."""
-    return RecordedWorkload(
-        prepare_data(trained), samples, name=trained.data.data, **build_specs(trained)
-    )
+    path = prepare_data(trained)
+    features = load_features(trained, path)
+    specs = build_specs(trained, features=features)
+    return RecordedWorkload(path, samples, name=trained.data.data, features=features, **specs)
 
 
 def find_dynamic(config: SimulateConfig) -> Dynamic | None:
@@ -134,6 +147,7 @@ def list_omissions(trained: RunConfig | None) -> list[str]:
         "micro-batches": trained.train.accumulate > 1,
         "compressed dense gradients": trained.train.compress_dense is not None,
         "recomputed activations": trained.model.recompute,
+        "sums of the rows of features": bool(get_request(trained.data)),
         "tables on a disk (simulated as host memory)": "disk:" in trained.train.placement,
     }
     found = [name for name, used in left.items() if used]

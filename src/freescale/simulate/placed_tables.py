@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class PlacedTables:
     ranks: int = 1
     dynamic: Dynamic | None = None  # the rules of the item table, if it is dynamic
     growth: tuple[Growth, ...] = ()  # of a dynamic item table
+    exchanged: Sequence[str] = (ITEM,)  # tables whose requests are counted, if that is sharded
 
     @property
     def sharded(self) -> bool:
@@ -40,9 +42,10 @@ class PlacedTables:
 
     @property
     def replicated_rows(self) -> int:
-        """Rows of the tables that every rank holds. Small tables count even if the rule shards
-        them: their rows are too few to matter."""
-        return sum(rows for name, rows in self.rows.items() if name != ITEM or not self.sharded)
+        """Rows of the tables that every rank holds. Small tables count in all configurations:
+        their rows are too few to matter."""
+        exchanged = self.exchanged if self.sharded else ()
+        return sum(rows for name, rows in self.rows.items() if name not in exchanged)
 
     def count_missed(self, owned: NDArray[Any]) -> NDArray[Any]:
         """Rows that owners bring into their caches for the requests `owned` [ranks]. An upper
@@ -97,8 +100,12 @@ def place_tables(
     first = source.find_requests(0, assign_home(samples, ranks), ranks)
     read = {ITEM: float(source.compute_demand(None, first, None).whole.requested.mean())}
     rows = {ITEM: source.items if dynamic is None else dynamic.rows}
+    exchanged = [ITEM]
     for table in source.list_small_tables(ranks):
         read[table.name], rows[table.name] = table.rows_read, table.rows
+        if table.sharded:
+            read[ITEM] -= table.rows_read
+            exchanged.append(table.name)
     placements, row_bytes = {}, {}
     for name, count in rows.items():
         spec = TableSpec(name, count, model.width, torch.float32, ())
@@ -117,7 +124,8 @@ def place_tables(
         admitted = source.count_admitted(counted, dynamic.admit.batches, ranks)
         growth = predict_growth(dynamic, counted, admitted, row_bytes[ITEM])
     missed = cache_miss / 100 if hosted else None
-    return PlacedTables(placements, rows, row_bytes, missed, ranks, dynamic, tuple(growth))
+    grown = (dynamic, tuple(growth))
+    return PlacedTables(placements, rows, row_bytes, missed, ranks, *grown, exchanged)
 
 
 def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:

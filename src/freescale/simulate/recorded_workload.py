@@ -3,7 +3,8 @@ training. If there are many ids, a sample by hash is used, and its standard erro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,10 +20,13 @@ from freescale.data.batches.specs import ReadSpec
 from freescale.embedding.collision import collision_masks
 from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.random import derive, hash_name, integers
-from freescale.simulate.placed_tables import assign_home
+from freescale.simulate.compute import Model
+from freescale.simulate.placed_tables import ITEM, assign_home, place_tables
 from freescale.simulate.workload import Demand, Rows, SmallTable
 
 _HASHED = 1 << 40  # of ids without a bound
+
+_Readers = Mapping[str, NDArray[Any]]  # feature of a batch -> [n] the sample that reads each entry
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class _Requests:
 
 @dataclass(frozen=True)
 class _Read:
-    """The ids that a step requests of the item table, before deduplication."""
+    """The ids that a step requests of sharded tables, before deduplication."""
 
     lengths: NDArray[Any]  # [samples]: tokens of each in the encoder
     ids: NDArray[Any]  # [lookups]
@@ -74,6 +78,7 @@ class RecordedWorkload:
         self._data = Histories(path, self._size, **specs)
         # ids of a dynamic table are any numbers: hashed into a range that the arithmetic supports
         self._space = _HASHED if self._data.any_ids else self._data.num_items
+        self._first = {ITEM: 0}  # sharded tables: where their ids begin among those of all
         self.items = max(2, self._data.num_items)
         self.notes = [
             f"histories of {name or path}: {whole.num_samples:,} users, {self.items:,} items"
@@ -89,26 +94,46 @@ class RecordedWorkload:
         self._batch = lru_cache(4)(self._read)
 
     def list_small_tables(self, ranks: int) -> list[SmallTable]:
-        rows = self._data.num_actions
-        if not rows:
-            return []
-        history = next(self._read_batches(0)).sequences["actions"]
-        rank = np.repeat(assign_home(len(history.lengths), ranks), history.lengths.numpy())
-        read = len(np.unique(rank * rows + history.values.numpy())) / ranks
-        return [SmallTable("action", rows, read)]
+        rows, features = {"action": self._data.num_actions}, self._data.features
+        if features is not None:
+            for source in ("item", "event", "user"):
+                rows[f"{source}_features"] = getattr(features, f"{source}_rows")
+        batch = next(self._read_batches(0))
+        lengths, readers = _find_readers(batch, 0)
+        found = []
+        for name, count in rows.items():
+            if count:
+                read = _list_lookups(batch, readers[name])
+                ids, rank = _assign(*read, assign_home(len(lengths), ranks), ranks)
+                each = len(np.unique(rank * count + ids)) / ranks
+                found.append(SmallTable(name, count, each, name in self._first))
+        return found
+
+    def shard_large_tables(self, model: Model, ranks: int) -> None:
+        """From now on requests include those of tables that the placement rule shards, if it shards
+        the item table."""
+        placed = place_tables("auto", model, self, ranks)
+        for table in self.list_small_tables(ranks):
+            if placed.sharded and placed.placements[table.name].kind == "sharded":
+                self._first[table.name] = self._space
+                self._space += table.rows
+        self._batch.cache_clear()
 
     def _read(self, step: int) -> _Read:
-        read = [_list_lookups(batch, part) for part, batch in enumerate(self._read_batches(step))]
-        first = np.cumsum([0, *(len(one.lengths) for one in read)])
-        sample = np.concatenate(
-            [np.where(one.sample < 0, -1, one.sample + at) for one, at in zip(read, first)]
-        )
-        ids = np.concatenate([one.ids for one in read])
-        if self._data.any_ids:
-            ids = integers(derive(hash_name("any id"), torch.from_numpy(ids)), _HASHED).numpy()
+        lengths, ids, samples = np.zeros(0, np.int64), [], []
+        for part, batch in enumerate(self._read_batches(step)):
+            own, readers = _find_readers(batch, part)
+            for table, first in self._first.items():
+                read, sample = _list_lookups(batch, readers[table])
+                if table == ITEM and self._data.any_ids:
+                    hashed = derive(hash_name("any id"), torch.from_numpy(read))
+                    read = integers(hashed, _HASHED).numpy()
+                ids.append(read + first)
+                samples.append(np.where(sample < 0, -1, sample + len(lengths)))
+            lengths = np.concatenate([lengths, own])
+        sample = np.concatenate(samples)
         kept = sample < self.samples
-        lengths = np.concatenate([one.lengths for one in read])[: self.samples]
-        return _Read(lengths, ids[kept], sample[kept])
+        return _Read(lengths[: self.samples], np.concatenate(ids)[kept], sample[kept])
 
     def _read_batches(self, step: int) -> Iterator[SequenceBatch]:
         """The batches of the file that make up a step, without the smaller ones at the end of each
@@ -140,12 +165,7 @@ class RecordedWorkload:
 
     def find_requests(self, step: int, rank_of: NDArray[Any], ranks: int) -> _Requests:
         read = self._batch(step)
-        alone = read.sample >= 0
-        ids, consumer = read.ids[alone], rank_of[read.sample[alone]]
-        if not alone.all():  # what every rank reads
-            shared = read.ids[~alone]
-            ids = np.concatenate([ids, np.tile(shared, ranks)])
-            consumer = np.concatenate([consumer, np.repeat(np.arange(ranks), len(shared))])
+        ids, consumer = _assign(read.ids, read.sample, rank_of, ranks)
         lookups = np.bincount(consumer, minlength=ranks).astype(np.float64)
         if not step:
             self._sampled = max(1, -(-len(ids) // self._events))
@@ -196,32 +216,49 @@ class RecordedWorkload:
         return float(counts.std(ddof=1) / counts.mean() / 4)
 
 
-def _list_lookups(batch: SequenceBatch, part: int) -> _Read:
-    """The ids that a batch reads from the item table. `part`: its number in a step of several
-    batches; shared negatives are those of the first."""
+def _find_readers(batch: SequenceBatch, part: int) -> tuple[NDArray[Any], dict[str, _Readers]]:
+    """The tokens of each sample in the encoder, and the readers of each table. `part`: the number
+    of the batch in a step of several; shared negatives are those of the first."""
     history = batch.sequences["history"]
     number, lengths = np.arange(len(history.lengths)), history.lengths.numpy()
     token = np.repeat(number, lengths)
-    read = [(history.values, token)]
+    readers = {"history": token}
     if "targets" in batch.sequences:
-        read.append((batch.values("targets"), token))
+        readers["targets"] = token
     if "candidates" in batch.candidates:
         counts = batch.candidates["candidates"].counts.numpy()
-        read.append((batch.values("candidates"), np.repeat(number, counts)))
+        readers["candidates"] = np.repeat(number, counts)
         lengths = lengths + counts
-    if "negatives" in batch:
-        negatives = batch.values("negatives")
-        if "negatives" in batch.shared:
-            reader = np.full(len(negatives), -1)
-            read += [(negatives, reader)] if part == 0 else []
-        else:
-            each = token if "negatives" in batch.sequences else number
-            read.append((negatives.reshape(-1), np.repeat(each, negatives.shape[1])))
-    return _Read(
-        lengths,
-        np.concatenate([ids.numpy() for ids, _ in read]),
-        np.concatenate([reader for _, reader in read]),
-    )
+    if "negatives" in batch.shared:
+        negatives = np.full(len(batch.values("negatives")), -1)
+        readers |= {"negatives": negatives} if part == 0 else {}
+    elif "negatives" in batch:
+        readers["negatives"] = token if "negatives" in batch.sequences else number
+    return lengths, {
+        ITEM: readers,
+        "action": {"actions": token},
+        "item_features": {f"{name}_features": reader for name, reader in readers.items()},
+        "event_features": {"event_features": token},
+        "context_features": {"context_features": readers.get("candidates", token)},
+        "user_features": {"user_features": number},
+    }
+
+
+def _list_lookups(batch: SequenceBatch, readers: _Readers) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The ids [lookups] that a batch reads of a table, and the sample that reads each."""
+    read = [(batch.values(name).numpy(), reader) for name, reader in readers.items()]
+    each = [np.repeat(reader, math.prod(values.shape[1:])) for values, reader in read]
+    return np.concatenate([values.reshape(-1) for values, _ in read]), np.concatenate(each)
+
+
+def _assign(
+    ids: NDArray[Any], sample: NDArray[Any], rank_of: NDArray[Any], ranks: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The ids that ranks read and the rank of each; those of no sample are read by every rank."""
+    alone = sample >= 0
+    shared = ids[~alone]
+    consumer = rank_of[sample[alone]], np.repeat(np.arange(ranks), len(shared))
+    return np.concatenate([ids[alone], np.tile(shared, ranks)]), np.concatenate(consumer)
 
 
 def _list_counted(batch: SequenceBatch) -> NDArray[np.int64]:

@@ -186,6 +186,8 @@ def run_simulation(
     for count in gpus:
         cluster = build_cluster(config, count, trained)
         source = build_workload(config, count, trained)
+        if isinstance(source, RecordedWorkload):
+            source.shard_large_tables(cluster.model, count)
         plans = Plans(cluster, source, config.steps, dynamic)
         found: dict[str, Outcome] = {}
         own_setting = run.make_setting(config.transport) if run else None

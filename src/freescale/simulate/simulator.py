@@ -165,7 +165,7 @@ class _AssignedBatches:
             d_qk=head,
             d_v=head,
             negatives=model.negatives,
-        )
+        ).with_prefix(model.prefix)
         nodes = cluster.network.assign_nodes(cluster.gpus)
         self._balancer = Balancer(find_partitioner(balance), cost, nodes=nodes, adapt=adapt)
 

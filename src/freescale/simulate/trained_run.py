@@ -72,8 +72,7 @@ def read_trained_run(folder: str | Path) -> TrainedRun:
             f"{path} has no config.json, which says what was trained: name the folder of a run of "
             "`freescale train`"
         )
-    config = RunConfig.from_json((path / "config.json").read_text(encoding="utf-8"))
-    return TrainedRun(config, run.ledger if run.measured else {})
+    return TrainedRun(RunConfig.read(path), run.ledger if run.measured else {})
 
 
 def list_settings(run: TrainedRun) -> dict[str, Any]:
@@ -122,6 +121,7 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
     trained = replace(run.config, data=replace(run.config.data, data=config.data or ""))
     cluster = place_on_network(shape, run.ranks, network, calibration, trained)
     source = read_workload(trained, run.config.train.global_batch)
+    source.shard_large_tables(cluster.model, run.ranks)
     setting = run.make_setting("hostwire" if run.carries_by_hostwire else "collective")
     steps = max(3, min(config.steps, int(run.ledger["steps"])))
     dynamic = find_dynamic(replace(config, rows=run.config.train.rows))

@@ -77,11 +77,12 @@ class Demand:
 
 @dataclass(frozen=True)
 class SmallTable:
-    """A further table, so small that every rank holds it."""
+    """A further table. Every rank holds it, unless it is sharded."""
 
     name: str
     rows: int
     rows_read: float  # distinct rows that a rank reads in the first step
+    sharded: bool = False  # its requests are among those of the item table
 
 
 class Workload(Protocol):

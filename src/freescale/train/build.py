@@ -135,21 +135,20 @@ def load_histories(
 ) -> Histories:
     """Opens one rank's data of a part of the split. `trained`: as of `load_features`."""
     train, features = config.train, load_features(config, path, trained)
-    specs = build_specs(config, part)
-    if features is not None and not features.any_ids:
-        specs["read"] = replace(specs["read"], num_items=features.num_items)
     return Histories(
         path,
         train.global_batch if part == "train" else train.eval_batch,
         rank=transport.rank,
         world=transport.world,
         features=features,
-        **specs,
+        **build_specs(config, part, features),
     )
 
 
-def build_specs(config: RunConfig, part: str = "train") -> dict[str, Any]:
-    """The specs of `Histories` for a part of the split, as keywords."""
+def build_specs(
+    config: RunConfig, part: str = "train", features: FeatureStore | None = None
+) -> dict[str, Any]:
+    """The specs of `Histories` for a part of the split and its features, as keywords."""
     data, training = config.data, part == "train"
     return {
         "sample": SampleSpec(
@@ -168,7 +167,7 @@ def build_specs(config: RunConfig, part: str = "train") -> dict[str, Any]:
             seed=config.train.seed,
             shuffle=data.shuffle and training,
             epochs=config.train.epochs if training else 1,
-            num_items=data.num_items,
+            num_items=features.num_items if features and not features.any_ids else data.num_items,
             any_ids="item" in config.dynamic_tables,
         ),
     }

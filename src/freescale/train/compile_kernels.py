@@ -112,7 +112,7 @@ def call_kernels(
         for span in (1, FAR) if config.model.time_bias else (1,):
             batch = build_batch(config, actions, span)
             if tables is not None:
-                batch = add_features(batch, tables)
+                batch = add_features(batch, tables, config.model.task)
             batch = batch.to(device)
             call_model(module, batch, config, device)
             if getattr(module, "capturable", False):  # padded batches have weights
@@ -128,7 +128,7 @@ def shrink_tables(features: Features) -> FeatureTables:
     return replace(size_tables(features), vectors=vectors)
 
 
-def add_features(batch: SequenceBatch, tables: FeatureTables) -> SequenceBatch:
+def add_features(batch: SequenceBatch, tables: FeatureTables, task: str) -> SequenceBatch:
     """Adds what the model reads of features to a batch with the items that `build_batch` makes."""
     history = batch.sequences["history"]
     one = torch.ones_like(history.values)[:, None]
@@ -136,7 +136,7 @@ def add_features(batch: SequenceBatch, tables: FeatureTables) -> SequenceBatch:
     if tables.event:
         sequences["event_features"] = replace(history, values=one)
     if tables.context:
-        like = batch.sequences.get("labels", history)
+        like = batch.sequences["labels"] if task == "ranking" else history
         sequences["context_features"] = replace(like, values=one[: like.values.shape[0]])
     if tables.user:
         dense["user_features"] = torch.ones(len(batch), sum(tables.user_places)).long()

@@ -274,12 +274,11 @@ class Trainer:
         if self.run_folder.resume:
             self.run_folder.forget_snapshots()
             give_up_later(self._run)
-        features = self.data.features
-        self.run_folder.open(
-            self.config.to_json(),
-            find_run_vocabulary(self.histories, features),
-            None if features is None else features.copy_statistics,
-        )
+        features, copy = self.data.features, None
+        if features is not None:
+            copy = partial(features.copy_statistics, schema=self.config.data.schema)
+        vocabulary = find_run_vocabulary(self.histories, features)
+        self.run_folder.open(self.config.to_json(), vocabulary, copy)
         self.run_folder.log_restarts(self.step)
         self.checkpoints.folder = self.folder / "checkpoints"
         if self.snapshots is not None:

@@ -240,9 +240,12 @@ class Histories:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, ours in self.state_dict().items():
             if name != "next" and state.get(name) != ours:
+                same = "data and options"
+                if name == "features":
+                    same = "--items, --users and --features, and leave --schema out: the run has it"
                 raise ValueError(
                     f"the data position was saved with {name} {state.get(name)!r}, this run has "
-                    f"{ours!r}; resume with the same data and options"
+                    f"{ours!r}; resume with the same {same}"
                 )
         self._seek(state["next"])
 

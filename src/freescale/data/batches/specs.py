@@ -148,9 +148,9 @@ class Features(Protocol):
     def vocabulary(self) -> Path | None:
         """The vocabulary of the data with further items of --items."""
 
-    def copy_statistics(self, folder: Path) -> None:
+    def copy_statistics(self, folder: Path, schema: str | None = None) -> None:
         """Copies what the training part says into the folder of a run: all that is needed to encode
-        other data."""
+        other data; and the file of the run's `schema`."""
 
     @property
     def item_rows(self) -> int:

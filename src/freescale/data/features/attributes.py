@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from freescale.config.features import Feature
+from freescale.data.features.inference import Column, infer_column
 from freescale.data.histories import explain_damage
 from freescale.data.ingest.column_names import find_roles, refuse_repeated
 from freescale.data.ingest.layouts import Layout, lay_out_columns
@@ -50,6 +51,12 @@ class AttributeFile:
         joined = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         return pa.table({n: decode_text(_get_only(joined.column(n))) for n in columns})
 
+    def infer(self, name: str, values: pa.Array) -> Column:
+        """Infers the kind of a column. Only items have vectors."""
+        column = infer_kind(self.file, self.layout, name, self.role, values)
+        lists = ("vector",) if self.role == "user" else ()
+        return column.without(lists, "only items have vectors")
+
 
 def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
     """Finds out how a file of attributes is laid out.
@@ -77,6 +84,14 @@ def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
         )
     refuse_repeated(file, key, layout.names)
     return AttributeFile(file, layout, key, role)
+
+
+def infer_kind(
+    file: SourceFile, layout: Layout, name: str, source: str, values: pa.Array
+) -> Column:
+    """Infers the kind of a column, by the header of its file if that declares types."""
+    with naming(file, Feature(name, source, None, (name,))):
+        return infer_column(name, source, values, layout.declared.get(name))
 
 
 def _get_only(chunks: pa.ChunkedArray) -> pa.Array:

@@ -35,11 +35,10 @@ class Column:
     def used(self) -> bool:
         return self.feature.kind is not None
 
-    def without_vectors(self) -> Column:
-        """For users, who have none."""
-        if self.feature.kind != "vector":
+    def without(self, kinds: Sequence[str], reason: str) -> Column:
+        """Left out if it is of one of these kinds."""
+        if self.feature.kind not in kinds:
             return self
-        reason = "only items have vectors"
         return replace(self, feature=replace(self.feature, kind=None), reason=reason)
 
     def describe(self) -> str:
@@ -48,12 +47,23 @@ class Column:
         return f"{found}: {self.feature.kind or f'left out, {self.reason}'}"
 
 
-def infer_column(name: str, source: str, values: pa.Array) -> Column:
-    """Infers the kind of a column."""
+def infer_column(name: str, source: str, values: pa.Array, declared: str | None = None) -> Column:
+    """Infers the kind of a column. `declared`: the type in a header of RecBole, which decides.
+
+    Raises:
+        BadValue: a value is not of the declared type.
+    """
     feature = Feature(name, source, None, (name,))
     kind = values.type
     if pa.types.is_null(kind) or not len(values) or values.null_count == len(values):
         return Column(feature, 0, 1.0, "it has no values")
+    if declared == "float_seq":
+        reason = "its lists of numbers are text; give them as lists, in Parquet or JSON lines"
+        return Column(
+            feature, len(values) - values.null_count, values.null_count / len(values), reason
+        )
+    if declared == "token_seq":
+        return _infer_list(replace(feature, separator=" "), values, words=True)
     if _holds_vectors(kind):
         missing = float(
             np.asarray(pc.fill_null(pc.equal(pc.list_value_length(values), 0), True)).mean()
@@ -63,7 +73,7 @@ def infer_column(name: str, source: str, values: pa.Array) -> Column:
         return _infer_list(feature, values)
     if pa.types.is_nested(kind):
         return Column(feature, 0, 0.0, f"it holds {kind}")
-    numbers = _read_numbers(values)
+    numbers = None if declared == "token" else _read_numbers(values, declared == "float")
     if numbers is not None and not pa.types.is_boolean(kind):
         there = numbers[~np.isnan(numbers)]
         different = len(np.unique(there))
@@ -71,12 +81,12 @@ def infer_column(name: str, source: str, values: pa.Array) -> Column:
         whole = bool((np.isfinite(there) & (there == np.floor(there))).all())
         if different <= 1:
             return Column(feature, different, missing, "its values are all the same")
-        few = whole and different <= _FEW
+        few = whole and different <= _FEW and declared is None
         return Column(
             replace(feature, kind="categorical" if few else "numeric"), different, missing
         )
     keys = read_keys(values)
-    separator = _find_separator(keys)
+    separator = None if declared else _find_separator(keys)
     if separator is not None:
         return _infer_list(replace(feature, separator=separator), values)
     return _judge_categories(feature, "categorical", keys, len(keys), keys.null_count / len(keys))
@@ -89,17 +99,19 @@ def _holds_vectors(kind: pa.DataType) -> bool:
     return bool(pa.types.is_floating(kind.value_type))
 
 
-def _infer_list(feature: Feature, values: pa.Array) -> Column:
+def _infer_list(feature: Feature, values: pa.Array, words: bool = False) -> Column:
+    """`words`: many of them may occur once."""
     try:
         keys, sizes = read_key_lists(values, feature.separator)
     except BadValue as error:
         return Column(feature, 0, 0.0, f"it {error.problem}")
     missing = float((sizes == 0).mean())
-    return _judge_categories(feature, "multi", keys, len(sizes), missing)
+    rows = len(keys) / _SHARE if words else len(sizes)
+    return _judge_categories(feature, "multi", keys, rows, missing)
 
 
 def _judge_categories(
-    feature: Feature, kind: str, keys: pa.Array, rows: int, missing: float
+    feature: Feature, kind: str, keys: pa.Array, rows: float, missing: float
 ) -> Column:
     different = pc.count_distinct(keys).as_py()
     reason = ""
@@ -112,8 +124,11 @@ def _judge_categories(
     return Column(replace(feature, kind=None if reason else kind), different, missing, reason)
 
 
-def _read_numbers(values: pa.Array) -> np.ndarray | None:
-    """Numbers of a type or as text; None if some are none. Codes such as 007 are no numbers."""
+def _read_numbers(values: pa.Array, sure: bool) -> np.ndarray | None:
+    """Numbers of a type or as text; None if some are none, unless it is `sure` that all are. Codes
+    such as 007 are no numbers."""
+    if sure:
+        return read_numbers(values)
     if is_text(values.type):
         first = next((text for text in values[:100].to_pylist() if text and text.strip()), "")
         if not reads_as_number(first):

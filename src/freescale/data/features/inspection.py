@@ -7,14 +7,14 @@ from pathlib import Path
 from freescale.config import DataConfig
 from freescale.config.features import Feature
 from freescale.data.features.attributes import AttributeFile
-from freescale.data.features.inference import Column, complete_kinds, infer_column
+from freescale.data.features.inference import Column, complete_kinds
 from freescale.data.features.sources import (
     LISTS,
     Sources,
     find_columns,
     get_request,
+    infer_events,
     open_sources,
-    sample_events,
 )
 
 
@@ -58,16 +58,13 @@ def inspect_features(
 
 def _infer_events(sources: Sources) -> list[Column]:
     names = sources.event_names
-    if not names:
-        return []
-    values = sample_events(sources, names)
-    return [infer_column(name, "event", values[name]) for name in names]
+    found = infer_events(sources, names) if names else []
+    return [column.without(LISTS, "events have features of one value") for column in found]
 
 
 def _infer_attributes(file: AttributeFile) -> list[Column]:
     table = file.read(file.names)
-    found = [infer_column(n, file.role, table.column(n).combine_chunks()) for n in file.names]
-    return found if file.role == "item" else [column.without_vectors() for column in found]
+    return [file.infer(n, table.column(n).combine_chunks()) for n in file.names]
 
 
 def _choose(

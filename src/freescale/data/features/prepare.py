@@ -36,7 +36,7 @@ from freescale.data.features.fitting import (
     stack_rows,
     to_json,
 )
-from freescale.data.features.inference import Column, complete_kinds, infer_column
+from freescale.data.features.inference import Column, complete_kinds
 from freescale.data.features.numbering import number_items, number_users, refuse_repeated
 from freescale.data.features.sources import (
     Sources,
@@ -280,9 +280,7 @@ class _Making:
         columns: Mapping[str, pa.Array],
     ) -> list[Feature]:
         unknown = [each.name for each in declared if each.kind is None]
-        inferred: list[Column] = [infer_column(n, source.role, columns[n]) for n in unknown]
-        if source.role == "user":
-            inferred = [column.without_vectors() for column in inferred]
+        inferred: list[Column] = [source.infer(n, columns[n]) for n in unknown]
         if self._request.listed is not None:
             chosen = complete_kinds(declared, inferred)
             for feature in chosen if source.role == "user" else ():

@@ -11,8 +11,8 @@ import pyarrow as pa
 from freescale.config import DataConfig
 from freescale.config.columns import parse_columns
 from freescale.config.features import OF_EVENTS, Feature, Request, request_features
-from freescale.data.features.attributes import AttributeFile, open_attributes
-from freescale.data.features.inference import complete_kinds, infer_column
+from freescale.data.features.attributes import AttributeFile, infer_kind, open_attributes
+from freescale.data.features.inference import Column, complete_kinds
 from freescale.data.features.store import list_stored
 from freescale.data.histories import is_histories
 from freescale.data.ingest.layouts import Layout
@@ -101,8 +101,8 @@ def find_columns(sources: Sources, request: Request) -> list[Feature]:
     return found
 
 
-def sample_events(sources: Sources, names: Sequence[str]) -> dict[str, pa.Array]:
-    """The first rows of columns of the interactions."""
+def infer_events(sources: Sources, names: Sequence[str]) -> list[Column]:
+    """Infers the kinds of columns of the interactions by their first rows."""
     assert sources.events is not None and sources.layout is not None
     blocks: list[pa.Table] = []
     for block in read_tables(sources.events, sources.layout, list(names)):
@@ -110,7 +110,9 @@ def sample_events(sources: Sources, names: Sequence[str]) -> dict[str, pa.Array]
         if sum(table.num_rows for table in blocks) >= _SAMPLED:
             break
     joined = pa.concat_tables(blocks, promote_options="permissive").slice(0, _SAMPLED)
-    return {name: decode_text(joined.column(name).combine_chunks()) for name in names}
+    values = {name: decode_text(joined.column(name).combine_chunks()) for name in names}
+    file, layout = sources.events, sources.layout
+    return [infer_kind(file, layout, name, "event", values[name]) for name in names]
 
 
 def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
@@ -129,8 +131,7 @@ def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
     if all(feature.kind is not None for feature in features):
         return _refuse_lists(features)
     unknown = [feature.name for feature in features if feature.kind is None]
-    values = sample_events(sources, unknown)
-    columns = [infer_column(name, "event", values[name]) for name in dict.fromkeys(unknown)]
+    columns = infer_events(sources, list(dict.fromkeys(unknown)))
     if request.listed is None:
         columns = [column for column in columns if column.used and column.feature.kind not in LISTS]
         return [column.feature for column in columns]

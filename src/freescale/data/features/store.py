@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.config.features import Feature
+from freescale.config.features import KEPT_SCHEMA, Feature
 from freescale.data.batches.specs import Features
 from freescale.data.features.fitting import count_rows, encode_all, from_json
 from freescale.data.ingest.ids import VOCABULARY
@@ -106,12 +106,15 @@ class FeatureStore(Features):
         path = self.folder / IDS
         return np.load(path, mmap_mode="r") if path.is_file() else None
 
-    def copy_statistics(self, folder: Path) -> None:
+    def copy_statistics(self, folder: Path, schema: str | None = None) -> None:
         target = folder / FOLDER
         target.mkdir(exist_ok=True)
         for name in (ABOUT, WEIGHTS):
             if (self.folder / name).is_file():
                 copyfile(self.folder / name, target / name)
+        kept = folder / KEPT_SCHEMA
+        if schema is not None and Path(schema).resolve() != kept.resolve():
+            copyfile(schema, kept)
 
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
         numbers = ids.numpy()

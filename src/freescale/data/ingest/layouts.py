@@ -55,6 +55,7 @@ class Layout:
     unit: str | None = None  # of the timestamps, if the release documents it
     feedback: Sequence[str] = ()
     types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, from the first lines
+    declared: Mapping[str, str] = field(default_factory=dict)  # RecBole's types, from the header
 
     @property
     def is_json(self) -> bool:
@@ -96,7 +97,7 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
         return _lay_out(file, "csv", unnamed, given, separator, header=False)
     layout = lay_out_columns(file)
     found = _lay_out(file, "csv", layout.names, given, separator, quoted=layout.quoted)
-    return replace(found, padded=layout.padded)
+    return replace(found, padded=layout.padded, declared=layout.declared)
 
 
 def lay_out_columns(file: SourceFile) -> Layout:
@@ -110,8 +111,9 @@ def lay_out_columns(file: SourceFile) -> Layout:
     names = split_line(lines[0], separator)
     typed = [_TYPED.fullmatch(name) for name in names]
     if all(typed):
+        declared = {match[1]: match[2] for match in typed if match}
         names = [match[1] for match in typed if match]
-        return Layout("csv", names, {}, separator, quoted=False)
+        return Layout("csv", names, {}, separator, quoted=False, declared=declared)
     padded = lines[0].count(separator + b" ") == lines[0].count(separator) > 0
     return Layout("csv", names, {}, separator, padded=padded)
 
