@@ -34,13 +34,7 @@ class AttributeFile:
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Columns of the whole file, dictionaries and bytes decoded. Rows keep their order."""
-        for name in columns:
-            if name not in self.layout.names:
-                raise ValueError(
-                    f"{self.file}: column {name!r} is missing; the file has "
-                    f"{', '.join(self.layout.names)[:200]}; name one of these"
-                )
-            refuse_repeated(self.file, name, self.layout.names)
+        check_columns(self.file, self.layout, columns)
         blocks = list(read_tables(self.file, self.layout, columns))
         if not blocks:
             raise ValueError(
@@ -62,11 +56,7 @@ def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
     Raises:
         ValueError: the format is unclear, or no column is recognised as the ids.
     """
-    if is_parquet(file):
-        with explain_damage(file):
-            layout = Layout("parquet", pq.read_schema(file.path).names, {})
-    else:
-        layout = lay_out_columns(file)
+    layout = lay_out_table(file)
     given = {role: name} if name in layout.names else {}
     key = find_roles(layout.names, given, (role,)).get(role)
     if key is None:
@@ -77,6 +67,25 @@ def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
         )
     refuse_repeated(file, key, layout.names)
     return AttributeFile(file, layout, key, role)
+
+
+def lay_out_table(file: SourceFile) -> Layout:
+    """Finds the columns of a table of any format. No column has a role."""
+    if not is_parquet(file):
+        return lay_out_columns(file)
+    with explain_damage(file):
+        return Layout("parquet", pq.read_schema(file.path).names, {})
+
+
+def check_columns(file: SourceFile, layout: Layout, columns: Sequence[str]) -> None:
+    """Raises ValueError if a column is missing or several have its name."""
+    for name in columns:
+        if name not in layout.names:
+            raise ValueError(
+                f"{file}: column {name!r} is missing; the file has "
+                f"{', '.join(layout.names)[:200]}; name one of these"
+            )
+        refuse_repeated(file, name, layout.names)
 
 
 def _get_only(chunks: pa.ChunkedArray) -> pa.Array:
