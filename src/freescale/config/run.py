@@ -124,7 +124,7 @@ class RunConfig:
     def task_weights(self) -> dict[str, float]:
         """--task-weights by label. ValueError if one is not valid."""
         found: dict[str, float] = {}
-        for part in split_names(self.train.task_weights):
+        for part in split_names(self.train.task_weights or ""):
             name, _, value = map(str.strip, part.partition("="))
             if name not in self.label_names or name in found:
                 named = ", ".join(self.label_names) or "none"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from freescale.config.columns import parse_columns, parse_labels
+from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.data.features.attributes import check_columns, lay_out_table
 from freescale.data.ingest.column_names import find_roles
 from freescale.data.ingest.layouts import Layout
@@ -34,10 +34,13 @@ class FlatRows:
         if not self.files:
             raise ValueError(f"{source}: the files have no rows; give one with a row per sample")
         self.names = list(self._layouts[0].names)
-        labels = parse_labels(f"where={where}") if where else ()
-        if where and (len(labels) > 1 or labels[0].operator is None):
-            raise ValueError(f"where={where!r} is no comparison; write one, as 'day<20'")
-        self.where = labels[0] if labels else None
+        self.where: Label | None = None
+        if where:
+            try:
+                (self.where,) = parse_labels(f"where={where}")
+            except ValueError:
+                problem = f"where={where!r} is no comparison; write one, as 'day<20'"
+                raise ValueError(problem) from None
 
     def find_roles(self, columns: str) -> dict[str, str]:
         """The columns of user, item and time, if there are any."""
