@@ -154,10 +154,10 @@ def test_labels_have_weights(tmp_path):
     [
         ("share=1", "has 'share=1'; name each label once, of: like, buy"),
         ("buy=1,buy=2", "has 'buy=2'; name each label once"),
-        ("buy", "has 'buy'; write a number from 0 on"),
-        ("buy=-1", "has 'buy=-1'; write a number from 0 on"),
-        ("buy=inf", "has 'buy=inf'; write a number from 0 on"),
-        ("buy=much", "has 'buy=much'; write a number from 0 on, as buy=0.5"),
+        ("buy", "has 'buy'; write a number"),
+        ("buy=-1", "has 'buy=-1'; write a number"),
+        ("buy=inf", "has 'buy=inf'; write a number"),
+        ("buy=much", "has 'buy=much'; write a number, as buy=0.5"),
     ],
 )
 def test_a_weight_of_no_label_or_no_number_is_refused(given, message):

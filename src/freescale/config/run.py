@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -129,14 +129,9 @@ class RunConfig:
             if name not in self.label_names or name in found:
                 named = ", ".join(self.label_names) or "none"
                 raise ValueError(f"--task-weights has {part!r}; name each label once, of: {named}")
-            try:
-                found[name] = float(value)
-            except ValueError:
-                found[name] = math.nan
-            if not 0 <= found[name] < math.inf:
-                raise ValueError(
-                    f"--task-weights has {part!r}; write a number from 0 on, as buy=0.5"
-                )
+            if not re.fullmatch(r"\d+\.?\d*", value):
+                raise ValueError(f"--task-weights has {part!r}; write a number, as buy=0.5")
+            found[name] = float(value)
         return found
 
     @property

@@ -77,9 +77,8 @@ class GlobalBatches(ABC):
     def state_dict(self, next: int | None = None) -> dict[str, Any]:
         """`next`: the batch to resume at, if not the one after the last yielded (prefetching runs
         ahead)."""
-        position = {"next": self.position if next is None else next}
         return {
-            **position,
+            "next": self.position if next is None else next,
             **self.fingerprints,
             "global_batch": self.global_batch,
             "seed": self.read.seed,

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from freescale.config.features import Feature
 from freescale.data.histories import explain_damage
-from freescale.data.ingest.column_names import find_roles, refuse_repeated
+from freescale.data.ingest.column_names import find_roles, refuse_repeated, require_column
 from freescale.data.ingest.layouts import Layout, lay_out_columns
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.tables import is_parquet, read_tables
@@ -34,7 +34,8 @@ class AttributeFile:
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Columns of the whole file, dictionaries and bytes decoded. Rows keep their order."""
-        check_columns(self.file, self.layout, columns)
+        for name in columns:
+            require_column(self.file, name, self.layout.names)
         blocks = list(read_tables(self.file, self.layout, columns))
         if not blocks:
             raise ValueError(
@@ -75,17 +76,6 @@ def lay_out_table(file: SourceFile) -> Layout:
         return lay_out_columns(file)
     with explain_damage(file):
         return Layout("parquet", pq.read_schema(file.path).names, {})
-
-
-def check_columns(file: SourceFile, layout: Layout, columns: Sequence[str]) -> None:
-    """Raises ValueError if a column is missing or several have its name."""
-    for name in columns:
-        if name not in layout.names:
-            raise ValueError(
-                f"{file}: column {name!r} is missing; the file has "
-                f"{', '.join(layout.names)[:200]}; name one of these"
-            )
-        refuse_repeated(file, name, layout.names)
 
 
 def _get_only(chunks: pa.ChunkedArray) -> pa.Array:

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from freescale.config.columns import Label, parse_columns, parse_labels
-from freescale.data.features.attributes import check_columns, lay_out_table
-from freescale.data.ingest.column_names import find_roles
+from freescale.data.features.attributes import lay_out_table
+from freescale.data.ingest.column_names import find_roles, require_column
 from freescale.data.ingest.layouts import Layout
 from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.ingest.tables import TableBlock, is_empty, read_tables
@@ -51,7 +51,8 @@ class FlatRows:
         label = self.where
         needed = list(dict.fromkeys([*columns, *([label.column] if label else [])]))
         for file, layout in zip(self.files, self._layouts, strict=True):
-            check_columns(file, layout, needed)
+            for name in needed:
+                require_column(file, name, layout.names)
             whole = [] if self._table is None else [self._table.select(needed)]
             blocks = (TableBlock(file, each, lambda row: f"row {row + 1}", 1.0) for each in whole)
             for block in blocks if whole else read_tables(file, layout, needed):

@@ -150,8 +150,8 @@ class FlatTable(GlobalBatches):
         for name, of in self.schema.tables.items():
             width = sum(fitted.places for fitted in of)
             part = rows[:, place : place + width].long()
-            several = of[0].feature.kind == "multi" or name.endswith("_features")
-            dense[name] = part if several else part[:, 0]
+            shared = of[0].feature.source in IDS and name not in IDS
+            dense[name] = part if shared or of[0].feature.kind == "multi" else part[:, 0]
             if name in IDS:
                 dense[f"{name}_known"] = dense[name] >= of[0].first + FIRST_KNOWN
             place += width
