@@ -18,6 +18,7 @@ _EXPORTS = {
     "freescale.batch": "Jagged Nested SequenceBatch",
     "freescale.compress.activations": "ThresholdedExchange",
     "freescale.config": "DataConfig ModelConfig RunConfig TrainConfig",
+    "freescale.data.flat.schema": "Schema",
     "freescale.embedding.optimizers": "Adagrad Adam CountedAdam RowWiseAdagrad SGD",
     "freescale.embedding.dynamic_rules": "After LFU Dynamic Seen",
     "freescale.embedding.parallelize": "parallelize",
@@ -68,6 +69,7 @@ __all__ = [
     "RemoteError",
     "RowWiseAdagrad",
     "RunConfig",
+    "Schema",
     "Seen",
     "SequenceBatch",
     "ShardedModel",
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
     from freescale.batch import Jagged, Nested, SequenceBatch
     from freescale.compress.activations import ThresholdedExchange
     from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from freescale.data.flat.schema import Schema
     from freescale.embedding.dynamic_rules import LFU, After, Dynamic, Seen
     from freescale.embedding.host_tables.tiers import Disk, Host
     from freescale.embedding.optimizers import SGD, Adagrad, Adam, CountedAdam, RowWiseAdagrad

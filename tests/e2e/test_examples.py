@@ -21,6 +21,7 @@ def run_script(transport, path, folder):
     """What a script prints on this rank. Its `freescale.connect` joins the ranks that there are."""
     os.chdir(folder)
     sys.path.insert(0, str(ROOT / "examples"))
+    sys.argv = [str(path)]
     with redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()
@@ -47,7 +48,7 @@ def test_ranking_model_on_two_ranks(tmp_path):
     assert [words[1] for words in steps] == ["0", "20", "40", "60"]
     first, last = (float(words[-1]) for words in (steps[0], steps[-1]))  # click accuracy
     assert first < 0.6 and last > 0.8
-    assert "table category: 20 x 16, Adam, replicated" in printed and not nothing
+    assert "table items.item_features: 31 x 16, Adam, replicated" in printed and not nothing
 
 
 def test_snippets_of_own_model(tmp_path):
@@ -71,6 +72,22 @@ if transport.rank == 0:
     script.write_text("\n".join([*blocks, checks]))
     printed, _ = run_ranks(2, run_script, script, tmp_path)
     assert "done 3" in printed
+
+
+def test_snippet_of_features(tmp_path):
+    """docs/guide/features.md, on two ranks."""
+    page = (ROOT / "docs" / "guide" / "features.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    sys.path.insert(0, str(ROOT / "examples"))
+    runpy.run_path(str(ROOT / "examples" / "ranking_model.py"))["write_impressions"](
+        tmp_path / "impressions.csv"
+    )
+    script = tmp_path / "snippet.py"
+    block = block.replace("global_batch", 'cache="cache", global_batch')  # not the user's
+    script.write_text(
+        block + "\nassert len(losses) == len(data) == 34 and sum(losses[-5:]) < sum(losses[:5])"
+    )
+    run_ranks(2, run_script, script, tmp_path)
 
 
 SETTING = """

@@ -93,6 +93,7 @@ def test_every_page_with_python_is_run():
     tests/e2e/test_examples.py and tests/distributed/test_callbacks.py."""
     run = {"README.md", "your_model.md", "training.md", "embedding.md", "compress.md"}
     run |= {"segments.md", "host_tables.md", "dynamic.md", "from_torchrec.md", "data.md"}
+    run |= {"features.md"}
     found = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     assert found == run
 

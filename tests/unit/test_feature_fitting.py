@@ -36,6 +36,8 @@ def test_categories_are_those_of_the_training_part():
     assert fitted.rows == 4
     often = fit("categorical", ["b", "a", "b", "a", "b", "c"], least=3)
     assert often.categories == ("b",)
+    of_events = fit("categorical", ["a", "b", "c"], [5, 4, 0], least=5)  # each with its events
+    assert of_events.categories == ("a",)
 
 
 def test_a_category_is_the_same_in_every_format():

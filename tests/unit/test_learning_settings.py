@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from helpers.small_runs import interactions
 from torch import nn
 
 from freescale.config import RunConfig
@@ -21,6 +23,7 @@ from freescale.train.build import (
     build_row_optimizer,
     choose_row_std,
 )
+from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 
 LENGTHS = torch.tensor([7, 0, 1, 12])
@@ -126,3 +129,38 @@ def test_a_model_on_its_own_starts_with_rows_as_small():
     model = Retrieval(HSTU(**SHAPE), num_items=3000)
     usual = choose_row_std(config())
     assert model.item.weight.std().item() == pytest.approx(usual, rel=0.02)
+
+
+def test_labels_have_weights(tmp_path):
+    random = np.random.default_rng(0)
+    flags = {name: random.integers(0, 2, 480) for name in ("like", "buy")}
+    given = {
+        "data": str(interactions(tmp_path / "data.parquet", **flags)),
+        "cache": str(tmp_path / "cache"),
+        "task": "ranking",
+        "labels": "like,buy",
+        "device": "cpu",
+        "width": 8,
+    }
+    config = RunConfig.from_settings(given | {"task_weights": "buy=0.5, like=2"})
+    trainer = Trainer(config, tmp_path / "run")
+    assert trainer.pipeline.schedule.task_weights == {"buy": 0.5, "like": 2.0}
+    assert RunConfig.from_json(config.to_json()).task_weights == {"buy": 0.5, "like": 2.0}
+    assert RunConfig.from_settings(given).task_weights == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("share=1", "has 'share=1'; name each label once, of: like, buy"),
+        ("buy=1,buy=2", "has 'buy=2'; name each label once"),
+        ("buy", "has 'buy'; write a number"),
+        ("buy=-1", "has 'buy=-1'; write a number"),
+        ("buy=inf", "has 'buy=inf'; write a number"),
+        ("buy=much", "has 'buy=much'; write a number, as buy=0.5"),
+    ],
+)
+def test_a_weight_of_no_label_or_no_number_is_refused(given, message):
+    settings = {"data": "x", "task": "ranking", "labels": "like,buy", "task_weights": given}
+    with pytest.raises(ValueError, match=f"--task-weights {message}"):
+        RunConfig.from_settings(settings)

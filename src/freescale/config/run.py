@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from freescale.config.data import DataConfig
 from freescale.config.features import KEPT_SCHEMA
 from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
+from freescale.config.options import split_names
 from freescale.config.recipe import expand_recipe
 from freescale.config.train import TrainConfig
 
@@ -40,6 +42,7 @@ class RunConfig:
             raise ValueError(
                 f"--width {self.model.width} is not a multiple of --heads {self.model.heads}"
             )
+        _ = self.task_weights
         self._check_best()
         self._check_rows()
         self._check_segments()
@@ -118,6 +121,20 @@ class RunConfig:
     @property
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
+
+    @property
+    def task_weights(self) -> dict[str, float]:
+        """--task-weights by label. ValueError if one is not valid."""
+        found: dict[str, float] = {}
+        for part in split_names(self.train.task_weights or ""):
+            name, _, value = map(str.strip, part.partition("="))
+            if name not in self.label_names or name in found:
+                named = ", ".join(self.label_names) or "none"
+                raise ValueError(f"--task-weights has {part!r}; name each label once, of: {named}")
+            if not re.fullmatch(r"\d+\.?\d*", value):
+                raise ValueError(f"--task-weights has {part!r}; write a number, as buy=0.5")
+            found[name] = float(value)
+        return found
 
     @property
     def labels(self) -> tuple[Label, ...]:

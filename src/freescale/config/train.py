@@ -47,6 +47,9 @@ class TrainConfig(Checked):
     )
     clip: float | None = option(None, "global norm limit of the dense gradients", above=0.0)
     row_clip: float | None = option(None, "norm limit of each table row's gradient", above=0.0)
+    task_weights: str | None = option(
+        None, "weights of the losses of labels (ranking), as buy=0.5,like=2 (default: 1 each)"
+    )
     accumulate: int = option(1, "micro-batches of a rank's batch", minimum=1)
     on_nonfinite: str = option(
         "stop",

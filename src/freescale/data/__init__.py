@@ -1,17 +1,19 @@
 """Data: interaction files, the histories file made of them, and each rank's slices of global
-batches; and synthetic histories."""
+batches; flat tables; and synthetic histories."""
 
 from __future__ import annotations
 
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.prefetch import prefetch
 from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
+from freescale.data.flat.table import FlatTable
 from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.interactions import read_interactions
 from freescale.data.ingest.prepare import prepare
 from freescale.data.synthetic.generate import SyntheticReport, generate
 
 __all__ = [
+    "FlatTable",
     "Histories",
     "NegativeSpec",
     "ReadSpec",

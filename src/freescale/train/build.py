@@ -356,6 +356,7 @@ def build_pipeline(
         ),
         reducer=build_reducer(config),
         dense_sums=train.dense_sums,
+        task_weights=config.task_weights,
     )
 
 

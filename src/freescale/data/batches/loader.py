@@ -7,7 +7,7 @@ the file, the options and n: to resume is to start at another n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.data.batches.epoch_order import EpochOrder
+from freescale.data.batches.global_batches import GlobalBatches
 from freescale.data.batches.negatives import NegativeSampler, build_sampler, resolve_negatives
 from freescale.data.batches.specs import (
     Features,
@@ -26,7 +27,6 @@ from freescale.data.batches.specs import (
     ReadSpec,
     SampleSpec,
     SplitSpec,
-    check_least,
 )
 from freescale.data.batches.windows import WindowReader, list_ranges
 from freescale.data.histories import HistoriesFile
@@ -38,7 +38,7 @@ _ITEMS = {"history", "targets", "negatives", "candidates"}  # features of a batc
 _NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
 
-class Histories:
+class Histories(GlobalBatches):
     """Iterable of one rank's batches: the batches [start, epochs * batches_per_epoch) of the run.
 
     A sample is one user. Its events by part:
@@ -111,14 +111,10 @@ class Histories:
         read: ReadSpec | None = None,
         features: Features | None = None,
     ):
-        check_least(1, global_batch=global_batch, world=world)
-        if not 0 <= rank < world:
-            raise ValueError(f"rank is {rank}; with {world} ranks it must be in [0, {world})")
+        super().__init__(global_batch, rank, world, read or ReadSpec())
         self.features = features
         self.sample, self.split = sample or SampleSpec(), split or SplitSpec()
-        self.read = read or ReadSpec()
         self.file = HistoriesFile(path, self.read.num_items, self.read.any_ids)
-        self.global_batch, self.rank, self.world = global_batch, rank, world
         self._is_ranking = self.sample.task == "ranking"
         self._has_negatives = self.split.part == "train" and not self._is_ranking
         self.negatives = resolve_negatives(
@@ -173,14 +169,6 @@ class Histories:
             )
         check_labels(self.file, tasks)
 
-    def _seek(self, start: int) -> None:
-        total = self.stop
-        if not 0 <= start <= total:
-            raise ValueError(
-                f"start is {start}; the run has {total} batches, so it must be in [0, {total}]"
-            )
-        self.start = self.position = start
-
     @property
     def num_items(self) -> int:
         return self.file.num_items
@@ -200,61 +188,13 @@ class Histories:
         return self.file.num_samples
 
     @property
-    def batches_per_epoch(self) -> int:
-        return -(-self.num_samples // self.global_batch)
-
-    def batch_size(self, number: int) -> int:
-        """Samples of global batch `number`: the last of an epoch may be smaller."""
-        return min(
-            self.global_batch,
-            self.num_samples - number % self.batches_per_epoch * self.global_batch,
-        )
-
-    @property
-    def stop(self) -> int:
-        """One past the last batch of the last epoch."""
-        return self.read.epochs * self.batches_per_epoch
-
-    def __len__(self) -> int:
-        """Batches from `start` to the end of the last epoch."""
-        return self.stop - self.start
-
-    def __iter__(self) -> Iterator[SequenceBatch]:
-        for number in range(self.start, self.stop):
-            batch = self.batch(number)
-            self.position = number + 1
-            yield batch
-
-    def state_dict(self, next: int | None = None) -> dict[str, Any]:
-        """`next`: the batch to resume at, if not the one after the last yielded (prefetching runs
-        ahead)."""
-        return {
-            "next": self.position if next is None else next,
-            "fingerprint": self.file.fingerprint,
-            "global_batch": self.global_batch,
-            "seed": self.read.seed,
-            "shuffle": self.read.shuffle,
-            "shuffle_groups": self.read.shuffle_groups,
-        } | ({} if self.features is None else {"features": self.features.fingerprint})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, ours in self.state_dict().items():
-            if name != "next" and state.get(name) != ours:
-                same = "data and options"
-                if name == "features":
-                    same = "--items, --users and --features, and leave --schema out: the run has it"
-                raise ValueError(
-                    f"the data position was saved with {name} {state.get(name)!r}, this run has "
-                    f"{ours!r}; resume with the same {same}"
-                )
-        self._seek(state["next"])
+    def fingerprints(self) -> dict[str, str]:
+        found = {"fingerprint": self.file.fingerprint}
+        return found | ({} if self.features is None else {"features": self.features.fingerprint})
 
     def batch(self, number: int) -> SequenceBatch:
         """This rank's slice of global batch `number`, counted over the whole run."""
-        epoch, index = divmod(number, self.batches_per_epoch)
-        first = index * self.global_batch
-        size = self.batch_size(number)
-        low, high = size * self.rank // self.world, size * (self.rank + 1) // self.world
+        epoch, first, size, low, high = self._find_slice(number)
         own = high - low
         # The slice, then the samples after it (cyclically) for its in-batch negatives.
         beyond = self._get_sampler().count_beyond(size, own) if self._has_negatives else 0

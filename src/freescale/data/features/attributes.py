@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from freescale.config.features import Feature
 from freescale.data.features.inference import Column, infer_column
 from freescale.data.histories import explain_damage
-from freescale.data.ingest.column_names import find_roles, refuse_repeated
+from freescale.data.ingest.column_names import find_roles, refuse_repeated, require_column
 from freescale.data.ingest.layouts import Layout, lay_out_columns
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.tables import is_parquet, read_tables
@@ -36,12 +36,7 @@ class AttributeFile:
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Columns of the whole file, dictionaries and bytes decoded. Rows keep their order."""
         for name in columns:
-            if name not in self.layout.names:
-                raise ValueError(
-                    f"{self.file}: column {name!r} is missing; the file has "
-                    f"{', '.join(self.layout.names)[:200]}; name one of these"
-                )
-            refuse_repeated(self.file, name, self.layout.names)
+            require_column(self.file, name, self.layout.names)
         blocks = list(read_tables(self.file, self.layout, columns))
         if not blocks:
             raise ValueError(
@@ -69,11 +64,7 @@ def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
     Raises:
         ValueError: the format is unclear, or no column is recognised as the ids.
     """
-    if is_parquet(file):
-        with explain_damage(file):
-            layout = Layout("parquet", pq.read_schema(file.path).names, {})
-    else:
-        layout = lay_out_columns(file)
+    layout = lay_out_table(file)
     given = {role: name} if name in layout.names else {}
     key = find_roles(layout.names, given, (role,)).get(role)
     if key is None:
@@ -92,6 +83,14 @@ def infer_kind(
     """Infers the kind of a column, by the header of its file if that declares types."""
     with naming(file, Feature(name, source, None, (name,))):
         return infer_column(name, source, values, layout.declared.get(name))
+
+
+def lay_out_table(file: SourceFile) -> Layout:
+    """Finds the columns of a table of any format. No column has a role."""
+    if not is_parquet(file):
+        return lay_out_columns(file)
+    with explain_damage(file):
+        return Layout("parquet", pq.read_schema(file.path).names, {})
 
 
 def _get_only(chunks: pa.ChunkedArray) -> pa.Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from freescale.data.feature_values import (
 )
 
 MOST_VALUES = 16  # limit for a multi feature
-_MISSING, _UNKNOWN, _FIRST = 0, 1, 2  # local rows of categories
+_MISSING, _UNKNOWN, FIRST_KNOWN = 0, 1, 2  # local rows of categories
 
 Columns = Mapping[str, pa.Array]
 
@@ -58,6 +59,10 @@ class Fitted:
     edges: tuple[float, ...] = ()
     width: int = 0
 
+    @cached_property
+    def _values(self) -> pa.Array:  # many blocks of rows are encoded
+        return pa.array(self.categories, pa.string())
+
     def encode(self, columns: Columns) -> NDArray[np.int32]:
         """Values of the source -> [n, places] rows of its table."""
         feature = self.feature
@@ -73,8 +78,8 @@ class Fitted:
         return (local.astype(np.int32) + np.int32(self.first))[:, None]
 
     def _find_categories(self, keys: pa.Array) -> NDArray[np.int64]:
-        known = pc.index_in(keys, pa.array(self.categories, pa.string()))
-        local = np.array(pc.fill_null(known, _UNKNOWN - _FIRST), np.int64) + _FIRST
+        known = pc.index_in(keys, self._values)
+        local = np.array(pc.fill_null(known, _UNKNOWN - FIRST_KNOWN), np.int64) + FIRST_KNOWN
         local[np.asarray(pc.is_null(keys))] = _MISSING
         return local
 
@@ -100,7 +105,7 @@ def fit_feature(feature: Feature, columns: Columns, counts: NDArray[np.int64]) -
     Args:
         feature: with its kind.
         columns: values of items or events [n] by column.
-        counts: [n] how often each is in the training part. Others are not looked at.
+        counts: [n] how often each counts in the training part; 0: it is not looked at.
 
     Raises:
         BadValue: a value is not of the kind.
@@ -117,16 +122,23 @@ def fit_feature(feature: Feature, columns: Columns, counts: NDArray[np.int64]) -
     if feature.kind == "multi":
         keys, sizes = read_key_lists(columns[name], feature.separator)
         places = int(np.clip(sizes[trained].max(initial=1), 1, MOST_VALUES))
-        categories = _find_categories(keys, np.repeat(trained, sizes), feature.least)
-        return Fitted(feature, 0, len(categories) + _FIRST, places, categories)
-    categories = _find_categories(read_keys(columns[name]), trained, feature.least)
-    return Fitted(feature, 0, len(categories) + _FIRST, categories=categories)
+        categories = _find_categories(keys, np.repeat(counts, sizes), feature.least)
+        return Fitted(feature, 0, len(categories) + FIRST_KNOWN, places, categories)
+    categories = _find_categories(read_keys(columns[name]), counts, feature.least)
+    return Fitted(feature, 0, len(categories) + FIRST_KNOWN, categories=categories)
 
 
-def _find_categories(keys: pa.Array, trained: NDArray[np.bool_], least: int) -> tuple[str, ...]:
-    counted = pc.value_counts(keys.filter(pa.array(trained)).drop_null())
-    enough = counted.filter(pc.greater_equal(counted.field("counts"), least))
-    return tuple(sorted(enough.field("values").to_pylist()))
+def _find_categories(keys: pa.Array, counts: NDArray[np.int64], least: int) -> tuple[str, ...]:
+    table = count_keys([pa.table({"key": keys, "count": counts})])
+    enough = table.filter(pc.greater_equal(table.column("count"), max(least, 1)))
+    return tuple(sorted(enough.column("key").to_pylist()))
+
+
+def count_keys(tables: Sequence[pa.Table]) -> pa.Table:
+    """Tables of keys with their counts -> one with the sum of each key that is not missing."""
+    table = pa.concat_tables(tables).filter(pc.field("key").is_valid())
+    counted = table.group_by("key").aggregate([("count", "sum")])
+    return counted.select(["key", "count_sum"]).rename_columns(["key", "count"])
 
 
 def _find_edges(numbers: NDArray[np.float64], buckets: int) -> tuple[float, ...]:

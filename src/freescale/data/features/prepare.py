@@ -4,7 +4,6 @@ part, and stores them next to the prepared histories."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -62,8 +61,7 @@ from freescale.data.ingest.ids import (
     VOCABULARY,
     find_vocabulary,
 )
-from freescale.data.ingest.prepare import lock_cache
-from freescale.data.workspace import explain_full_disk, workspace
+from freescale.data.ingest.prepare import make_folder
 
 _VERSION = 2
 _EVENTS = 10  # training events with which an item's own row counts half
@@ -114,20 +112,12 @@ def prepare_features(
     if known is not None and known["fingerprint"] == fingerprint:
         known = None  # the run's own data: what is in the cache is the same
     key = compute_digest(fingerprint, str(histories.resolve()), known and known["fingerprint"])
-    target = cache / f"features-{key}"
-    if not target.is_dir():
-        fix = "make room, or name a cache folder on another disk"
-        with explain_full_disk(cache, f"preparing features of {histories}", fix, lambda: 0.0):
-            cache.mkdir(parents=True, exist_ok=True)
-            with lock_cache(cache), workspace(cache, key) as folder:
-                if not target.is_dir():
-                    making = _Making(
-                        config, histories, file, cache, split, sources, request, known, trained
-                    )
-                    making.write(folder, fingerprint, report)
-                    made = folder / "made"
-                    os.replace(made, target)
-    return FeatureStore(target)
+
+    def make(folder: Path) -> None:
+        making = _Making(config, histories, file, cache, split, sources, request, known, trained)
+        making.write(folder, fingerprint, report)
+
+    return FeatureStore(make_folder(cache, f"features-{key}", f"features of {histories}", make))
 
 
 def read_statistics(folder: Path) -> dict[str, Any]:
@@ -156,9 +146,7 @@ class _Making:
         self._cache, self._split, self._sources, self._request = cache, split, sources, request
         self._lines: list[str] = []
 
-    def write(self, folder: Path, fingerprint: str, report: Progress) -> None:
-        out = folder / "made"
-        out.mkdir(exist_ok=True)
+    def write(self, out: Path, fingerprint: str, report: Progress) -> None:
         items = self._fit_items(out, report)
         users = self._fit_users(out, report)
         report("fit events", 0.0)
@@ -242,7 +230,7 @@ class _Making:
             fitted = []
             for feature in self._choose_kinds(source, declared, columns):
                 with naming(source.file, feature):
-                    fitted.append(fit_feature(feature, columns, counts))
+                    fitted.append(fit_feature(feature, columns, np.minimum(counts, 1)))
             fitted = stack_rows(fitted)
         self._lines += [describe_fitted(each, columns) for each in fitted]
         report(f"fit {source.role}s", 1.0)

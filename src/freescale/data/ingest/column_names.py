@@ -83,6 +83,16 @@ def require_roles(
     )
 
 
+def require_column(
+    file: object, name: str, names: Sequence[str], what: str = "", fix: str = "name one of these"
+) -> None:
+    """Raises ValueError if a file has no column of this name, or several."""
+    if name not in names:
+        known = ", ".join(names)[:200]
+        raise ValueError(f"{file}: column {name!r}{what} is missing; the file has {known}; {fix}")
+    refuse_repeated(file, name, names)
+
+
 def refuse_repeated(file: object, name: str, names: Sequence[str]) -> None:
     """Raises ValueError if another column has the same name."""
     if (count := list(names).count(name)) > 1:

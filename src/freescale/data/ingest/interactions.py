@@ -34,7 +34,7 @@ from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
 from freescale.data.feature_values import read_keys, read_numbers
-from freescale.data.ingest.column_names import refuse_repeated
+from freescale.data.ingest.column_names import require_column
 from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import (
     NotIntegers,
@@ -128,20 +128,11 @@ class Interactions(Iterator[pa.RecordBatch]):
         self.labels = [label for label in parse_labels(labels) if not self._has_column(label)]
         for file, layout in zip(self.files, self.layouts):
             for label in self.labels:
-                if label.column not in layout.names:
-                    raise ValueError(
-                        f"{file}: column {label.column!r}, of --labels {label.text}, is missing; "
-                        f"the file has {', '.join(layout.names)[:200]}; name one of these"
-                    )
-                refuse_repeated(file, label.column, layout.names)
+                what = f", of --labels {label.text},"
+                require_column(file, label.column, layout.names, what)
             for column in self.features.values():
-                if column not in layout.names:
-                    raise ValueError(
-                        f"{file}: column {column!r}, a feature, is missing; the file has "
-                        f"{', '.join(layout.names)[:200]}; add it to all files, or leave the "
-                        "feature out"
-                    )
-                refuse_repeated(file, column, layout.names)
+                fix = "add it to all files, or leave the feature out"
+                require_column(file, column, layout.names, ", a feature,", fix)
         self.restart(Reading())
 
     def restart(self, reading: Reading) -> None:

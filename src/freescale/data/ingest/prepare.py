@@ -4,7 +4,7 @@ sources."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,21 @@ def prepare(
             target.parent.mkdir(exist_ok=True)
             for path in written:  # the histories last: if they exist, all is there
                 os.replace(path, target.parent / path.name)
+    return target
+
+
+def make_folder(cache: Path, name: str, work: str, write: Callable[[Path], None]) -> Path:
+    """A folder of the cache, which one process of a machine makes by `write`, or finds."""
+    target, fix = cache / name, "make room, or name a cache folder on another disk"
+    if not target.is_dir():
+        with explain_full_disk(cache, f"preparing {work}", fix):
+            cache.mkdir(parents=True, exist_ok=True)
+            with lock_cache(cache), workspace(cache, name) as folder:
+                if not target.is_dir():
+                    made = folder / "made"
+                    made.mkdir()
+                    write(made)
+                    os.replace(made, target)
     return target
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from freescale.config.columns import ORDER
 from freescale.data.histories import explain_damage, is_list, is_number
@@ -55,6 +56,10 @@ class TableBlock:
         keep = np.ones(self.table.num_rows, bool)
         for name in columns:
             keep &= self.table.column(name).is_valid().to_numpy()
+        return self.filter(keep)
+
+    def filter(self, keep: NDArray[np.bool_]) -> TableBlock:
+        """The rows [n] to keep, with their places."""
         if keep.all():
             return self
         rows = np.flatnonzero(keep)
