@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 ITEMS, SAMPLES = 500, 32
 VECTORS = torch.randn(ITEMS + 1, 24, generator=torch.Generator().manual_seed(5)).half()
-TABLES = FeatureTables(item=40, event=9, user=17, user_places=(1, 2), vectors=[VECTORS])
+TABLES = FeatureTables(item=40, event=9, user=17, user_places=(1, 2), vectors=[VECTORS], context=5)
 
 
 def make_batch(seed, per):
@@ -41,6 +41,7 @@ def make_batch(seed, per):
     }  # fmt: skip
     homes["sequences"]["timestamps"] = Jagged(torch.arange(tokens) * 60, lengths)
     homes["sequences"]["event_features"] = Jagged(draw(9, tokens, 2), lengths)
+    homes["sequences"]["context_features"] = Jagged(draw(5, tokens, 1), lengths)
     homes["dense"]["user_features"] = draw(17, SAMPLES, 3)
     return SequenceBatch(
         **homes, weights={"next_item": lengths.float()}, keys=torch.arange(SAMPLES) * 7919 + seed

@@ -1,0 +1,156 @@
+"""What the heads share: the tables in front of the encoder, and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from freescale.batch import HostSizes, Jagged, SequenceBatch
+from freescale.config import ModelConfig
+from freescale.models.columns import find_sequence, measure_time_span
+from freescale.models.encoder import Encoder
+from freescale.models.features import (
+    FeatureTables,
+    ItemVectors,
+    VectorFeature,
+    describe_items,
+    embed_features,
+    sum_features,
+)
+from freescale.models.segments import Memory, SegmentedHSTU
+
+
+class SequenceHead(nn.Module):
+    """Item and action tables in front of the encoder, and those of features; on the meta device
+    they take no memory."""
+
+    _item_features: tuple[str, ...]
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        num_items: int,
+        num_actions: int,
+        feature_tables: FeatureTables,
+        table_device: str | None,
+    ) -> None:
+        super().__init__()
+        if num_items < 1 or num_actions < 0:
+            raise ValueError(
+                "num_items must be at least 1 and num_actions at least 0, not "
+                f"{num_items} and {num_actions}"
+            )
+
+        def make_table(rows: int) -> nn.Embedding | None:
+            return nn.Embedding(rows, encoder.width, device=table_device) if rows else None
+
+        self.item = nn.Embedding(num_items, encoder.width, device=table_device)
+        self.action = make_table(num_actions)
+        self.encoder = encoder
+        self.item_features = make_table(feature_tables.item)
+        self.event_features = make_table(feature_tables.event)
+        self.user_features = make_table(feature_tables.user)
+        self.context_features = make_table(feature_tables.context)
+        self.user_places = tuple(feature_tables.user_places)
+        self.item_vectors = nn.ModuleList(
+            VectorFeature(vectors, encoder.width) for vectors in feature_tables.vectors
+        )
+        for table in self.children():
+            if isinstance(table, nn.Embedding):
+                nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
+
+    @property
+    def features(self) -> dict[str, list[str]]:
+        """Which batch features each table reads."""
+        found = {"item": list(self._item_features)}
+        if self.action is not None:
+            found["action"] = ["actions"]
+        if self.item_features is not None:
+            found["item_features"] = [f"{name}_features" for name in self._item_features]
+        for name in ("event_features", "user_features", "context_features"):
+            if getattr(self, name) is not None:
+                found[name] = [name]
+        return found
+
+    def _describe_items(self, batch: SequenceBatch, names: Sequence[str]) -> ItemVectors | None:
+        """The vectors of the items of some batch features; None if items have no features."""
+        if self.item_features is None:
+            return None
+        return describe_items(self.item, self.item_features, batch, names, self.item_vectors)
+
+    def _embed_events(
+        self, batch: SequenceBatch, history: Jagged, items: ItemVectors | None
+    ) -> Tensor:
+        """Sums the rows of each event: of its item, action and features. [tokens, width]"""
+        x: Tensor = self.item(history.values) if items is None else items.read("history")
+        if self.event_features is not None:
+            found = find_sequence(batch, "event_features", history)
+            x = x + sum_features(self.event_features, found.values)
+        if self.action is not None:
+            x = x + self.action(find_sequence(batch, "actions", history).values)
+        return x
+
+    def _embed_users(self, batch: SequenceBatch) -> Tensor | None:
+        """[samples, features, width]: a token for each feature of the users."""
+        if self.user_features is None:
+            return None
+        codes = batch.values("user_features")
+        return embed_features(self.user_features, codes, self.user_places)
+
+    def _build_inputs(
+        self, batch: SequenceBatch, items: ItemVectors | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, HostSizes]:
+        """Encoder inputs of the histories: events, lengths, timestamps, host sizes."""
+        history = find_sequence(batch, "history")
+        if items is None:
+            items = self._describe_items(batch, ["history"])
+        x, timestamps, span = self._embed_events(batch, history, items), None, None
+        if self.encoder.has_time_bias:
+            times = find_sequence(batch, "timestamps", history)
+            timestamps, span = times.values, measure_time_span(times)
+        plans = None if history.host is None else history.host.plans
+        sizes = HostSizes(history.host_lengths, time_span=span, plans=plans)
+        return x, history.lengths, timestamps, sizes
+
+    def compress(self, batch: SequenceBatch, memory: Memory | None = None) -> Memory:
+        """Compresses histories to the summaries of their segments.
+
+        Args:
+            batch: Histories of whole segments.
+            memory: What was compressed of the events before them.
+
+        Returns:
+            The memory of both, for requests that follow.
+
+        Raises:
+            ValueError: If the encoder has no segments, or a history is no multiple of a segment.
+        """
+        segmented, users = self._require_segments(), self._embed_users(batch)
+        return segmented.compress(*self._build_inputs(batch), memory, users)
+
+    def _require_segments(self) -> SegmentedHSTU:
+        if not isinstance(self.encoder, SegmentedHSTU):
+            raise ValueError(
+                "only an encoder with segments compresses and remembers histories; "
+                "build the model with SegmentedHSTU"
+            )
+        return self.encoder
+
+    def _encode(
+        self, batch: SequenceBatch, *inputs: Any, memory: Memory | None = None, **options: Any
+    ) -> Tensor:
+        users = self._embed_users(batch)
+        if users is not None:
+            options["prefix"] = users
+        if memory is not None:
+            options["memory"] = memory
+            self._require_segments()
+        outputs: Tensor = self.encoder(*inputs, **options)
+        return outputs
+
+
+def to_at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
