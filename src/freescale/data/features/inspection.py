@@ -65,8 +65,8 @@ def _infer_events(sources: Sources) -> list[Column]:
 
 
 def _infer_attributes(file: AttributeFile) -> list[Column]:
-    table = file.read(file.names)
-    found = [infer_column(n, file.role, table.column(n).combine_chunks()) for n in file.names]
+    read = file.open(file.names)
+    found = [infer_column(name, file.role, read([name])[name]) for name in file.names]
     return found if file.role == "item" else [column.without_vectors() for column in found]
 
 
