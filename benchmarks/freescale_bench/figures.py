@@ -32,7 +32,7 @@ from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import read_result
 from freescale_bench.faults import figure as faults_figure
 from freescale_bench.faults.table import format_faults, format_restarts
-from freescale_bench.features.table import format_features
+from freescale_bench.features.table import format_features, format_preparation
 from freescale_bench.host_tables.table import format_peer
 from freescale_bench.kernels import figure as kernels_figure
 from freescale_bench.kernels.table import format_kernels
@@ -139,6 +139,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "recipes": (("quality-*-*",), format_recipes),
     "recbole": (("quality-*-recbole-cpu",), format_recbole),
     "features": (("features-beauty-*",), format_features),
+    "features-preparation": (("features-preparation-cpu",), format_preparation),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),
     "snapshot": (("snapshot-*",), format_claims),
     "faults": (("faults-*",), format_faults),

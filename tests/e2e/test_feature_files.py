@@ -16,6 +16,11 @@ from helpers.command import freescale
 from helpers.small_runs import SMALL
 
 from freescale.cli.main import main
+from freescale.config import DataConfig, RunConfig
+from freescale.data.batches.specs import SplitSpec
+from freescale.data.features.attributes import AttributeFile
+from freescale.data.features.prepare import prepare_features
+from freescale.train.build import prepare_data
 
 EVENTS = "customer,sku,date,channel,amount\n"
 ITEMS = "sku,category,price,title\n"
@@ -247,3 +252,21 @@ def test_a_run_keeps_its_schema(tmp_path):
     schema.write_text("# the same\n" + (moved / "features" / "schema.toml").read_text())
     third = freescale("train", "--folder", moved, "--resume", "--steps", "6", "--schema", schema)
     assert third.returncode == 0, third.stderr
+
+
+def test_a_file_of_attributes_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    sales, items = write_files(tmp_path)
+    read = AttributeFile.read
+
+    def read_and_append(source, columns):
+        found = read(source, columns)
+        with items.open("a") as file:
+            file.write("S99,c,1,t\n")
+        return found
+
+    monkeypatch.setattr(AttributeFile, "read", read_and_append)
+    data = DataConfig(data=str(sales), items=str(items), cache=str(tmp_path / "cache"))
+    histories = prepare_data(RunConfig(data=data))
+    with pytest.raises(ValueError, match="items.csv.*changed"):
+        prepare_features(data, histories, tmp_path / "cache", SplitSpec())
+    assert not list((tmp_path / "cache").glob("features-*"))

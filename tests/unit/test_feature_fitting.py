@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from freescale.config.features import Feature
 from freescale.data.feature_values import hash_keys, read_keys, read_numbers, read_vectors
+from freescale.data.features.attributes import open_attributes
+from freescale.data.features.encoding import encode_parts, write_codes
 from freescale.data.features.fitting import (
     count_cut,
     count_rows,
@@ -18,6 +21,8 @@ from freescale.data.features.fitting import (
     to_json,
 )
 from freescale.data.features.inference import complete_kinds, infer_column
+from freescale.data.ingest.sources import SourceFile
+from freescale.data.ingest.tables import read_tables
 from freescale.data.values import BadValue
 
 ALL = np.ones(6, np.int64)
@@ -201,3 +206,57 @@ def test_a_category_of_many_values_is_used_if_it_is_named():
     named = Feature("x", "item", "categorical", ("x",))
     assert complete_kinds([named], [column]) == [named]
     assert len(fit_feature(named, {"x": values}, np.ones(120_000)).categories) == 120_000
+
+
+def test_parts_of_rows_are_read_and_encoded_like_all_rows(monkeypatch):
+    columns = {
+        "text": pa.array(["a", " b", None, "", "c", "a", "b"]),
+        "tags": pa.array([["x", "y"], None, [], ["y", None], ["z"], ["x"] * 20, ["y"]]),
+        "split": pa.array(["x|y", None, "", "y", "z|x|y", "x", "|"]),
+        "price": pa.array([1.5, None, 2.0, float("nan"), 3.0, 4.0, 1.5]),
+    }
+    declared = [
+        Feature("text", "item", "categorical", ("text",)),
+        Feature("tags", "item", "multi", ("tags",)),
+        Feature("split", "item", "multi", ("split",), separator="|"),
+        Feature("price", "item", "numeric", ("price",)),
+        Feature("both", "item", "cross", ("text", "price"), rows=50),
+    ]
+    found = []
+    for rows in (100, 3):
+        for module in ("feature_values", "features.encoding"):
+            monkeypatch.setattr(f"freescale.data.{module}.PART", rows)
+        fitted = stack_rows(fit_feature(each, columns, np.ones(7)) for each in declared)
+        found.append((fitted, [encode_parts(each, columns) for each in fitted]))
+    (whole, codes), (parts, others) = found
+    assert whole == parts
+    for one, other, each in zip(codes, others, whole, strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, each.encode(columns))
+
+
+def test_codes_are_written_as_numpy_writes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("freescale.data.features.encoding.PART", 2)
+    columns = {"x": pa.array(["a", "b", None])}
+    (fitted,) = stack_rows(
+        [fit_feature(Feature("x", "item", "categorical", ("x",)), columns, ALL[:3])]
+    )
+    codes = encode_parts(fitted, columns)
+    rows = np.array([2, -1, 0, 1, -1])
+    write_codes(tmp_path / "mine.npy", [fitted], [codes], rows)
+    np.save(
+        tmp_path / "numpy.npy", np.concatenate([codes, [[fitted.first]]]).astype(np.int32)[rows]
+    )
+    assert (tmp_path / "mine.npy").read_bytes() == (tmp_path / "numpy.npy").read_bytes()
+
+
+def test_text_beyond_arrow_is_refused_by_name(tmp_path, monkeypatch):
+    path = tmp_path / "items.parquet"
+    pq.write_table(pa.table({"item_id": [1], "title": ["t" * (1 << 25)]}), path)
+    source = open_attributes(SourceFile(path, "items.parquet"), "item", "item_id")
+    (block,) = read_tables(source.file, source.layout, ["title"])
+    monkeypatch.setattr(
+        "freescale.data.features.attributes.read_tables", lambda *_: iter([block] * 65)
+    )
+    with pytest.raises(ValueError, match="column 'title' holds more than 2 GB of text; drop it"):
+        source.read(["title"])

@@ -1,8 +1,9 @@
 """Features of items: what they add to quality, and what they cost.
 
-quality  seeds of a recipe with and without a file of attributes: HR@10 and NDCG@10, and HR@10 of
-         cold items, which have at most 5 training events
-step     step time with a categorical feature of 1,000 values, against the same steps without"""
+quality      seeds of a recipe with and without a file of attributes: HR@10 and NDCG@10, and HR@10
+             of cold items, which have at most 5 training events
+step         step time with a categorical feature of 1,000 values, against the same steps without
+preparation  memory and time of preparing generated items and events, against histories alone"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("features", __doc__)
-    parser.add_argument("what", choices=("quality", "step"))
+    parser.add_argument("what", choices=("quality", "step", "preparation"))
     parser.add_argument("--data", help="quality: as for `freescale train`")
     parser.add_argument("--items", help="quality: the attributes")
     parser.add_argument("--users", help="quality: attributes of users, too")
@@ -31,15 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", action="append", help="step: of `freescale bench train`")
     parser.add_argument("--steps", type=int, default=100, help="step: timed steps per arm (100)")
+    for name, count in (("item", 10_000_000), ("event", 100_000_000)):
+        about = f"preparation: number of {name}s ({count:,})"
+        parser.add_argument(f"--{name}-count", type=int, default=count, help=about)
     parser.add_argument(
-        "--run-folder", type=Path, default=Path("runs/features"), help="quality: of the runs"
-    )
+        "--run-folder", type=Path, default=Path("runs/features"),
+        help="quality: of the runs; preparation: of the files, removed at the end",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     to = read_destination(options)
     if options.what == "step":
         from freescale_bench.features.step import bench_step
 
         bench_step(options.device, options.shape, options.steps, to)
+        return 0
+    if options.what == "preparation":
+        from freescale_bench.features.preparation import bench_preparation
+
+        bench_preparation(options.item_count, options.event_count, options.run_folder, to)
         return 0
     if options.data is None or options.items is None:
         parser.error("quality needs --data and --items")

@@ -5,7 +5,7 @@ A category is text: 3, 3.0 and "3" are one category. Empty text and NaN are miss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -17,11 +17,21 @@ from freescale.data.histories import is_list
 from freescale.data.values import BadValue, cast_values, is_text, parse_text, refuse_any
 from freescale.random import derive, hash_name
 
+PART = 1 << 18  # rows at a time: intermediate copies are of one part only
 _MISSING = hash_name("missing value of a cross")
+
+
+def split_rows(values: pa.Array) -> Iterator[pa.Array]:
+    """Slices of bounded size; one if there are no rows."""
+    return (values.slice(first, PART) for first in range(0, max(len(values), 1), PART))
 
 
 def read_keys(values: pa.Array) -> pa.Array:
     """[n] text, null if missing. BadValue if the type has no categories."""
+    return pa.concat_arrays([_read_keys(part) for part in split_rows(values)])
+
+
+def _read_keys(values: pa.Array) -> pa.Array:
     kind = values.type
     if pa.types.is_null(kind):
         return values.cast(pa.string())
@@ -42,6 +52,11 @@ def read_keys(values: pa.Array) -> pa.Array:
 def read_key_lists(values: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
     """Lists, or text with a separator -> (keys [m] of all values without missing ones, how many of
     them each of the n lists has). BadValue for other types."""
+    keys, sizes = zip(*(_read_key_lists(part, separator) for part in split_rows(values)))
+    return pa.concat_arrays(keys), np.concatenate(sizes)
+
+
+def _read_key_lists(values: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
     if not is_list(values.type):
         if not (is_text(values.type) or pa.types.is_null(values.type)):
             raise BadValue(
@@ -50,6 +65,8 @@ def read_key_lists(values: pa.Array, separator: str) -> tuple[pa.Array, NDArray[
         values = pc.split_pattern(values.cast(pa.string()), separator)
     sizes = np.asarray(pc.fill_null(pc.list_value_length(values), 0), np.int64)
     keys = read_keys(pc.list_flatten(values))
+    if not keys.null_count:
+        return keys, sizes
     there = np.asarray(pc.is_valid(keys))
     owner = np.repeat(np.arange(len(sizes)), sizes)[there]
     return keys.filter(pa.array(there)), np.bincount(owner, minlength=len(sizes))

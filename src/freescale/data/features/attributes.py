@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,7 +33,15 @@ class AttributeFile:
         """All columns but the ids."""
         return [name for name in self.layout.names if name != self.key]
 
-    def read(self, columns: Sequence[str]) -> pa.Table:
+    def open(self, columns: Sequence[str]) -> Callable[[Sequence[str]], dict[str, pa.Array]]:
+        """Returns a function that reads some of these columns. Parquet is read at each call, other
+        files are parsed now and stay in memory."""
+        if self.layout.format == "parquet":
+            return self.read
+        whole = self.read(columns)
+        return lambda names: {name: whole[name] for name in names}
+
+    def read(self, columns: Sequence[str]) -> dict[str, pa.Array]:
         """Columns of the whole file, dictionaries and bytes decoded. Rows keep their order."""
         for name in columns:
             require_column(self.file, name, self.layout.names)
@@ -42,9 +50,17 @@ class AttributeFile:
             raise ValueError(
                 f"{self.file}: the file has no rows; give one with a row per {self.role}"
             )
-        tables = [block.table for block in blocks]
-        joined = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
-        return pa.table({n: decode_text(_get_only(joined.column(n))) for n in columns})
+        joined = pa.concat_tables([b.table for b in blocks], promote_options="permissive")
+        return {name: self._join(name, joined.column(name)) for name in columns}
+
+    def _join(self, name: str, chunks: pa.ChunkedArray) -> pa.Array:
+        try:
+            return decode_text(chunks.combine_chunks())
+        except pa.ArrowInvalid as error:  # Arrow's offsets into text have 32 bits
+            raise ValueError(
+                f"{self.file}: column {name!r} holds more than 2 GB of text; drop it, or name the "
+                "columns to use: --features COLUMN,COLUMN"
+            ) from error
 
     def infer(self, name: str, values: pa.Array) -> Column:
         """Infers the kind of a column. Only items have vectors."""
@@ -91,10 +107,6 @@ def lay_out_table(file: SourceFile) -> Layout:
         return lay_out_columns(file)
     with explain_damage(file):
         return Layout("parquet", pq.read_schema(file.path).names, {})
-
-
-def _get_only(chunks: pa.ChunkedArray) -> pa.Array:
-    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
 @contextmanager

@@ -63,8 +63,8 @@ def _infer_events(sources: Sources) -> list[Column]:
 
 
 def _infer_attributes(file: AttributeFile) -> list[Column]:
-    table = file.read(file.names)
-    return [file.infer(n, table.column(n).combine_chunks()) for n in file.names]
+    read = file.open(file.names)
+    return [file.infer(name, read([name])[name]) for name in file.names]
 
 
 def _choose(

@@ -4,8 +4,8 @@ part, and stores them next to the prepared histories."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -20,22 +20,23 @@ from freescale.config import DataConfig
 from freescale.config.features import OF_EVENTS, Feature, Request
 from freescale.data.batches.specs import SplitSpec
 from freescale.data.batches.windows import (
+    count_numbered_items,
     count_train_events,
     count_train_items,
     read_train_columns,
 )
-from freescale.data.feature_values import read_vectors
 from freescale.data.features.attributes import AttributeFile, naming
+from freescale.data.features.encoding import encode_parts, write_codes, write_vectors
 from freescale.data.features.fitting import (
     Fitted,
+    count_rows,
     describe_fitted,
-    encode_all,
     fit_feature,
     from_json,
     stack_rows,
     to_json,
 )
-from freescale.data.features.inference import Column, complete_kinds
+from freescale.data.features.inference import complete_kinds
 from freescale.data.features.numbering import number_items, number_users, refuse_repeated
 from freescale.data.features.sources import (
     Sources,
@@ -62,6 +63,8 @@ from freescale.data.ingest.ids import (
     find_vocabulary,
 )
 from freescale.data.ingest.prepare import make_folder
+
+Read = Callable[[Sequence[str]], dict[str, pa.Array]]  # columns of a file of attributes
 
 _VERSION = 2
 _EVENTS = 10  # training events with which an item's own row counts half
@@ -116,6 +119,8 @@ def prepare_features(
     def make(folder: Path) -> None:
         making = _Making(config, histories, file, cache, split, sources, request, known, trained)
         making.write(folder, fingerprint, report)
+        for content in digests:
+            content.check_unchanged()
 
     return FeatureStore(make_folder(cache, f"features-{key}", f"features of {histories}", make))
 
@@ -171,21 +176,28 @@ class _Making:
         source = self._sources.attributes.get("item")
         if source is None:
             return []
-        declared, table = self._read(source, report)
-        values = table.column(source.key).combine_chunks()
+        declared, read = self._open(source, report)
+        values = self._read_ids(source, read)
         ids, self._num_items, vocabulary = number_items(source, values, self._file)
         refuse_repeated(source, values, ids)
+        del values
         if vocabulary is not None:
             pq.write_table(vocabulary, out / VOCABULARY)
+        report("count items", 0.0)
         if self._file.any_ids:
             counts = count_train_items(self._file, self._split, ids)
+            rows = np.append(np.argsort(ids), -1)  # the last: any other item
         else:
-            every = np.arange(self._num_items)
-            events = count_train_items(self._file, self._split, every)
+            events = np.zeros(self._num_items, np.int64)
+            events[: self._file.num_items] = count_numbered_items(self._file, self._split)
             counts, known = events[ids], events > 0
             self._write_weights(out, events)
-        fitted, columns = self._fit(source, declared, table, counts, report)
-        self._write_items(out, source, fitted, columns, ids)
+            rows = np.full(self._num_items, -1)
+            rows[ids] = np.arange(len(ids))
+        report("count items", 1.0)
+        fitted = self._fit(source, declared, read, counts, out / CODES, rows, report)
+        if fitted and self._file.any_ids:
+            np.save(out / IDS, ids[rows[:-1]])
         unused = int((counts == 0).sum())
         line = f"{source.file}: {len(ids):,} items by {source.key}"
         line += f", {unused:,} of them without a training event" if unused else ""
@@ -196,52 +208,86 @@ class _Making:
         self._lines.append(line)
         return fitted
 
-    def _read(self, source: AttributeFile, report: Progress) -> tuple[list[Feature], pa.Table]:
+    def _open(self, source: AttributeFile, report: Progress) -> tuple[list[Feature], Read]:
         report(f"read {source.role}s", 0.0)
         listed = find_columns(self._sources, self._request)
         declared = [feature for feature in listed if feature.source == source.role]
+        if self._statistics is not None:
+            declared = [fitted.feature for fitted in from_json(self._statistics[source.role])]
         names = list(dict.fromkeys(name for each in declared for name in each.columns))
-        table = source.read([source.key, *names])
-        report(f"read {source.role}s", 1.0)
-        keys = table.column(source.key)
+        read = source.open([source.key, *names])
+        return declared, read
+
+    def _read_ids(self, source: AttributeFile, read: Read) -> pa.Array:
+        keys = read([source.key])[source.key]
         if keys.null_count:
             row = pc.index(keys.is_null(), pa.scalar(True)).as_py()
             raise ValueError(
                 f"{source.file}, row {row + 1}: column {source.key!r} is missing; fill or drop the "
                 "row"
             )
-        return declared, table
+        return keys
 
     def _fit(
         self,
         source: AttributeFile,
         declared: Sequence[Feature],
-        table: pa.Table,
+        read: Read,
         counts: NDArray[np.int64],
+        target: Path,
+        rows: NDArray[np.int64],
         report: Progress,
-    ) -> tuple[list[Fitted], dict[str, pa.Array]]:
-        """The features of a source, by how often each of its rows [n] is in the training part; and
-        its columns."""
-        report(f"fit {source.role}s", 0.0)
-        columns = {n: table.column(n).combine_chunks() for n in table.column_names[1:]}
-        if self._statistics is not None:
-            fitted = from_json(self._statistics[source.role])
-        else:
-            fitted = []
-            for feature in self._choose_kinds(source, declared, columns):
-                with naming(source.file, feature):
-                    fitted.append(fit_feature(feature, columns, np.minimum(counts, 1)))
-            fitted = stack_rows(fitted)
-        self._lines += [describe_fitted(each, columns) for each in fitted]
-        report(f"fit {source.role}s", 1.0)
-        return fitted, columns
+    ) -> list[Fitted]:
+        """Fits the features of a source, one after another, and writes their codes.
+
+        Args:
+            source: the file of attributes.
+            declared: the features; with statistics those of the statistics.
+            read: reads columns of it, [n].
+            counts: [n] how often each row is in the training part.
+            target: where to write; vectors are written next to it.
+            rows: the row of the file for each row of the target; -1: none.
+            report: called with a stage and the share done.
+        """
+        fitted: list[Fitted] = []
+        codes, lines, left = [], [], []
+        known = from_json(self._statistics[source.role]) if self._statistics is not None else None
+        for number, feature in enumerate(declared):
+            report(f"fit {source.role}s", number / len(declared))
+            columns = read(feature.columns)
+            if known is not None:
+                one = known[number]
+            else:
+                chosen, reason = self._choose_kind(source, feature, columns)
+                if reason:
+                    left.append(f"{feature.name} ({reason})")
+                    continue
+                with naming(source.file, chosen):
+                    one = fit_feature(chosen, columns, np.minimum(counts, 1))
+                one = replace(one, first=count_rows(fitted) or 1)
+            lines.append(describe_fitted(one, columns))
+            codes.append(encode_parts(one, columns))
+            if one.width:
+                vectors = target.parent / name_vectors(len(fitted))
+                with_none = rows if self._file.any_ids else np.append(rows, -1)
+                write_vectors(vectors, source, one, columns, with_none)
+            fitted.append(one)
+            del columns
+        report(f"write {source.role}s", 0.0)
+        if left:
+            self._lines.append(f"columns of the {source.role}s left out: {', '.join(left)}")
+        self._lines += lines
+        if fitted:
+            write_codes(target, fitted, codes, rows)
+        report(f"write {source.role}s", 1.0)
+        return fitted
 
     def _fit_users(self, out: Path, report: Progress) -> list[Fitted]:
         source = self._sources.attributes.get("user")
         if source is None:
             return []
-        declared, table = self._read(source, report)
-        values = table.column(source.key).combine_chunks()
+        declared, read = self._open(source, report)
+        values = self._read_ids(source, read)
         ids = number_users(source, values, self._file)
         refuse_repeated(source, values, ids)
         users = pq.read_table(self._histories, columns=["user_id"]).column("user_id").to_numpy()
@@ -250,68 +296,30 @@ class _Making:
         row = np.where(ids[order][place] == users, order[place], -1)
         trained = (row >= 0) & (count_train_events(self._file, self._split) > 0)
         counts = np.bincount(row[trained], minlength=len(ids))
-        fitted, columns = self._fit(source, declared, table, counts, report)
+        fitted = self._fit(source, declared, read, counts, out / USERS, row, report)
         unused, without = len(ids) - len(np.unique(row[row >= 0])), int((row < 0).sum())
         line = f"{source.file}: {len(ids):,} users by {source.key}"
         line += f", {unused:,} of them not in the data" if unused else ""
         line += f"; {without:,} users of the data have no row, which counts as missing"
         self._lines.append(line)
-        if fitted:
-            missing = encode_all(fitted, {name: pa.nulls(1) for name in columns})
-            np.save(out / USERS, np.concatenate([encode_all(fitted, columns), missing])[row])
         return fitted
 
-    def _choose_kinds(
-        self,
-        source: AttributeFile,
-        declared: Sequence[Feature],
-        columns: Mapping[str, pa.Array],
-    ) -> list[Feature]:
-        unknown = [each.name for each in declared if each.kind is None]
-        inferred: list[Column] = [source.infer(n, columns[n]) for n in unknown]
-        if self._request.listed is not None:
-            chosen = complete_kinds(declared, inferred)
-            for feature in chosen if source.role == "user" else ():
-                if feature.kind == "vector":
-                    raise ValueError(
-                        f"feature user.{feature.name} is a vector: items have vectors, users have "
-                        "categories and numbers; leave it out"
-                    )
-            return chosen
-        left = [f"{c.feature.name} ({c.reason})" for c in inferred if not c.used]
-        if left:
-            self._lines.append(f"columns of the {source.role}s left out: {', '.join(left)}")
-        return [column.feature for column in inferred if column.used]
-
-    def _write_items(
-        self,
-        out: Path,
-        source: AttributeFile,
-        fitted: Sequence[Fitted],
-        columns: Mapping[str, pa.Array],
-        ids: NDArray[np.int64],
-    ) -> None:
-        if not fitted:
-            return
-        missing = encode_all(fitted, {name: pa.nulls(1) for name in columns})
-        codes = encode_all(fitted, columns)
-        for number, each in enumerate(fitted):
-            if each.width:
-                vectors = _encode_vectors(source, each, columns)
-                order = np.argsort(np.argsort(ids)) if self._file.any_ids else ids
-                count = len(ids) if self._file.any_ids else self._num_items
-                padded = np.zeros((count + 1, each.width), np.float16)  # zeros: without a vector
-                if vectors.shape[1]:  # none if all are missing
-                    padded[order] = vectors
-                np.save(out / name_vectors(number), padded)
-        if self._file.any_ids:
-            order = np.argsort(ids)
-            np.save(out / IDS, ids[order])
-            np.save(out / CODES, np.concatenate([codes[order], missing]))
-            return
-        every = np.repeat(missing, self._num_items, axis=0)
-        every[ids] = codes
-        np.save(out / CODES, every)
+    def _choose_kind(
+        self, source: AttributeFile, feature: Feature, columns: Mapping[str, pa.Array]
+    ) -> tuple[Feature, str]:
+        """The feature with its kind; or why the column is left out."""
+        inferred = []
+        if feature.kind is None:
+            inferred = [source.infer(feature.name, columns[feature.name])]
+        if self._request.listed is None:
+            return inferred[0].feature, inferred[0].reason
+        (chosen,) = complete_kinds([feature], inferred)
+        if source.role == "user" and chosen.kind == "vector":
+            raise ValueError(
+                f"feature user.{chosen.name} is a vector: items have vectors, users have "
+                "categories and numbers; leave it out"
+            )
+        return chosen, ""
 
     def _write_weights(self, out: Path, events: NDArray[np.int64]) -> None:
         """[items]: how much an item's own row counts. For other data than the run's: as there."""
@@ -354,19 +362,6 @@ class _Making:
         step = -(-total // _NUMBERS)
         parts = read_train_columns(self._file, self._split, (name,))
         return np.concatenate([np.asarray(values[::step], np.float64) for (values,) in parts])
-
-
-def _encode_vectors(
-    source: AttributeFile, fitted: Fitted, columns: Mapping[str, pa.Array]
-) -> NDArray[np.float32]:
-    with naming(source.file, fitted.feature):
-        vectors = read_vectors(columns[fitted.feature.columns[0]])
-    if vectors.shape[1] not in (0, fitted.width):
-        raise ValueError(
-            f"{source.file}: the vectors of column {fitted.feature.name!r} have "
-            f"{vectors.shape[1]} numbers, the model was trained with {fitted.width}"
-        )
-    return vectors
 
 
 def _read_texts(histories: Path, column: str) -> list[str]:
