@@ -159,10 +159,11 @@ def test_the_number_of_ranks_changes_nothing(settings, task):
 
 
 @pytest.mark.parametrize("task", ["retrieval", "ranking"])
-def test_staged_is_serial_to_the_bit(settings, task):
-    work = partial(train, settings=settings, task=task, steps=8, balanced=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_staged_is_serial_to_the_bit(settings, task, ranks):
+    work = partial(train, settings=settings, task=task, steps=8, balanced=ranks > 1)
     serial, staged = (
-        run_ranks(2, partial(work, schedule=schedule)) for schedule in ("serial", "staged")
+        run_ranks(ranks, partial(work, schedule=schedule)) for schedule in ("serial", "staged")
     )
     for (losses, tables), (expected, wanted) in zip(staged, serial, strict=True):
         assert losses == expected

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import feature_cases
 from torch.nn import functional as F
 
 import freescale
@@ -214,3 +215,14 @@ def test_an_empty_batch():
     batch = make_batch(codes, own).slice(1, 2)
     assert model(batch)["next_item"].item() == 0.0
     assert torch.equal(model.encode_queries(batch), torch.zeros(1, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
+@pytest.mark.parametrize("tables", feature_cases.SOME)
+def test_one_rank_staged_is_serial_to_the_bit(kind, tables):
+    (serial, rows), (staged, found) = (
+        feature_cases.train("cpu", kind, "batch", schedule, feature_cases.SOME[tables])
+        for schedule in ("serial", "staged")
+    )
+    assert staged == serial
+    assert all(torch.equal(found[name], value) for name, value in rows.items())

@@ -69,7 +69,7 @@ def test_batches_of_one_sample_or_none():
 
 @pytest.mark.parametrize("padded", [False, True], ids=["as they are", "padded"])
 def test_schedules_of_one_rank_by_their_names(padded, monkeypatch):
-    monkeypatch.setattr("freescale.pipeline.pipeline.pads_batches", lambda *_: padded)
+    monkeypatch.setattr("freescale.pipeline.pipeline.pads_products", lambda *_: padded)
     oracle = SerialSingle if padded else Serial
     for schedule, kind in (("staged", Single), ("serial", oracle), (Staged, Staged)):
         _, pipeline = build(LocalTransport(), schedule)

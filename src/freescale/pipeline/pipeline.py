@@ -16,7 +16,7 @@ from freescale.ledger.ledger import Ledger
 from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.serial import Serial
-from freescale.pipeline.single import SerialSingle, Single, pads_batches
+from freescale.pipeline.single import SerialSingle, Single, pads_products
 from freescale.pipeline.staged import Staged
 from freescale.pipeline.step_result import StepResult
 
@@ -228,9 +228,9 @@ class Pipeline:
 
 def _choose_schedule(name: str, model: ShardedModel, accumulate: int) -> type[Schedule]:
     """What is staged is the traffic between ranks: a single rank has a schedule of its own, and an
-    oracle of its own where its batches are padded."""
+    oracle of its own where products have padded sizes."""
     if model.transport.world > 1:
         return SCHEDULES[name]
     if name == "staged":
         return Single
-    return SerialSingle if pads_batches(model, accumulate) else SCHEDULES[name]
+    return SerialSingle if pads_products(model, accumulate) else SCHEDULES[name]

@@ -10,12 +10,12 @@ computes, the host takes the following batch and starts its copy, on a stream of
 tables are at home in host memory, the following batch is taken before the step, and its rows become
 resident while the step computes (rows_ahead.py). It trains the same bits as the serial schedule.
 Batches that CUDA graphs compute are padded, and products of other sizes add up in another order:
-the serial schedule for them is `SerialSingle`, which pads alike.
+the serial schedule for them is `SerialSingle`, which has the same sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,14 +218,21 @@ class Single(Schedule):
 
 
 class SerialSingle(Single):
-    """The oracle of one rank whose batches are padded for CUDA graphs: the same work on the same
-    padded batches, one batch after the other, launched kernel by kernel."""
+    """The oracle of one rank whose products have padded sizes: the same work on the same sizes, one
+    batch after the other, launched kernel by kernel."""
 
     replays = False
 
     @property
     def _ahead(self) -> bool:
         return False
+
+
+def pads_products(model: ShardedModel, accumulate: int) -> bool:
+    """Whether one rank's matrix products have sizes that depend on the schedule: of batches that
+    are padded for CUDA graphs, or of vectors of items, one for each row of a copy."""
+    vectors: Sized = getattr(model.module, "item_vectors", ())
+    return pads_batches(model, accumulate) or len(vectors) > 0
 
 
 def pads_batches(model: ShardedModel, accumulate: int) -> bool:

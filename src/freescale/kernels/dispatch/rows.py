@@ -95,10 +95,9 @@ def sum_rows(table: Tensor, index: Tensor) -> Tensor:
     """table [u, width], index [n, places] into it, -1 for nothing -> [n, width]: sums of rows."""
     if _fits_triton(table):
         return triton.sum_rows(table, index)
-    used = (index >= 0).to(table.dtype)
-    return torch.nn.functional.embedding_bag(
-        index.clamp(min=0), table, mode="sum", per_sample_weights=used
-    )
+    # embedding_bag sums gradients in an order that depends on the other rows
+    found = torch.nn.functional.embedding(index.clamp(min=0), table)
+    return (found * (index >= 0)[..., None]).sum(-2)
 
 
 def sum_by_row(values: Tensor, numbers: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
