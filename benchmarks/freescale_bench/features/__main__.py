@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="quality: another option of `freescale train`, e.g. epochs=25; repeatable",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=5, help="quality: number of seeds (5)")
+    parser.add_argument("--no-targets", action="store_true", help="quality: only report")
     parser.add_argument("--jobs", type=int, default=1, help="quality: parallel runs (1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", action="append", help="step: of `freescale bench train`")
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = Plan(
         options.data, options.items, options.users, options.name or Path(options.data).stem,
         options.recipe, tuple(options.changes), options.seeds, options.jobs, options.device,
-        options.run_folder,
+        options.run_folder, not options.no_targets,
     )  # fmt: skip
     bench_quality(plan, to)
     return 0

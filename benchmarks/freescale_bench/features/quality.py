@@ -41,6 +41,7 @@ class Plan:
     jobs: int
     device: str
     run_folder: Path
+    has_targets: bool = True
 
     def list_seeds(self) -> dict[str, list[Seed]]:
         given: dict[str, Any] = dict(parse_setting(change) for change in self.changes)
@@ -48,7 +49,7 @@ class Plan:
         folder = self.run_folder / f"{self.recipe or 'defaults'}-{self.name}"
         given |= {"cache": str(folder / "cache")}
         files = {"items": self.items, "users": self.users}
-        arms: dict[str, dict[str, Any]] = {PLAIN: {}, WITH: files}
+        arms: dict[str, dict[str, Any]] = {PLAIN: {"features": "none"}, WITH: files}
         return {
             arm: [
                 Seed(given | more | {"seed": n}, str(folder / arm.replace(" ", "-") / str(n)))
@@ -63,6 +64,7 @@ class Plan:
         words += [f"--users {Path(self.users).name}"] if self.users else []
         words += [f"--recipe {self.recipe}"] if self.recipe else []
         words += [f"--set {change}" for change in self.changes]
+        words += [] if self.has_targets else ["--no-targets"]
         return f"freescale bench features quality {' '.join(words)} --seeds {self.seeds}"
 
 
@@ -82,7 +84,8 @@ def bench_quality(plan: Plan, to: Destination) -> None:
         rows.append(row)
     users = {arm: _average(of) for arm, of in ranks.items()}
     comparison = {m: bootstrap_relative(users[WITH][m], users[PLAIN][m]) for m in METRICS}
-    claims = make_claims(plan.name, comparison, *(row[COLD]["mean"] for row in rows))
+    cold = [row[COLD]["mean"] for row in rows]
+    claims = make_claims(plan.name, comparison, *cold) if plan.has_targets else []
     config = arms[WITH][0].config
     write(
         f"features-{plan.name}",
