@@ -138,7 +138,10 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "quality": (("quality-cpu",), format_quality),
     "recipes": (("quality-*-*",), format_recipes),
     "recbole": (("quality-*-recbole-cpu",), format_recbole),
-    "features": (("features-beauty-*",), format_features),
+    "features": (
+        ("features-beauty-*", "features-toys-*", "features-ml-100k-*"), format_features,
+    ),
+    "features-step": (("features-step-*",), format_claims),
     "features-preparation": (("features-preparation-cpu",), format_preparation),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),
     "snapshot": (("snapshot-*",), format_claims),

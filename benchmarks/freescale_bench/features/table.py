@@ -18,7 +18,10 @@ def format_features(used: Results, folder: str) -> str:
         for row, last in zip(result["rows"], ("", difference), strict=True):
             figures = (format_figure(row[name]) for name in _NAMES)
             rows.append((result["name"].removeprefix("features-"), row["arm"], *figures, last))
-    conditions = f"{' and '.join(sorted(epochs))} epochs; means over seeds."
+    conditions = (
+        f"{' and '.join(sorted(epochs))} epochs, with keep=best in the command the best of them on "
+        "the validation part; means over seeds."
+    )
     head = ("data", "model", *_NAMES, "ndcg@10 with features (users drawn anew, 95 %)")
     return format_table(used, folder, head, rows, conditions=conditions)
 
