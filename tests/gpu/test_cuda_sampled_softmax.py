@@ -9,8 +9,8 @@ from helpers import softmax_cases
 from helpers.softmax_cases import PER, differentiate, draw
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.kernels.softmax import reference, triton
 from freescale.kernels.best_items import find_best
+from freescale.kernels.softmax import reference, triton
 from freescale.kernels.softmax.scores import choose_tile, count_better, score_targets
 from freescale.models import HSTU, Retrieval
 from freescale.train.device_figures import watch_compilations
