@@ -17,6 +17,7 @@ from freescale.config import RunConfig
 from freescale.data.batches.windows import list_ranges
 from freescale.kernels.best_items import find_best
 from freescale.kernels.softmax.scores import choose_tile, split_queries
+from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.catalogue import UNKNOWN, Catalogue
 from freescale.recommend.filters import find_offered
 from freescale.recommend.inputs import HistoryReader
@@ -78,6 +79,11 @@ class Recommender:
         """The items and their original ids, in the order of `item_vectors`."""
         return self.loaded.catalogue
 
+    @cached_property
+    def index(self) -> ApproximateIndex:
+        """The index of an export for approximate search. ValueError without one."""
+        return ApproximateIndex.read(self.loaded.folder)
+
     @property
     def max_length(self) -> int:
         return self.config.data.max_length
@@ -138,6 +144,7 @@ class Recommender:
         users: Sequence[Any] | None = None,
         exclude_seen: bool = False,
         candidates: Sequence[Any] | None = None,
+        approximate: bool = False,
         attributes: Rows | None = None,
         context: Rows | None = None,
     ) -> Recommendations:
@@ -150,6 +157,7 @@ class Recommender:
             users: instead of histories: ids of users of the run's data.
             exclude_seen: leave out the items of a user's history, all of it.
             candidates: ids of the items to choose from. None: all.
+            approximate: search the index of an export, which misses some items.
             attributes: columns of `--users` for each user, if the model reads them.
             context: columns of each request, if the model reads them.
 
@@ -159,7 +167,9 @@ class Recommender:
         self._require("retrieval", "recommend")
         requests = self.read(histories, users=users, attributes=attributes, context=context)
         offered, _ = find_offered(self.loaded, candidates)
-        rows, scores = self.recommend_requests(requests, k, exclude_seen, offered)
+        if approximate and offered is not None:
+            raise ValueError("candidates are searched exactly: leave approximate out")
+        rows, scores = self.recommend_requests(requests, k, exclude_seen, offered, approximate)
         return self.name(requests, rows, scores)
 
     def name(
@@ -184,6 +194,7 @@ class Recommender:
         k: int,
         exclude_seen: bool = False,
         candidates: NDArray[np.int64] | None = None,
+        approximate: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """As `recommend`: rows of items [users, k], -1 behind the last, and scores [users, k], NaN
         for users without a history."""
@@ -206,15 +217,31 @@ class Recommender:
                 places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
                 places = np.where(listed[places] == items, places, -1)
                 seen = Jagged(torch.from_numpy(places), torch.from_numpy(past.lengths[numbers]))
-            best, found = find_best(part, vectors, k, tile=tile, left_out=seen)
-            chosen = listed[found.cpu().numpy()]
-            values = best.cpu().numpy()
-            rows[numbers] = np.where(np.isneginf(values), -1, chosen)
+            if approximate:
+                values, places = self._search(part, k, seen)
+            else:
+                best, found = find_best(part, vectors, k, tile=tile, left_out=seen)
+                values, places = best.cpu().numpy(), found.cpu().numpy()
+            rows[numbers] = np.where(np.isneginf(values), -1, listed[places])
             scores[numbers] = values
         if len(some) < len(past):
             popular = self.items.popular
             rows[past.lengths == 0] = popular[np.isin(popular, listed)][:k]
         return rows, scores
+
+    def _search(
+        self, queries: Tensor, k: int, seen: Jagged | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """As `find_best`, in the index."""
+        most = 0 if seen is None else int(seen.lengths.max())
+        values, places = self.index.search(queries, min(k + most, len(self.items.listed)))
+        values[places < 0] = -np.inf
+        if seen is not None:
+            for row, left_out in enumerate(torch.split(seen.values, seen.lengths.tolist())):
+                values[row, np.isin(places[row], left_out.numpy())] = -np.inf
+            order = np.argsort(-values, axis=1, kind="stable")
+            values, places = (np.take_along_axis(each, order, 1) for each in (values, places))
+        return values[:, :k], places[:, :k]
 
     def encode_requests(self, requests: Requests) -> Tensor:
         """[users, width]: queries, zeros without a history."""
