@@ -126,11 +126,11 @@ def _attend(
 ) -> Tensor:
     """q, k, v [heads, queries, d] -> [queries, heads * d_v]."""
     keys, values = tile.state.keys[number], tile.state.values[number]
-    keys[:, tile.slot : tile.seen] = k
+    torch.mul(k, layer.d_qk**-0.5, out=keys[:, tile.slot : tile.seen])
     torch.mul(v, 1 / layer.max_length, out=values[:, tile.slot : tile.seen])
-    bias = keys.new_zeros(1) if tile.bias is None else tile.bias[number]
-    turned = keys[:, : tile.seen].transpose(1, 2)
-    scores = torch.baddbmm(bias, q, turned, beta=tile.bias is not None, alpha=layer.d_qk**-0.5)
+    scores = torch.bmm(q, keys[:, : tile.seen].transpose(1, 2))
+    if tile.bias is not None:
+        scores.add_(tile.bias[number])
     weights = F.silu(scores, inplace=True)
     if tile.count > 1:
         weights.tril_(tile.slot)
