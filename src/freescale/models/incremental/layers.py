@@ -8,7 +8,7 @@ state, over the state's own memory, which is never copied or padded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +24,12 @@ from freescale.models.sasrec import SASRec, SASRecLayer, normalize
 ROUND_BUDGET = 1 << 24  # biases (layers * queries * keys) in memory at a time
 
 
-@dataclass
-class NewTokens:
+class NewTokens(NamedTuple):
     """Tokens of one state."""
 
     state: HistoryState
     slot: int  # of its first token, among the keys
     count: int
-    bias: Tensor | None = None  # [layers, queries, keys]
 
     @property
     def seen(self) -> int:
@@ -42,10 +40,9 @@ class NewTokens:
 def run_layers(encoder: HSTU | SASRec, x: Tensor, parts: Sequence[NewTokens]) -> Tensor:
     """x [tokens, width], the tokens of one part after another -> outputs of the last layer."""
     start, outputs = 0, []
-    for tiles in _plan_rounds(encoder, parts):
-        for tile in tiles:
-            tile.bias = _compute_bias(encoder, tile)
-        tokens = sum(tile.count for tile in tiles)
+    for chosen in _plan_rounds(encoder, parts):
+        tiles = [_Tile(encoder, part) for part in chosen]
+        tokens = sum(part.count for part in chosen)
         rows = x[start : start + tokens]
         for number, layer in enumerate(encoder.layers):
             if isinstance(layer, HSTULayer):
@@ -62,25 +59,43 @@ def _plan_rounds(encoder: HSTU | SASRec, parts: Sequence[NewTokens]) -> Iterator
     """Cuts parts into tiles, in order. The tiles of a round go through the layers together."""
     gpu = encoder.position.is_cuda
     budget, rows = (GPU_TILE_BUDGET, GPU_TILE_ROWS) if gpu else (TILE_BUDGET, TILE_ROWS)
-    tiles: list[NewTokens] = []
+    chosen: list[NewTokens] = []
     room = ROUND_BUDGET
     for part in parts:
         size = max(1, min(rows, budget // (encoder.heads * part.seen)))
         for slot in range(part.slot, part.seen, size):
             tile = NewTokens(part.state, slot, min(size, part.seen - slot))
             cost = len(encoder.layers) * tile.count * tile.seen
-            if tiles and cost > room:
-                yield tiles
-                tiles, room = [], ROUND_BUDGET
-            tiles.append(tile)
+            if chosen and cost > room:
+                yield chosen
+                chosen, room = [], ROUND_BUDGET
+            chosen.append(tile)
             room -= cost
-    if tiles:
-        yield tiles
+    if chosen:
+        yield chosen
 
 
-def _compute_bias(encoder: HSTU | SASRec, tile: NewTokens) -> Tensor | None:
-    """Of all layers at once, for fewer launches: [layers, queries, keys]. The prefix has none."""
-    first, seen = (number - tile.state.prefix for number in (tile.slot, tile.seen))
+class _Tile:
+    """Tokens that attend together. Views and biases are made for all layers at once: with one token
+    most of the time is the launch of operations."""
+
+    def __init__(self, encoder: HSTU | SASRec, part: NewTokens) -> None:
+        self.slot, self.count, seen = part.slot, part.count, part.seen
+        keys, values = part.state.keys[:, :, :seen], part.state.values[:, :, :seen]
+        self.keys, self.values = keys.unbind(), values.unbind()  # of each layer: [heads, seen, d]
+        self.new_keys = keys[:, :, part.slot :].unbind()  # [heads, count, d]
+        self.new_values = values[:, :, part.slot :].unbind()
+        biases = _compute_biases(encoder, part)
+        self.biases = None if biases is None else biases.unbind()  # [count, seen]
+        self.mask: Tensor | None = None  # of a softmax
+        if isinstance(encoder, SASRec) and part.count > 1:
+            self.mask = torch.ones(part.count, seen, dtype=torch.bool, device=keys.device)
+            self.mask.tril_(part.slot)
+
+
+def _compute_biases(encoder: HSTU | SASRec, part: NewTokens) -> Tensor | None:
+    """[layers, queries, keys]. The prefix has none."""
+    first, seen = (number - part.state.prefix for number in (part.slot, part.seen))
     if not isinstance(encoder, HSTU) or first < 0:
         return None
     total: Tensor | None = None
@@ -90,13 +105,13 @@ def _compute_bias(encoder: HSTU | SASRec, tile: NewTokens) -> Tensor | None:
         distance = (queries[:, None] - torch.arange(seen, device=device)).clamp_(min=0)
         total = _read_biases(encoder, "position_bias", distance)
     if encoder.has_time_bias:
-        times = tile.state.columns["timestamps"][:seen]
+        times = part.state.columns["timestamps"][:seen]
         bucket = find_buckets(times[first:, None] - times, encoder.num_time_buckets)
         by_time = _read_biases(encoder, "time_bias", bucket)
         total = by_time if total is None else total.add_(by_time)
-    if total is None or not tile.state.prefix:
+    if total is None or not part.state.prefix:
         return total
-    return F.pad(total, (tile.state.prefix, 0))
+    return F.pad(total, (part.state.prefix, 0))
 
 
 def _read_biases(encoder: HSTU, name: str, index: Tensor) -> Tensor:
@@ -104,69 +119,58 @@ def _read_biases(encoder: HSTU, name: str, index: Tensor) -> Tensor:
     return tables.index_select(1, index.flatten()).view(-1, *index.shape)
 
 
-def _run_hstu(layer: HSTULayer, number: int, x: Tensor, tiles: Sequence[NewTokens]) -> Tensor:
+def _run_hstu(layer: HSTULayer, number: int, x: Tensor, tiles: Sequence[_Tile]) -> Tensor:
     """`HSTULayer.forward` of new tokens: x [tokens, width]."""
     norm, after, projection = layer.input_norm, layer.attention_norm, layer.projection
-    normed = F.layer_norm(x, x.shape[1:], norm.weight, norm.bias, EPS)
+    normed = torch.layer_norm(x, x.shape[1:], norm.weight, norm.bias, EPS)
     sizes = [layer.heads * layer.d_v] * 2 + [layer.heads * layer.d_qk] * 2
     projected = F.silu(F.linear(normed, projection.weight, projection.bias), inplace=True)
-    u, v, q, k = torch.split(projected, sizes, dim=1)
-    mixed, start = [], 0
-    for tile in tiles:
-        stop = start + tile.count
-        heads = (_split_heads(part[start:stop], layer.heads) for part in (q, k, v))
-        mixed.append(_attend(layer, number, tile, *heads))
-        start = stop
-    gated = F.layer_norm(join(mixed), u.shape[1:], after.weight, after.bias, EPS).mul_(u)
+    u, v, q, k = projected.split_with_sizes(sizes, dim=1)
+    mixed = []
+    for tile, inputs in _divide(tiles, layer.heads, q, k, v):
+        mixed.append(_attend(layer, number, tile, *inputs))
+    gated = torch.layer_norm(join(mixed), u.shape[1:], after.weight, after.bias, EPS).mul_(u)
     return F.linear(gated, layer.output.weight, layer.output.bias).add_(x)
 
 
-def _attend(
-    layer: HSTULayer, number: int, tile: NewTokens, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
+def _attend(layer: HSTULayer, number: int, tile: _Tile, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v [heads, queries, d] -> [queries, heads * d_v]."""
-    keys, values = tile.state.keys[number], tile.state.values[number]
-    torch.mul(k, layer.d_qk**-0.5, out=keys[:, tile.slot : tile.seen])
-    torch.mul(v, 1 / layer.max_length, out=values[:, tile.slot : tile.seen])
-    scores = torch.bmm(q, keys[:, : tile.seen].transpose(1, 2))
-    if tile.bias is not None:
-        scores.add_(tile.bias[number])
+    torch.mul(k, layer.d_qk**-0.5, out=tile.new_keys[number])
+    torch.mul(v, 1 / layer.max_length, out=tile.new_values[number])
+    scores = torch.bmm(q, tile.keys[number].transpose(1, 2))
+    if tile.biases is not None:
+        scores.add_(tile.biases[number])
     weights = F.silu(scores, inplace=True)
     if tile.count > 1:
         weights.tril_(tile.slot)
-    return _join_heads(torch.bmm(weights, values[:, : tile.seen]))
+    return _join_heads(torch.bmm(weights, tile.values[number]))
 
 
-def _run_sasrec(layer: SASRecLayer, number: int, x: Tensor, tiles: Sequence[NewTokens]) -> Tensor:
+def _run_sasrec(layer: SASRecLayer, number: int, x: Tensor, tiles: Sequence[_Tile]) -> Tensor:
     """`SASRecLayer.forward` of new tokens: x [tokens, width]."""
     queries = normalize(x)
     k, v = layer.key_value(x).chunk(2, dim=1)
-    q, mixed, start = layer.query(queries), [], 0
-    for tile in tiles:
-        keys, values = tile.state.keys[number], tile.state.values[number]
-        new = slice(start, start + tile.count)
-        keys[:, tile.slot : tile.seen] = _split_heads(k[new], layer.heads)
-        values[:, tile.slot : tile.seen] = _split_heads(v[new], layer.heads)
-        mask = None
-        if tile.count > 1:
-            mask = torch.ones(tile.count, tile.seen, dtype=torch.bool, device=x.device)
-            mask = mask.tril_(tile.slot)
-        found = F.scaled_dot_product_attention(
-            _split_heads(q[new], layer.heads)[None],
-            keys[None, :, : tile.seen],
-            values[None, :, : tile.seen],
-            attn_mask=mask,
-        )
-        mixed.append(_join_heads(found[0]))
-        start += tile.count
+    mixed = []
+    for tile, (q_t, k_t, v_t) in _divide(tiles, layer.heads, layer.query(queries), k, v):
+        tile.new_keys[number].copy_(k_t)
+        tile.new_values[number].copy_(v_t)
+        inputs = q_t[None], tile.keys[number][None], tile.values[number][None]
+        mixed.append(_join_heads(F.scaled_dot_product_attention(*inputs, tile.mask)[0]))
     middle = normalize(queries + layer.output(join(mixed)))
     result: Tensor = layer.result(F.relu(layer.hidden(middle)))
     return middle + result
 
 
-def _split_heads(rows: Tensor, heads: int) -> Tensor:
-    """[tokens, heads * d] -> [heads, tokens, d], a view."""
-    return rows.view(len(rows), heads, -1).transpose(0, 1)
+def _divide(
+    tiles: Sequence[_Tile], heads: int, *parts: Tensor
+) -> Iterator[tuple[_Tile, list[Tensor]]]:
+    """Yields each tile with its rows of the parts [tokens, heads * d], as [heads, tokens, d]."""
+    whole = [part.view(len(part), heads, -1).transpose(0, 1) for part in parts]
+    start = 0
+    for tile in tiles:
+        stop = start + tile.count
+        yield tile, whole if len(tiles) == 1 else [part[:, start:stop] for part in whole]
+        start = stop
 
 
 def _join_heads(rows: Tensor) -> Tensor:

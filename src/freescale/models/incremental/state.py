@@ -35,7 +35,9 @@ class HistoryState:
         self.limit, self.prefix, self.users = encoder.max_length, prefix, users
         self.columns = dict(columns)  # each [capacity, ...]
         shape = len(encoder.layers), encoder.heads, prefix
-        self.keys, self.values = (  # [layers, heads, prefix + capacity, d_qk or d_v]
+        # [layers, heads, prefix + capacity, d_qk or d_v]; HSTU's are scaled: keys by d_qk**-0.5,
+        # values by 1 / max_length
+        self.keys, self.values = (
             encoder.position.new_empty(*shape, width) for width in _get_widths(encoder)
         )
         self.output = encoder.position.new_zeros(encoder.width)  # of the last event
