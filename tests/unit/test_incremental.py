@@ -67,7 +67,7 @@ def draw_events(counts, seed, context="position"):
         "history_own": items % 5 / 4,
         "history_vectors": items,
         "actions": draw(ACTIONS, tokens),
-        "timestamps": 10**9 * (seed % 1000) + draw(10**6, tokens).cumsum(0),
+        "timestamps": 40 * (seed % 1000) + draw(30, tokens).cumsum(0),  # near the edges
         "event_features": draw(9, tokens, 2),
     }
     dense = {"user_features": draw(17, users, 3)}

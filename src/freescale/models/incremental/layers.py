@@ -8,7 +8,7 @@ state, over the state's own memory, which is never copied or padded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from freescale.models.sasrec import SASRec, SASRecLayer, normalize
 ROUND_BUDGET = 1 << 24  # biases (layers * queries * keys) in memory at a time
 
 
-class NewTokens(NamedTuple):
+@dataclass(frozen=True)
+class NewTokens:
     """Tokens of one state."""
 
     state: HistoryState
