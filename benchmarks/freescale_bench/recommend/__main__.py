@@ -15,11 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("append",))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--turns", type=int, default=5, help="of each arm (5)")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU (1)")
     parser.add_argument("--trial", action="store_true", help="tiny sizes; writes no result")
     options = parser.parse_args(arguments)
     from freescale_bench.recommend.append import bench_append
 
-    bench_append(options.device, options.turns, options.trial, read_destination(options))
+    to = read_destination(options)
+    bench_append(options.device, options.turns, options.threads, options.trial, to)
     return 0
 
 

@@ -127,8 +127,9 @@ def _time(compute: Callable[[SequenceBatch], Tensor], batch: SequenceBatch) -> t
     return found, 1e3 * (time.perf_counter() - begin)
 
 
-def bench_append(device: str, turns: int, trial: bool, to: Destination) -> None:
+def bench_append(device: str, turns: int, threads: int, trial: bool, to: Destination) -> None:
     require_gpu(device)
+    torch.set_num_threads(threads)
     shape = TRIAL if trial else Shape()
     model = shape.build(device)
     rows: list[Row] = []
@@ -149,10 +150,7 @@ def bench_append(device: str, turns: int, trial: bool, to: Destination) -> None:
         at_most("the same, with its share of a rebuild", MOST, amortised["percent_of_anew"], "%"),
     ]
     command = f"freescale bench recommend append --device {device} --turns {turns}"
+    command += f" --threads {threads}" if device == "cpu" else ""
     testbed = get_gpu_name() if device == "cuda" else "cpu"
     sizes = {name: getattr(shape, name) for name in ("width", "layers", "heads", "max_length")}
-    threads = torch.get_num_threads()
-    write(
-        "recommend-append", testbed, command, rows, claims, ["triton"], to=to, model=sizes,
-        threads=threads,
-    )  # fmt: skip
+    write("recommend-append", testbed, command, rows, claims, ["triton"], to=to, model=sizes)
