@@ -35,7 +35,9 @@ def start_histories(model: Retrieval, batch: SequenceBatch) -> list[HistoryState
     """
     encoder = _check_model(model)
     batch = _move(batch, encoder.position.device)
-    columns = {name: find_sequence(batch, name).values[:0] for name in _list_columns(model)}
+    columns = {  # copies: a view would keep the whole batch
+        name: find_sequence(batch, name).values[:0].clone() for name in _list_columns(model)
+    }
     users, codes = model._embed_users(batch), None
     if users is not None:
         codes = batch.values("user_features")
