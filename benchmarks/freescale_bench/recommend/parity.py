@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from freescale_bench.common.ranks import get_gpu_name, require_gpu
-from freescale_bench.common.results import Destination, Row, at_most, write
 
 import freescale
 from freescale.data.synthetic.generate import generate
 from freescale.recommend.export import export_run
+from freescale_bench.common.ranks import get_gpu_name, require_gpu
+from freescale_bench.common.results import Destination, Row, at_most, write
 
 K = 100
 NEAR = 1e-5  # scores that are as good as equal

@@ -16,7 +16,6 @@ from freescale.batch import Jagged
 from freescale.config import RunConfig
 from freescale.data.batches.windows import list_ranges
 from freescale.kernels.best_items import find_best
-from freescale.kernels.softmax.scores import choose_tile, split_queries
 from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.catalogue import UNKNOWN, Catalogue
 from freescale.recommend.filters import find_offered
@@ -207,23 +206,21 @@ class Recommender:
         scores = np.full((len(past), k), np.nan, np.float32)
         queries = self.encode_requests(requests)
         starts = np.cumsum(past.lengths) - past.lengths
-        tile = choose_tile(len(listed))
-        some = torch.from_numpy(np.flatnonzero(past.lengths))
-        for part, users in split_queries(queries[some.to(self.device)], some):
-            numbers = users.numpy()
-            seen = None
-            if exclude_seen:
-                items = past.items[list_ranges(starts[numbers], past.lengths[numbers])]
-                places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
-                places = np.where(listed[places] == items, places, -1)
-                seen = Jagged(torch.from_numpy(places), torch.from_numpy(past.lengths[numbers]))
-            if approximate:
-                values, places = self._search(part, k, seen)
-            else:
-                best, found = find_best(part, vectors, k, tile=tile, left_out=seen)
-                values, places = best.cpu().numpy(), found.cpu().numpy()
-            rows[numbers] = np.where(np.isneginf(values), -1, listed[places])
-            scores[numbers] = values
+        some = np.flatnonzero(past.lengths)
+        asked = queries[torch.from_numpy(some).to(self.device)]
+        seen = None
+        if exclude_seen:
+            items = past.items[list_ranges(starts[some], past.lengths[some])]
+            places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
+            places = np.where(listed[places] == items, places, -1)
+            seen = Jagged(torch.from_numpy(places), torch.from_numpy(past.lengths[some]))
+        if approximate:
+            values, found = self._search(asked, k, seen)
+        else:
+            best, of_best = find_best(asked, vectors, k, left_out=seen)
+            values, found = best.cpu().numpy(), of_best.cpu().numpy()
+        rows[some] = np.where(np.isneginf(values), -1, listed[found])
+        scores[some] = values
         if len(some) < len(past):
             popular = self.items.popular
             rows[past.lengths == 0] = popular[np.isin(popular, listed)][:k]
