@@ -26,7 +26,7 @@ def search(queries: Tensor, items: Tensor, k: int) -> Tensor:
 
 
 def search_in_torch(queries: Tensor, items: Tensor, k: int, group: int) -> Tensor:
-    parts = [(part @ items.T).topk(k, dim=1).indices for part in queries.split(group)]
+    parts = [(part @ items.T).topk(k, dim=1).indices for part in torch.split(queries, group)]
     return torch.cat(parts).cpu()
 
 

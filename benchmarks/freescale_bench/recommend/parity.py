@@ -22,7 +22,7 @@ from freescale_bench.common.results import Destination, Row, at_most, write
 
 K = 100
 NEAR = 1e-5  # scores that are as good as equal
-SIZES = {"users": 3000, "items": 3000, "median": 40, "cap": 150}
+SIZES: dict[str, Any] = {"users": 3000, "items": 3000, "median": 40, "cap": 150}
 # histories fit, so that the unseen items are the same for both
 OPTIONS = {"width": 64, "layers": 2, "max-length": 200, "epochs": 3, "precision": "fp32"}
 

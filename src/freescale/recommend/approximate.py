@@ -104,4 +104,4 @@ def import_faiss() -> ModuleType:
         raise ValueError(
             "approximate search needs faiss: pip install 'freescale[search]'"
         ) from None
-    return faiss  # type: ignore[no-any-return]
+    return faiss

@@ -237,7 +237,8 @@ class Recommender:
             for row, left_out in enumerate(torch.split(seen.values, seen.lengths.tolist())):
                 values[row, np.isin(places[row], left_out.numpy())] = -np.inf
             order = np.argsort(-values, axis=1, kind="stable")
-            values, places = (np.take_along_axis(each, order, 1) for each in (values, places))
+            values = np.take_along_axis(values, order, 1)
+            places = np.take_along_axis(places, order, 1)
         return values[:, :k], places[:, :k]
 
     def encode_requests(self, requests: Requests) -> Tensor:
