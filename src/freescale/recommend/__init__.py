@@ -1,0 +1,1 @@
+"""Trained models as recommenders: for Python, and as folders for serving."""
