@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models import HSTU, FeatureTables, Ranking, Retrieval, SASRec, SegmentedHSTU
 from freescale.models.encoder import Encoder
-from freescale.recommend.portable import PaddedHead, compute_item_vectors, trace
+from freescale.models.features import add_features, sum_features
+from freescale.recommend.portable import PaddedHead, trace
 
 ITEMS, ACTIONS, ROWS, LONGEST, WIDTH = 30, 4, 11, 13, 8
 PLACES = {"event": 2, "context": 3}
@@ -126,11 +129,24 @@ def draw(lengths, counts, seed=0):
     return batch, columns, Jagged(requests[offered], of), requests, offered
 
 
+def fold(model):
+    """The same model with the features of items as a part of their rows."""
+    if model.item_features is None:
+        return model
+    model, ids = deepcopy(model), torch.arange(ITEMS)
+    with torch.no_grad():
+        codes, own = FEATURES.find_items(ids)
+        rows = add_features(model.item.weight, own, sum_features(model.item_features, codes))
+        rows = rows + model.item_vectors[0](FEATURES.find_vectors(ids))
+        model.item.weight.copy_(rows)
+    model.item_features, model.item_vectors = None, torch.nn.ModuleList()
+    return model
+
+
 def evaluate(model, lengths, counts, seed=0):
     """The jagged outputs, and a function of a padded head or program that gives its own."""
     batch, columns, of_candidates, requests, offered = draw(lengths, counts, seed)
-    store = FEATURES if model.item_features is not None else None
-    head = PaddedHead(model, compute_item_vectors(model, store))
+    head = PaddedHead(fold(model))
     inputs = head.list_inputs(PLACES)
     if isinstance(model, Ranking):
         sequences = {**batch.sequences, "context_features": of_candidates}
@@ -173,7 +189,10 @@ def test_padded_is_jagged(kind, task, features, sizes, seed):
 def test_a_program_takes_any_batch(kind, task, tmp_path):
     model = make_model(kind, task)
     _, head, inputs, _ = evaluate(model, [3, 2], [2, 2])
-    torch.export.save(trace(head, inputs), tmp_path / "encoder.pt2")
+    traced = trace(head, inputs)
+    calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert all("aten." in call or call.startswith("<built-in") for call in calls)
+    torch.export.save(traced, tmp_path / "encoder.pt2")
     program = torch.export.load(tmp_path / "encoder.pt2").module()
     sizes = [
         ([1], [1]),
@@ -185,6 +204,18 @@ def test_a_program_takes_any_batch(kind, task, tmp_path):
     for lengths, counts in sizes:
         expected, _, _, run = evaluate(model, lengths, counts)
         torch.testing.assert_close(run(program), expected, rtol=0, atol=1e-5)
+    too_long = {
+        each.name: torch.zeros(
+            [
+                LONGEST + 1 if axis == "length" else 2 if isinstance(axis, str) else axis
+                for axis in each.shape
+            ],
+            dtype=torch.int64,
+        )
+        for each in inputs
+    }
+    with pytest.raises(AssertionError, match=rf"size\(\)\[1\] <= {LONGEST}"):
+        program(**too_long)
 
 
 def test_only_what_the_model_reads_is_an_input():
@@ -207,4 +238,4 @@ def test_an_encoder_of_another_kind_is_refused():
     options = {"width": 8, "max_length": 4, "dropout": 0.0, "input_scale": 1.0}
     model = Retrieval(Mine(**options, input_dropout=None), num_items=3)
     with pytest.raises(ValueError, match="Mine has no portable form; HSTU, SegmentedHSTU and"):
-        PaddedHead(model, compute_item_vectors(model, None))
+        PaddedHead(model)

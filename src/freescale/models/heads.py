@@ -31,6 +31,7 @@ from freescale.models.features import (
     NO_FEATURES,
     FeatureTables,
     ItemVectors,
+    add_features,
     sum_features,
 )
 from freescale.models.segments import Memory
@@ -147,7 +148,13 @@ class Retrieval(SequenceHead):
             own: [n] how much an item's own row counts, from 0 to 1.
             vectors: [n] rows of their vectors, if the model has any.
         """
-        return self._normalize_rows(self.add_item_features(rows, codes, own, vectors))
+        if self.item_features is not None:
+            assert codes is not None and own is not None, "the model has features of items"
+            rows = add_features(rows, own, sum_features(self.item_features, codes))
+            for feature in self.item_vectors:
+                assert vectors is not None, "the model has vectors of items"
+                rows = rows + feature(vectors).to(rows.dtype)
+        return self._normalize_rows(rows)
 
     def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         """Outputs of the encoder for every event: [tokens, width]."""

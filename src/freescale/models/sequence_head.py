@@ -16,7 +16,6 @@ from freescale.models.features import (
     FeatureTables,
     ItemVectors,
     VectorFeature,
-    add_features,
     describe_items,
     embed_features,
     sum_features,
@@ -75,30 +74,6 @@ class SequenceHead(nn.Module):
             if getattr(self, name) is not None:
                 found[name] = [name]
         return found
-
-    def add_item_features(
-        self,
-        rows: Tensor,
-        codes: Tensor | None = None,
-        own: Tensor | None = None,
-        vectors: Tensor | None = None,
-    ) -> Tensor:
-        """The vectors of items [n, width] as the encoder reads them.
-
-        Args:
-            rows: [n, width] of the item table.
-            codes: [n, places] rows of their features, if the model has any.
-            own: [n] how much an item's own row counts, from 0 to 1.
-            vectors: [n] rows of their vectors, if the model has any.
-        """
-        if self.item_features is None:
-            return rows
-        assert codes is not None and own is not None, "the model has features of items"
-        rows = add_features(rows, own, sum_features(self.item_features, codes))
-        for feature in self.item_vectors:
-            assert vectors is not None, "the model has vectors of items"
-            rows = rows + feature(vectors).to(rows.dtype)
-        return rows
 
     def _describe_items(self, batch: SequenceBatch, names: Sequence[str]) -> ItemVectors | None:
         """The vectors of the items of some batch features; None if items have no features."""

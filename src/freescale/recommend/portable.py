@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
-from freescale.data.features.store import FeatureStore
 from freescale.models.heads import Ranking, Retrieval
 from freescale.recommend.padded import PaddedEncoder
 
-_AT_ONCE = 1 << 16  # items whose features are fetched at a time
 LONGEST_BATCH = 1 << 16
 
 
@@ -35,19 +33,18 @@ class PaddedHead(nn.Module):
     as long as the padded length is at least 1.
 
     Args:
-        module: with plain tables.
-        vectors: [num_items, width], from `compute_item_vectors`.
+        module: with plain tables. Features of items are part of the rows of the item table, as
+            `load_model` makes them.
 
     Raises:
         ValueError: The encoder has no portable form.
     """
 
-    vectors: Tensor
-
-    def __init__(self, module: Retrieval | Ranking, vectors: Tensor) -> None:
+    def __init__(self, module: Retrieval | Ranking) -> None:
         super().__init__()
+        assert module.item_features is None, "rows of items have no features of their own"
         self.encoder = PaddedEncoder(module.encoder)
-        self.register_buffer("vectors", vectors)
+        self.item = module.item
         self.action = module.action
         self.event_features, self.user_features, self.context_features = (
             module.event_features,
@@ -101,7 +98,7 @@ class PaddedHead(nn.Module):
         """Retrieval: queries [batch, width]; ranking: probabilities [batch, candidates, tasks]."""
         slots = torch.arange(items.shape[1], device=items.device)
         there = slots < lengths[:, None]
-        x = self.vectors[torch.where(there, items, 0)]
+        x = self.item(torch.where(there, items, 0))
         if self.event_features is not None:
             assert event_features is not None
             codes = torch.where(there[..., None], event_features, 0)
@@ -119,7 +116,7 @@ class PaddedHead(nn.Module):
             context = _sum_rows(self.context_features, context_features)
         if self.judge is not None:
             assert candidates is not None
-            offered = self.vectors[candidates]
+            offered = self.item(candidates)
             offered = offered if context is None else offered + context
         if not self.encoder.has_time_bias:
             times, candidate_times = None, None
@@ -137,31 +134,6 @@ class PaddedHead(nn.Module):
 def _sum_rows(table: nn.Module, codes: Tensor) -> Tensor:
     """codes [..., places] -> [..., width]; code 0 is nothing."""
     return (table(codes.clamp(min=0)) * (codes > 0)[..., None]).sum(-2)
-
-
-@torch.no_grad()
-def compute_item_vectors(
-    module: Retrieval | Ranking, features: FeatureStore | None, ids: Tensor | None = None
-) -> Tensor:
-    """[num_items, width]: the items as the encoder reads them.
-
-    Args:
-        module: with plain tables.
-        features: of the items, if the model has any.
-        ids: [num_items] by which `features` knows the items; their rows by default.
-    """
-    weight = module.item.weight
-    if module.item_features is None:
-        return weight.detach().clone()
-    if features is None:
-        raise ValueError("the model has features of items: pass them, as `features`")
-    found = []
-    for part in torch.arange(len(weight)).split(_AT_ONCE):
-        known = part if ids is None else ids[part]
-        codes, own = features.find_items(known)
-        vectors = features.find_vectors(known) if features.vector_widths else None
-        found.append(module.add_item_features(weight[part], codes, own, vectors))
-    return torch.cat(found)
 
 
 def trace(head: PaddedHead, inputs: Sequence[Input]) -> ExportedProgram:
