@@ -66,6 +66,8 @@ class PaddedEncoder(nn.Module):
         ValueError: The encoder is none of HSTU, SegmentedHSTU and SASRec.
     """
 
+    segments: Tensor  # [max_length]: of each position
+
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         if not isinstance(encoder, HSTU | SASRec):
@@ -83,6 +85,9 @@ class PaddedEncoder(nn.Module):
         self.weight = encoder.segment_weight if segmented else 1.0
         self.pooling = segmented and encoder.segment_pooling
         self.summaries = encoder.summaries if segmented else None
+        # a constant: Inductor of torch 2.13 compiles `arange // number` wrongly for CPUs
+        segments = torch.arange(self.longest) // self.segment
+        self.register_buffer("segments", segments, persistent=False)
         make = _PaddedHSTULayer if isinstance(encoder, HSTU) else _PaddedSASRecLayer
         self.layers = nn.ModuleList(make(layer) for layer in encoder.layers)
 
@@ -97,7 +102,7 @@ class PaddedEncoder(nn.Module):
     ) -> Tensor:  # [batch, events, width], or of the candidates if there are any
         closed = lengths // self.segment
         slots = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        part = torch.minimum(slots // self.segment, closed[:, None])
+        part = torch.minimum(self.segments[: x.shape[1]], closed[:, None])
         x = x * self.scale + self.position[slots]
         there = slots < lengths[:, None]
         groups = [Rows(x, part, slots - part * self.segment, times)]
