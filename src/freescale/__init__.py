@@ -30,6 +30,7 @@ _EXPORTS = {
     "freescale.pipeline.loss_watch": "LossNotFinite",
     "freescale.pipeline.pipeline": "Pipeline",
     "freescale.pipeline.step_result": "StepResult",
+    "freescale.recommend.recommender": "Recommendations Recommender load",
     "freescale.train.callbacks": "Callback",
     "freescale.train.state.checkpoints": "Checkpoints",
     "freescale.train.evaluate": "evaluate",

@@ -13,9 +13,9 @@ from helpers.ranks import run_ranks
 
 from freescale import Callback, RunConfig, Trainer
 from freescale.data.synthetic.generate import generate
+from freescale.recommend.export import export_run
 from freescale.train.best import Best
 from freescale.train.commands import evaluate_checkpoint
-from freescale.train.export import export_run
 from freescale.train.sample_ranks import SampleRanks, write_ranks
 from freescale.transport.local import LocalTransport
 
@@ -100,6 +100,7 @@ def export_weights(folder: Path, out: Path, name: str | None = None) -> dict[str
     return {
         f"{path.name}/{key}": value
         for path in export_run(folder, out, name)
+        if path.suffix == ".safetensors"
         for key, value in load_file(path).items()
     }
 

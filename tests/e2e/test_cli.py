@@ -72,7 +72,10 @@ def test_train_resume_eval_export(tmp_path):
     exported = freescale("export", run, "--out", tmp_path / "out")
     assert exported.returncode == 0, exported.stderr
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "config.json",
         "dense.safetensors",
+        "export.json",
+        "items.parquet",
         "table.item.safetensors",
     }
 

@@ -108,7 +108,7 @@ def test_a_run_resumes_and_is_evaluated_with_its_own_statistics(tmp_path):
     assert "<h3>Features</h3>" in page and "5 categories" in page and "32 buckets" in page
     done = freescale("export", tmp_path / "whole", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    exported = json.loads((tmp_path / "out" / "features.json").read_text())
+    exported = json.loads((tmp_path / "out" / "features" / "features.json").read_text())
     assert exported == statistics
     assert (tmp_path / "out" / "table.item_features.safetensors").is_file()
     swapped = items.read_text().replace("c1", "x").replace("c2", "c1").replace("x", "c2")

@@ -9,8 +9,9 @@ from helpers import softmax_cases
 from helpers.softmax_cases import PER, differentiate, draw
 
 from freescale.batch import Jagged, SequenceBatch
+from freescale.kernels.best_items import find_best
 from freescale.kernels.softmax import reference, triton
-from freescale.kernels.softmax.scores import choose_tile, count_better, find_best, score_targets
+from freescale.kernels.softmax.scores import choose_tile, count_better, score_targets
 from freescale.models import HSTU, Retrieval
 from freescale.train.device_figures import watch_compilations
 
@@ -149,10 +150,9 @@ def test_evaluation_ranks_as_on_the_cpu():
     tile, found = choose_tile(40_000), {}
     for device in ("cpu", "cuda"):
         q, i, p, past = (x.to(device) for x in (queries, items, places, seen))
-        out = Jagged(left_out.values.to(device), left_out.lengths.to(device))
         goals = score_targets(q, i, p, tile=tile)
         counts = count_better(q, i, p, goals, tile=tile, seen=past)
-        best = find_best(q, i, 10, tile=tile, left_out=out)[1]
+        best = find_best(q, i, 10, tile=tile, left_out=left_out)[1]
         found[device] = [value.cpu() for value in (*counts, best)]
     assert all(torch.equal(a, b) for a, b in zip(found["cpu"], found["cuda"], strict=True))
 

@@ -108,7 +108,7 @@ def test_a_batch_has_the_values_of_its_rows(data):
         assert dense["labels"][:, 2].tolist() == [day >= 3 for day in columns["day"]]
         assert batch.weights["click"].tolist() == columns["hour"]
         assert batch.weights["paid"].tolist() == [1.0] * len(picked)
-        block = pa.table(columns)
+        block = pa.RecordBatch.from_pydict(columns)
         wanted = [each.encode(block) for each in fitted.tables["item_features"]]
         assert dense["item_features"].tolist() == np.concatenate(wanted, 1).tolist()
     assert dense["item_features"].shape[1] == 4 and dense["hour"].dtype == torch.int64

@@ -9,7 +9,6 @@ from freescale.batch import Jagged
 from freescale.kernels.softmax.scores import (
     choose_tile,
     count_better,
-    find_best,
     score_targets,
     split_queries,
 )
@@ -71,14 +70,6 @@ def test_tiles_equal_all_at_once(items, tile):
             ahead = {item for item in range(items) if near[i, item]} - {place}
             assert int(better[i]) == len(ahead)
             assert int(of_seen[i]) == len(ahead & set([] if seen is None else seen[i].tolist()))
-    for left_out in (None, out):
-        if left_out is not None:
-            there = out.values >= 0
-            scores[owner[there], out.values[there]] = -torch.inf
-        found, best = find_best(queries, rows, 5, tile=tile, left_out=left_out)
-        torch.testing.assert_close(found, scores.topk(min(5, items), dim=1).values)
-        if items:
-            torch.testing.assert_close(scores.gather(1, best), found)
 
 
 def test_equal_rows_score_alike_in_every_tile_and_part():

@@ -95,7 +95,7 @@ def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None)
     Dense weights are one file; each table is its own file, with rows in the order of ids. If ids of
     the data were renumbered, vocabulary.parquet maps ids to rows.
     """
-    from freescale.train.export import export_run
+    from freescale.recommend.export import export_run
 
     for path in export_run(run_folder, out, checkpoint, overwrite):
         click.echo(path)

@@ -14,6 +14,7 @@ from freescale.cli.doctor import doctor
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.evaluate import evaluate, export, report
 from freescale.cli.layout import CommandGroup
+from freescale.cli.recommend import recommend
 from freescale.cli.simulate import simulate
 from freescale.cli.train import train
 
@@ -47,5 +48,6 @@ def main() -> None:
 
 # In the order in which people need them.
 main.add_section("Get started", doctor, demo)
-main.add_section("Train a model", inspect, train, evaluate, export, checkpoints, report)
+main.add_section("Train a model", inspect, train, evaluate, checkpoints, report)
+main.add_section("Use a model", recommend, export)
 main.add_section("Generate, plan and measure", generate, simulate, bench)

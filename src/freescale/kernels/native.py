@@ -38,6 +38,7 @@ _SHAPE, _SIZE, _AT, _FLAG = POINTER(Shape), c_int64, c_void_p, c_int32
 # (type of the result, types of the arguments) of each function
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "adopt_sgemm": (_FLAG, [_AT]),
+    "keep_best": (None, [*[_SIZE] * 4, *[_AT] * 3, _SIZE]),
     "add_positions": (None, [*[_SIZE] * 3, *[_AT] * 5, c_float, _FLAG, c_float, *[_AT] * 4]),
     "differentiate_positions": (None, [*[_SIZE] * 2, *[_AT] * 3, c_float, *[_AT] * 2]),
     "measure_samples": (_FLAG, [_SIZE, *[_AT] * 3]),

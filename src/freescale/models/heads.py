@@ -31,7 +31,6 @@ from freescale.models.features import (
     NO_FEATURES,
     FeatureTables,
     ItemVectors,
-    add_features,
     sum_features,
 )
 from freescale.models.segments import Memory
@@ -150,10 +149,7 @@ class Retrieval(SequenceHead):
         """
         if self.item_features is not None:
             assert codes is not None and own is not None, "the model has features of items"
-            rows = add_features(rows, own, sum_features(self.item_features, codes))
-            for feature in self.item_vectors:
-                assert vectors is not None, "the model has vectors of items"
-                rows = rows + feature(vectors).to(rows.dtype)
+            rows = self.describe_rows(rows, codes, own, vectors)
         return self._normalize_rows(rows)
 
     def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:

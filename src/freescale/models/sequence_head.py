@@ -16,6 +16,7 @@ from freescale.models.features import (
     FeatureTables,
     ItemVectors,
     VectorFeature,
+    add_features,
     describe_items,
     embed_features,
     sum_features,
@@ -80,6 +81,17 @@ class SequenceHead(nn.Module):
         if self.item_features is None:
             return None
         return describe_items(self.item, self.item_features, batch, names, self.item_vectors)
+
+    def describe_rows(
+        self, rows: Tensor, codes: Tensor, own: Tensor, vectors: Tensor | None = None
+    ) -> Tensor:
+        """Adds features to rows [n, width] of the item table; arguments as of `encode_items`."""
+        assert self.item_features is not None
+        rows = add_features(rows, own, sum_features(self.item_features, codes))
+        for feature in self.item_vectors:
+            assert vectors is not None, "the model has vectors of items"
+            rows = rows + feature(vectors).to(rows.dtype)
+        return rows
 
     def _embed_events(
         self, batch: SequenceBatch, history: Jagged, items: ItemVectors | None

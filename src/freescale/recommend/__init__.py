@@ -1,1 +1,1 @@
-"""Trained models as recommenders: for Python, and as folders for serving."""
+"""Recommendations out of a trained model: load a run or an export, recommend, score, export."""

@@ -10,8 +10,7 @@ import torch
 
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import spread_ids
-from freescale.train.run_folder import copy_file
-from freescale.train.state.intact import Intact, find_checkpoint, verify_checkpoint
+from freescale.train.state.intact import Intact, verify_checkpoint
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
 from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.transport.local import LocalTransport
@@ -40,11 +39,11 @@ def export(
     """
     found = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint
     if not overwrite:
-        _refuse_export(Path(folder), "overwrite=True")
+        refuse_export(Path(folder), "overwrite=True")
     return list(export_checkpoint(found, Path(folder)))
 
 
-def _refuse_export(out: Path, option: str) -> None:
+def refuse_export(out: Path, option: str) -> None:
     if (out / "dense.safetensors").exists():
         raise ValueError(
             f"{out} already holds an export: name another folder, or pass {option} to replace it"
@@ -56,32 +55,38 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
     checkpoint does not have."""
     if not isinstance(checkpoint, Intact):
         checkpoint = verify_checkpoint(checkpoint, LocalTransport())
-    path, state = checkpoint.path, checkpoint.state
     out.mkdir(parents=True, exist_ok=True)
-    tables = {name: out / f"table.{name}.safetensors" for name in state["tables"]}
-    for stale in set(out.glob("table.*.safetensors")) - set(tables.values()):
-        stale.unlink()
+    names = {f"table.{name}.safetensors" for name in checkpoint.state["tables"]}
+    for stale in out.glob("table.*.safetensors"):
+        if stale.name not in names:
+            stale.unlink()
+    for name, tensors in read_weights(checkpoint):
+        yield _write(tensors, out / f"{name}.safetensors")
+
+
+def read_weights(checkpoint: Intact) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Reads the tensors of each file of `export`, by the file's name without its ending."""
+    path, state = checkpoint.path, checkpoint.state
     dense = {
         f"dense/{name}": torch.empty(shape, dtype=_DTYPES[kind])
         for name, (shape, kind) in state["dense"].items()
     }
     _fill(dense, path)
-    weights = {name.removeprefix("dense/"): value for name, value in dense.items()}
-    yield _write(weights, out / "dense.safetensors")
+    yield "dense", {name.removeprefix("dense/"): value for name, value in dense.items()}
     for name, (rows, width, kind, _, *dynamic) in state["tables"].items():
         if dynamic:
             tensors = _read_dynamic(checkpoint, name, rows)
             if LEARNED in dynamic:
                 default, weight = tensors["ids"] == DEFAULT_ID, tensors["weight"]
-                tensors = {name: tensor[~default] for name, tensor in tensors.items()}
+                tensors = {part: tensor[~default] for part, tensor in tensors.items()}
                 tensors["default"] = weight[default]
-            yield _write(tensors, tables[name])
+            yield f"table.{name}", tensors
             continue
         stored = torch.empty(rows, width, dtype=_DTYPES[kind])
         _fill({f"table/{name}/rows": stored}, checkpoint.base.path)
         apply_deltas(checkpoint.deltas, {name: TablePart(0, rows, {"rows": stored})})
         weight = stored.index_select(0, spread_ids(torch.arange(rows), rows))
-        yield _write({"weight": weight}, tables[name])
+        yield f"table.{name}", {"weight": weight}
 
 
 def _read_dynamic(checkpoint: Intact, name: str, rows: int) -> dict[str, torch.Tensor]:
@@ -110,24 +115,3 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     temporary.chmod(mode)
     temporary.replace(path)
     return path
-
-
-def export_run(
-    folder: Path, out: Path, name: str | None = None, overwrite: bool = False
-) -> Iterator[Path]:
-    """Exports a checkpoint of a run by name, with the vocabulary of its data if ids are coded, and
-    what its features are. ValueError if `out` holds an export and `overwrite` is False."""
-    from freescale.data.features.store import ABOUT, FOLDER  # imports pyarrow
-    from freescale.data.ingest.ids import VOCABULARY
-
-    if not overwrite:
-        _refuse_export(out, "--overwrite")
-    found = find_checkpoint(folder / "checkpoints", name, LocalTransport())
-    yield from export_checkpoint(found, out)
-    if overwrite:
-        for name in (VOCABULARY, ABOUT):
-            (out / name).unlink(missing_ok=True)  # of the earlier export
-    if (folder / VOCABULARY).is_file():  # maps the codes in tables to ids
-        yield copy_file(folder / VOCABULARY, out / VOCABULARY)
-    if (folder / FOLDER / ABOUT).is_file():  # which row of a table each value of a feature has
-        yield copy_file(folder / FOLDER / ABOUT, out / ABOUT)

@@ -83,6 +83,13 @@ class Fitted:
         local[np.asarray(pc.is_null(keys))] = _MISSING
         return local
 
+    def find_category(self, value: str) -> int:
+        """The row of a category. KeyError if the training part has none like it."""
+        place = pc.index(self._values, value).as_py()
+        if place < 0:
+            raise KeyError(value)
+        return int(self.first + FIRST_KNOWN + place)
+
     def _find_buckets(self, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
         local = 1 + np.searchsorted(np.array(self.edges), numbers, "right")
         local[np.isnan(numbers)] = _MISSING

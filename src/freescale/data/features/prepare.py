@@ -49,6 +49,7 @@ from freescale.data.features.store import (
     ABOUT,
     CODES,
     IDS,
+    LISTED,
     USERS,
     WEIGHTS,
     FeatureStore,
@@ -66,7 +67,7 @@ from freescale.data.ingest.prepare import make_folder
 
 Read = Callable[[Sequence[str]], dict[str, pa.Array]]  # columns of a file of attributes
 
-_VERSION = 2
+_VERSION = 3
 _EVENTS = 10  # training events with which an item's own row counts half
 _NUMBERS = 1 << 22  # training values of a number, by which its buckets are made
 
@@ -194,6 +195,7 @@ class _Making:
             self._write_weights(out, events)
             rows = np.full(self._num_items, -1)
             rows[ids] = np.arange(len(ids))
+            np.save(out / LISTED, np.sort(ids))
         report("count items", 1.0)
         fitted = self._fit(source, declared, read, counts, out / CODES, rows, report)
         if fitted and self._file.any_ids:

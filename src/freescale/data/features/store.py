@@ -24,6 +24,7 @@ from freescale.random import derive, uniform
 FOLDER = "features"  # in the folder of a run
 ABOUT = "features.json"
 CODES, WEIGHTS, IDS, USERS = "items.npy", "own_weights.npy", "item_ids.npy", "users.npy"
+LISTED = "listed.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
 
 
@@ -106,6 +107,15 @@ class FeatureStore(Features):
         path = self.folder / IDS
         return np.load(path, mmap_mode="r") if path.is_file() else None
 
+    def find_listed(self) -> NDArray[np.int64]:
+        """Ids of the items that have a row in --items, ascending."""
+        path = self.folder / (IDS if self.any_ids else LISTED)
+        return np.load(path) if path.is_file() else np.zeros(0, np.int64)
+
+    def list_files(self) -> list[Path]:
+        """The files that describe items and encode features, without those of the run's users."""
+        return [path for path in self.folder.iterdir() if path.name not in (USERS, VOCABULARY)]
+
     def copy_statistics(self, folder: Path, schema: str | None = None) -> None:
         target = folder / FOLDER
         target.mkdir(exist_ok=True)
@@ -126,6 +136,15 @@ class FeatureStore(Features):
             draws = uniform(derive(derive(self._seed, _DROPPED, batch), ids))
             own = own * (draws >= self._id_dropout)
         return codes, own
+
+    def find_codes(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[n, places]: rows of one feature of items."""
+        first = 0
+        for fitted in self.item:
+            if fitted.feature.name == name:
+                return self._codes[self._find_places(ids), first : first + fitted.places]
+            first += fitted.places
+        raise KeyError(name)
 
     @property
     def vector_widths(self) -> tuple[int, ...]:

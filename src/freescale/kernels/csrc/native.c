@@ -3,6 +3,7 @@
    Matrices are row-major and contiguous. Each function is a version of a plain-torch reference. Sums
    go by token, then by pair: the same inputs give the same bits. */
 
+#include "best.h"
 #include "checksums.h"
 #include "layers.h"
 #include "marks.h"

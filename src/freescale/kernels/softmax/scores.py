@@ -1,4 +1,4 @@
-"""Scores of queries against a catalogue, a tile at a time: target scores, rank counts, the best k.
+"""Scores of queries against a catalogue, a tile at a time: target scores and rank counts.
 
 [queries, items] never exists. Every product has the same shape, with the last tile padded by zeros.
 So items with equal rows get equal scores anywhere in the catalogue and in any part of it: ties are
@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from freescale.batch import Jagged
 
 TILE_ITEMS = 1 << 14
 CPU_QUERIES, GPU_QUERIES = 1 << 6, 1 << 10  # with a tile of items: a core's cache; 64 MB
@@ -79,7 +77,7 @@ def count_better(
         ([q] int64 of all items, [q] int64 of those in `seen`).
     """
     better, of_seen = torch.zeros_like(places), torch.zeros_like(places)
-    for start, scores in _score_tiles(queries, items, tile, None):
+    for start, scores in score_tiles(queries, items, tile):
         ahead = ~(scores < target_scores[:, None])
         better += ahead.sum(1) - _look_up(ahead, places[:, None], start)
         if seen is not None:
@@ -95,51 +93,11 @@ def _look_up(marks: Tensor, places: Tensor, start: int) -> Tensor:
     return (marks.gather(1, torch.where(inside, inner, 0)) & inside).sum(1)
 
 
-def find_best(
-    queries: Tensor, items: Tensor, k: int, *, tile: int, left_out: Jagged | None = None
-) -> tuple[Tensor, Tensor]:
-    """Finds the items with the highest scores.
-
-    Args:
-        queries: [q, width], a part of `split_queries`.
-        items: [n, width].
-        k: How many; all if there are fewer.
-        tile: From `choose_tile`.
-        left_out: For each query, places of items to leave out; negative ones are skipped.
-
-    Returns:
-        (scores [q, k], falling; places of the items [q, k] int64). Items that are left out come
-        last, with a score of -inf.
-    """
-    best = queries.new_zeros(len(queries), 0)
-    places = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
-    for start, scores in _score_tiles(queries, items, tile, left_out):
-        values, found = scores.topk(min(k, scores.shape[1]), dim=1)
-        both, every = torch.cat([best, values], 1), torch.cat([places, found + start], 1)
-        best, kept = both.topk(min(k, both.shape[1]), dim=1)
-        places = every.gather(1, kept)
-    return best, places
-
-
-def _score_tiles(
-    queries: Tensor, items: Tensor, tile: int, left_out: Jagged | None
-) -> Iterator[tuple[int, Tensor]]:
+def score_tiles(queries: Tensor, items: Tensor, tile: int) -> Iterator[tuple[int, Tensor]]:
     """(place of the first item, scores [q, up to `tile`]) of each tile."""
-    owner = None
-    if left_out is not None:
-        numbers = torch.arange(len(queries), device=queries.device)
-        owner = numbers.repeat_interleave(left_out.lengths, output_size=left_out.values.shape[0])
     for start in range(0, items.shape[0], tile):
         rows = items[start : start + tile]
-        scores = (queries @ _fill(rows, tile).T)[:, : len(rows)]
-        if owner is not None and left_out is not None:
-            place = left_out.values - start
-            inside = (left_out.values >= 0) & (place >= 0) & (place < len(rows))
-            # an extra column takes the marks of items outside this tile
-            marks = torch.zeros(len(queries), len(rows) + 1, dtype=torch.bool, device=rows.device)
-            marks[owner, torch.where(inside, place, len(rows))] = True
-            scores = scores.masked_fill(marks[:, :-1], -torch.inf)
-        yield start, scores
+        yield start, (queries @ _fill(rows, tile).T)[:, : len(rows)]
 
 
 def _fill(rows: Tensor, size: int) -> Tensor:

@@ -1,0 +1,223 @@
+"""Loads a run or an export as one plain model on one device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from freescale.config import RunConfig
+from freescale.data.batches.specs import SplitSpec
+from freescale.data.batches.windows import count_numbered_items, count_train_items
+from freescale.data.features.store import ABOUT, FOLDER, FeatureStore
+from freescale.data.histories import HistoriesFile
+from freescale.data.ingest.ids import VOCABULARY
+from freescale.data.ingest.timestamps import guess_unit
+from freescale.models.features import FeatureTables
+from freescale.recommend.catalogue import Catalogue, number_items
+from freescale.train.build import (
+    build_module,
+    find_run_vocabulary,
+    load_features,
+    prepare_data,
+    size_tables,
+)
+from freescale.train.export import read_weights
+from freescale.train.state.intact import Intact, find_checkpoint
+from freescale.transport.local import LocalTransport
+
+EXPORT = "export.json"
+_AT_ONCE = 1 << 16  # items whose features are summed at a time
+
+Weights = dict[str, dict[str, Tensor]]  # by file of an export, without its ending
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model with everything around it that recommending needs.
+
+    Attributes:
+        folder: of the run or export.
+        config: its settings.
+        module: `Retrieval` or `Ranking` in plain torch, float32. Features of items are part of its
+            item table, so that batches have item rows alone.
+        catalogue: the items.
+        features: of users, events and requests; None without features.
+        vocabulary: texts of users and actions; None if they are integers.
+        histories: of a run, those of its data; None for an export.
+        time_unit: of timestamps; None if it is not known.
+        checkpoint: of a run; None for an export.
+    """
+
+    folder: Path
+    config: RunConfig
+    module: nn.Module
+    catalogue: Catalogue
+    features: FeatureStore | None
+    vocabulary: Path | None
+    histories: HistoriesFile | None
+    time_unit: str | None
+    checkpoint: Intact | None
+
+
+def load_model(folder: Path, checkpoint: str | None = None, data: str | None = None) -> Loaded:
+    """Loads a run, with the checkpoint of a name that `find_checkpoint` understands, or an export.
+    `data`: where the run's data is, if it has moved.
+
+    Raises:
+        ValueError: the folder holds neither, or the run's data is missing.
+    """
+    if (folder / EXPORT).is_file():
+        return _load_export(folder)
+    if not (folder / "config.json").is_file():
+        if (folder / "dense.safetensors").is_file():
+            raise ValueError(
+                f"{folder} holds weights alone: export the run again, where its data is, and the "
+                "export describes itself"
+            )
+        raise ValueError(
+            f"{folder} holds no checkpoint and no export: name the folder of a run, or of an export"
+        )
+    return _load_run(folder, checkpoint, data)
+
+
+def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
+    config = RunConfig.read(folder)
+    if data is not None:
+        config = replace(config, data=replace(config.data, data=data))
+    found = find_checkpoint(folder / "checkpoints", checkpoint, LocalTransport())
+    try:
+        path = prepare_data(config)
+    except ValueError as error:
+        if "no such file" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}; a run needs its data: say where it is, or use an export of the run, which "
+            "needs none"
+        ) from None
+    features = load_features(config, path, folder)
+    any_ids = "item" in config.dynamic_tables
+    file = HistoriesFile(path, config.data.num_items, any_ids)
+    weights = dict(read_weights(found))
+    vocabulary = find_run_vocabulary(path, features)
+    catalogue = _list_items(config, file, weights, vocabulary, features)
+    module = _build(config, weights, catalogue, features)
+    unit = guess_unit(file.find_largest("timestamp"))
+    return Loaded(folder, config, module, catalogue, features, vocabulary, file, unit, found)
+
+
+def _load_export(folder: Path) -> Loaded:
+    from safetensors.torch import load_file
+
+    about: dict[str, Any] = json.loads((folder / EXPORT).read_text(encoding="utf-8"))
+    config = RunConfig.read(folder)
+    features = FeatureStore(folder / FOLDER) if (folder / FOLDER / ABOUT).is_file() else None
+    weights = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    catalogue = Catalogue.read(folder)
+    module = _build(config, weights, catalogue, features)
+    path = folder / VOCABULARY
+    vocabulary = path if path.is_file() else None
+    unit = about["time_unit"]
+    return Loaded(folder, config, module, catalogue, features, vocabulary, None, unit, None)
+
+
+def read_texts(vocabulary: Path | None, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
+    """Numbers [n] and texts [n] of a column; None if it is integers."""
+    if vocabulary is None:
+        return None
+    table = pq.read_table(vocabulary)
+    table = table.filter(pc.equal(table.column("column"), column)).combine_chunks()
+    if not table.num_rows:
+        return None
+    return table.column("id").to_numpy(), table.column("text").combine_chunks()
+
+
+def _list_items(
+    config: RunConfig,
+    file: HistoriesFile,
+    weights: Weights,
+    vocabulary: Path | None,
+    features: FeatureStore | None,
+) -> Catalogue:
+    """The catalogue of a run. Reads all its items."""
+    split, table = SplitSpec(config.data.split, config.data.split_time), weights["table.item"]
+    texts = read_texts(vocabulary, "item_id")
+    listed = np.zeros(0, np.int64) if features is None else features.find_listed()
+    if file.any_ids:
+        # items that have features but no row are known in histories
+        keys = np.union1d(table["ids"].numpy(), listed)
+        there = np.isin(keys, table["ids"].numpy())
+        return Catalogue(
+            number_items(texts, there, keys), count_train_items(file, split, keys), keys
+        )
+    events = np.zeros(len(table["weight"]), np.int64)
+    counted = count_numbered_items(file, split)
+    events[: len(counted)] = counted
+    there = np.zeros(len(events), bool)
+    there[np.flatnonzero(count_numbered_items(file, SplitSpec("none")))] = True
+    there[listed] = True
+    return Catalogue(number_items(texts, there, None), events)
+
+
+def _build(
+    config: RunConfig, weights: Weights, catalogue: Catalogue, features: FeatureStore | None
+) -> nn.Module:
+    """The model in evaluation mode, on the CPU."""
+    tables = {
+        name.removeprefix("table."): _fill_table(name.removeprefix("table."), tensors, catalogue)
+        for name, tensors in weights.items()
+        if name.startswith("table.")
+    }
+    sizes = FeatureTables()
+    if features is not None:
+        sizes = replace(size_tables(features), vectors=features.load_vectors())
+    actions = len(tables["action"]) if "action" in tables else 0
+    module: Any = build_module(config, len(tables["item"]), actions, sizes)
+    state = {name: value.float() for name, value in weights["dense"].items()}
+    state |= {f"{name}.weight": rows for name, rows in tables.items()}
+    module.load_state_dict(state, assign=True)
+    module.requires_grad_(False).eval()
+    if module.item_features is not None:
+        assert features is not None
+        _fold_features(module, catalogue, features)
+    return module  # type: ignore[no-any-return]
+
+
+def _fill_table(name: str, tensors: dict[str, Tensor], catalogue: Catalogue) -> Tensor:
+    """The rows of a table; of a dynamic one those of the catalogue, and one of all other ids."""
+    rows = tensors["weight"].float()
+    if "ids" not in tensors:
+        return rows
+    if name != "item" or catalogue.keys is None:
+        raise ValueError(f"table {name!r} is dynamic, and only that of items may be")
+    others = (
+        tensors["default"].float() if "default" in tensors else rows.new_zeros(1, rows.shape[1])
+    )
+    found = others.repeat(len(catalogue.keys) + 1, 1)
+    found[torch.from_numpy(np.searchsorted(catalogue.keys, tensors["ids"].numpy()))] = rows
+    return found
+
+
+@torch.no_grad()
+def _fold_features(module: Any, catalogue: Catalogue, features: FeatureStore) -> None:
+    """Makes the features of items a part of their rows."""
+    rows = module.item.weight
+    numbers = np.arange(len(rows))
+    if catalogue.keys is not None:  # no item has the last id
+        numbers = np.append(catalogue.keys, np.iinfo(np.int64).min)
+    for first in range(0, len(rows), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        wanted = torch.from_numpy(numbers[part])
+        codes, own = features.find_items(wanted)
+        vectors = features.find_vectors(wanted) if features.vector_widths else None
+        rows[part] = module.describe_rows(rows[part], codes, own, vectors)
+    module.item_features, module.item_vectors = None, nn.ModuleList()
