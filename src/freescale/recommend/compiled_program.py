@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
+from freescale.recommend.portable import Input, PaddedHead
+
 SERVING = "serving.json"
 DEVICES = ("cpu", "cuda")
+TOLERANCE = 1e-4
 # extensions that compilers choose between, as Linux names them
 _INSTRUCTIONS = re.compile(r"^(sse|ssse|avx|amx|fma|f16c|bmi|asimd|sve|sme|bf16|i8mm|fp16)")
 
@@ -61,11 +64,14 @@ def find_differences(needed: dict[str, Any]) -> list[str]:
     return found
 
 
-def compile_program(program: ExportedProgram, path: Path, device: str) -> dict[str, Any]:
-    """Compiles a program for this machine, and describes what it needs.
+def compile_program(
+    program: ExportedProgram, head: PaddedHead, inputs: Sequence[Input], path: Path, device: str
+) -> dict[str, Any]:
+    """Compiles the program of a head for this machine, and describes what it needs.
 
     Raises:
-        ValueError: there is no C++ compiler, or no GPU for the device `cuda`.
+        ValueError: there is no C++ compiler, no GPU for the device `cuda`, or the compiled program
+            computes something else.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--aot cuda needs a GPU: run it on a machine like the one that serves")
@@ -80,7 +86,29 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> dict[s
             f"--aot {device} needs a C++ compiler, such as g++: install one, or leave --aot out "
             f"({error})"
         ) from error
+    _check_outputs(torch._inductor.aoti_load_package(str(path)), head, inputs, device)
     return describe_machine(device)
+
+
+@torch.no_grad()
+def _check_outputs(
+    compiled: Callable[..., Tensor], head: PaddedHead, inputs: Sequence[Input], device: str
+) -> None:
+    """Inductor has compiled wrong programs, which only some sizes show."""
+    generator, longest = torch.Generator().manual_seed(0), head.encoder.longest
+    for batch, length in ((1, 1), (3, min(longest, 33)), (2, longest)):
+        sizes = {"batch": batch, "length": length, "candidates": 17}
+        given = {each.name: each.draw(sizes, generator) for each in inputs}
+        given["lengths"] = given["lengths"].clamp(max=length)
+        expected = head(**given)
+        found = compiled(**{name: value.to(device) for name, value in given.items()}).cpu()
+        difference = float((found - expected).abs().max())
+        if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise ValueError(
+                f"the program that torch {torch.__version__} compiled for {device} is wrong by "
+                f"{difference:.2g} for histories of {length}: leave --aot out, or use another "
+                "version of torch"
+            )
 
 
 def load_compiled(folder: str | Path) -> Callable[..., Tensor]:

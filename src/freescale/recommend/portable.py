@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ class Input:
     name: str
     shape: tuple[str | int, ...]  # axes by name, or their size
     meaning: str
+    below: int | None = None  # values are from 0 and below it; None: any
+
+    def describe(self) -> dict[str, Any]:
+        return {"dtype": "int64"} | asdict(self)
+
+    def draw(self, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+        """Random values, with the sizes of axes by name."""
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in self.shape]
+        return torch.randint(0, self.below or 10**6, shape, generator=generator)
 
 
 class PaddedHead(nn.Module):
@@ -56,31 +65,39 @@ class PaddedHead(nn.Module):
         self.judge = module.judge if isinstance(module, Ranking) else None
         self.eval()
 
-    def list_inputs(self, places: dict[str, int]) -> list[Input]:
+    def list_inputs(self, places: Mapping[str, int]) -> list[Input]:
         """The inputs of `forward` that the model reads. `places`: of each source of features."""
         events, users = ("batch", "length"), ("batch", sum(self.user_places))
-        ranking = self.judge is not None
-        each = ("batch", "candidates") if ranking else ("batch",)
-        found = {
-            "items": (events, "rows of the items of each history, oldest first"),
-            "lengths": (("batch",), "events of each history"),
-        }
+        each = ("batch", "candidates") if self.judge is not None else ("batch",)
+        items, longest = self.item.num_embeddings, self.encoder.longest
+        found = [
+            Input("items", events, "rows of the items of each history, oldest first", items),
+            Input("lengths", ("batch",), "events of each history", longest + 1),
+        ]
         if self.encoder.has_time_bias:
-            found["times"] = (events, "time of each event, in the unit of the data")
+            found.append(Input("times", events, "time of each event, in the unit of the data"))
         if self.action is not None:
-            found["actions"] = (events, "number of the action of each event")
-        if self.event_features is not None:
-            found["event_features"] = ((*events, places["event"]), "rows of features of the events")
-        if self.user_features is not None:
-            found["user_features"] = (users, "rows of features of the users")
-        if self.context_features is not None:
-            shape = (*each, places["context"])
-            found["context_features"] = (shape, "rows of features of the requests")
-        if ranking:
-            found["candidates"] = (each, "rows of the items to judge")
+            below = self.action.num_embeddings
+            found.append(Input("actions", events, "number of the action of each event", below))
+        for table, name, shape, meaning in (
+            (self.event_features, "event_features", (*events, places.get("event", 0)), "events"),
+            (self.user_features, "user_features", users, "users"),
+            (
+                self.context_features,
+                "context_features",
+                (*each, places.get("context", 0)),
+                "requests",
+            ),
+        ):
+            if table is not None:
+                meaning = f"rows of features of the {meaning}; 0: nothing"
+                found.append(Input(name, shape, meaning, table.num_embeddings))
+        if self.judge is not None:
+            found.append(Input("candidates", each, "rows of the items to judge", items))
             if self.encoder.has_time_bias:
-                found["candidate_times"] = (each, "time of each request, in the unit of the data")
-        return [Input(name, *about) for name, about in found.items()]
+                meaning = "time of each candidate's request, in the unit of the data"
+                found.append(Input("candidate_times", each, meaning))
+        return found
 
     def forward(
         self,
@@ -139,18 +156,18 @@ def _sum_rows(table: nn.Module, codes: Tensor) -> Tensor:
 def trace(head: PaddedHead, inputs: Sequence[Input]) -> ExportedProgram:
     """Exports the head as a program of these inputs: any number of histories, of any length up to
     the model's, any number of candidates."""
-    sizes = {"batch": 2, "length": min(3, head.encoder.longest), "candidates": 4}
+    longest = head.encoder.longest
+    sizes = {"batch": 2, "length": min(3, longest), "candidates": 4}
     dims = {
         "batch": Dim("batch", max=LONGEST_BATCH),
-        "length": Dim("length", max=head.encoder.longest),
+        "length": Dim("length", max=longest),
         "candidates": Dim("candidates", max=LONGEST_BATCH),
     }
-    examples: dict[str, Tensor] = {}
-    dynamic: dict[str, dict[int, Any]] = {}
-    for each in inputs:
-        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in each.shape]
-        examples[each.name] = torch.zeros(shape, dtype=torch.int64)
-        axes = enumerate(each.shape)
-        dynamic[each.name] = {n: dims[axis] for n, axis in axes if isinstance(axis, str)}
+    dynamic: dict[str, dict[int, Any]] = {
+        each.name: {n: dims[axis] for n, axis in enumerate(each.shape) if isinstance(axis, str)}
+        for each in inputs
+    }
+    generator = torch.Generator().manual_seed(0)
+    examples = {each.name: each.draw(sizes, generator) for each in inputs}
     with torch.no_grad():
         return torch.export.export(head, (), examples, dynamic_shapes=dynamic)
