@@ -110,7 +110,7 @@ def render_card(card: dict[str, Any]) -> str:
         lines += [f"- {name.replace('_', ' ')}: {_render(v)}" for name, v in card[part].items()]
     lines += ["", "## Metrics", ""]
     if not card["metrics"]:
-        lines += ["This checkpoint was not evaluated. `freescale eval` does it."]
+        lines += ["This checkpoint was not evaluated. `freescale eval` does it.", ""]
     for part, quality in card["metrics"].items():
         names = select_headlines(quality["model"])
         lines += [f"| {part} part | {' | '.join(quality)} |", "|---" * (len(quality) + 1) + "|"]
@@ -118,7 +118,7 @@ def render_card(card: dict[str, Any]) -> str:
             values = (_render(each.get(name)) for each in quality.values())
             lines += [f"| {name} | {' | '.join(values)} |"]
         lines += [""]
-    lines += ["", "## Limits", "", *(f"- {limit}" for limit in card["limits"])]
+    lines += ["## Limits", "", *(f"- {limit}" for limit in card["limits"])]
     return "\n".join(lines) + "\n"
 
 

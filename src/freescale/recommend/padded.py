@@ -14,6 +14,7 @@ apart, so that candidates need no scores of each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,21 +75,22 @@ class PaddedEncoder(nn.Module):
             raise ValueError(
                 f"{type(encoder).__name__} has no portable form; HSTU, SegmentedHSTU and SASRec do"
             )
-        segmented = isinstance(encoder, SegmentedHSTU)
         self.position = encoder.position
         self.scale, self.longest = encoder.input_scale, encoder.max_length
         self.buckets = encoder.num_time_buckets if isinstance(encoder, HSTU) else 0
         self.has_time_bias = encoder.has_time_bias
         # without segments none is ever full
-        self.segment = encoder.segments.length if segmented else encoder.max_length + 1
-        self.tokens = encoder.segments.tokens if segmented else 0
-        self.weight = encoder.segment_weight if segmented else 1.0
-        self.pooling = segmented and encoder.segment_pooling
-        self.summaries = encoder.summaries if segmented else None
+        self.segment, self.tokens = encoder.max_length + 1, 0
+        self.weight, self.pooling = 1.0, False
+        self.summaries: nn.Parameter | None = None
+        if isinstance(encoder, SegmentedHSTU):
+            self.segment, self.tokens = encoder.segments.length, encoder.segments.tokens
+            self.weight, self.pooling = encoder.segment_weight, encoder.segment_pooling
+            self.summaries = encoder.summaries
         # a constant: Inductor of torch 2.13 compiles `arange // number` wrongly for CPUs
         segments = torch.arange(self.longest) // self.segment
         self.register_buffer("segments", segments, persistent=False)
-        make = _PaddedHSTULayer if isinstance(encoder, HSTU) else _PaddedSASRecLayer
+        make: Any = _PaddedHSTULayer if isinstance(encoder, HSTU) else _PaddedSASRecLayer
         self.layers = nn.ModuleList(make(layer) for layer in encoder.layers)
 
     def forward(
@@ -138,7 +140,7 @@ class PaddedEncoder(nn.Module):
         index = index.clamp(max=events.x.shape[1] - 1)
         x = self.summaries.expand(batch, count, -1, -1)
         if self.pooling:
-            pooled = events.x[:, index].unflatten(1, (count, self.segment)).sum(2, keepdim=True)
+            pooled = events.x[:, index].view(batch, count, self.segment, -1).sum(2, keepdim=True)
             x = x + pooled * self.segment**-0.5
         number = torch.arange(count, device=index.device).repeat_interleave(self.tokens)
         x = x.flatten(1, 2) + self.position[(number + 1) * self.segment]
@@ -181,7 +183,7 @@ class _PaddedHSTULayer(nn.Module):
         inner = F.silu(
             layer.projection(F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, EPS))
         )
-        u, v, q, k = inner.split([heads * d_v] * 2 + [heads * d_qk] * 2, -1)
+        u, v, q, k = torch.split(inner, [heads * d_v] * 2 + [heads * d_qk] * 2, -1)
         q, k, v = (_split_heads(part, heads) for part in (q * d_qk**-0.5, k, v))
         scores, alone = q @ k[:, :, :context].mT, (q * k).sum(-1)
         for bias, index in (
@@ -196,7 +198,8 @@ class _PaddedHSTULayer(nn.Module):
         out = (out + F.silu(alone)[..., None] * v) / layer.max_length
         out = out.transpose(1, 2).flatten(2)
         out = F.layer_norm(out, gated.weight.shape, gated.weight, gated.bias, EPS) * u
-        return x + layer.output(out)
+        result: Tensor = x + layer.output(out)
+        return result
 
 
 class _PaddedSASRecLayer(nn.Module):
@@ -216,7 +219,8 @@ class _PaddedSASRecLayer(nn.Module):
         shares = torch.cat([scores, (q * k).sum(-1, keepdim=True)], -1).softmax(-1)
         out = shares[..., :context] @ v[:, :, :context] + shares[..., context:] * v
         middle = _normalize(queries + layer.output(out.transpose(1, 2).flatten(2)))
-        return middle + layer.result(F.relu(layer.hidden(middle)))
+        result: Tensor = middle + layer.result(F.relu(layer.hidden(middle)))
+        return result
 
 
 def _normalize(x: Tensor) -> Tensor:
@@ -225,4 +229,4 @@ def _normalize(x: Tensor) -> Tensor:
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
     """[batch, rows, heads * d] -> [batch, heads, rows, d]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)

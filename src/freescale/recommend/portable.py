@@ -126,7 +126,7 @@ class PaddedHead(nn.Module):
         users, context, offered = None, None, None
         if self.user_features is not None:
             assert user_features is not None
-            parts = user_features.split(list(self.user_places), 1)
+            parts = torch.split(user_features, list(self.user_places), 1)
             users = torch.stack([_sum_rows(self.user_features, part) for part in parts], 1)
         if self.context_features is not None:
             assert context_features is not None
@@ -137,9 +137,9 @@ class PaddedHead(nn.Module):
             offered = offered if context is None else offered + context
         if not self.encoder.has_time_bias:
             times, candidate_times = None, None
-        outputs = self.encoder(x, lengths, times, users, offered, candidate_times)
+        outputs: Tensor = self.encoder(x, lengths, times, users, offered, candidate_times)
         if self.judge is not None:
-            return self.judge(outputs).sigmoid()
+            return torch.sigmoid(self.judge(outputs))
         last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, outputs.shape[2])
         queries = outputs.gather(1, last).squeeze(1)
         queries = queries if context is None else queries + context
@@ -148,9 +148,10 @@ class PaddedHead(nn.Module):
         return queries.masked_fill((lengths == 0)[:, None], 0)
 
 
-def _sum_rows(table: nn.Module, codes: Tensor) -> Tensor:
+def _sum_rows(table: nn.Embedding, codes: Tensor) -> Tensor:
     """codes [..., places] -> [..., width]; code 0 is nothing."""
-    return (table(codes.clamp(min=0)) * (codes > 0)[..., None]).sum(-2)
+    rows: Tensor = table(codes.clamp(min=0))
+    return (rows * (codes > 0)[..., None]).sum(-2)
 
 
 def trace(head: PaddedHead, inputs: Sequence[Input]) -> ExportedProgram:

@@ -123,14 +123,13 @@ def _count_places(loaded: Loaded) -> dict[str, int]:
 
 
 def _make_example(loaded: Loaded, inputs: list[Input]) -> dict[str, Any]:
-    """A request of three popular items, a minute apart, whose features are missing."""
+    """A request of three popular items, with zeros for everything else."""
     items = loaded.catalogue.restore(loaded.catalogue.popular[:3])
-    sizes = {"length": len(items), "candidates": len(items)}
     found: dict[str, Any] = {}
     for each in inputs:
         if each.name in ("items", "candidates"):
             found[each.name] = items
         elif each.name != "lengths":
-            shape = [sizes.get(axis, axis) for axis in each.shape[1:]]
-            found[each.name] = torch.zeros(shape, dtype=torch.int64).tolist()  # type: ignore[arg-type]
+            shape = [len(items) if isinstance(axis, str) else axis for axis in each.shape[1:]]
+            found[each.name] = torch.zeros(shape, dtype=torch.int64).tolist()
     return found
