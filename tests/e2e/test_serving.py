@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -172,13 +173,13 @@ def test_a_compiled_program_runs_on_such_machines_alone(retrieval, tmp_path):
     needed = about["aot"]["requirements"]
     assert find_differences(needed) == []
     for name, value, message in (
-        ("torch", "2.0.0", f"torch is {torch.__version__}, not 2.0.0"),
+        ("torch", "2.0.0", f"torch is {re.escape(torch.__version__)}, not 2.0.0"),
         ("machine", "riscv64", "machine is .*, not riscv64"),
         ("instructions", ["avx9000"], "the processor lacks avx9000"),
     ):
         about["aot"]["requirements"] = {**needed, name: value}
         (out / "serving.json").write_text(json.dumps(about))
-        with pytest.raises(ValueError, match=f"another machine: {message}; load encoder.pt2"):
+        with pytest.raises(ValueError, match=f"another machine: {message}; load encoder"):
             load_compiled(out)
     with pytest.raises(ValueError, match="has no compiled program: export it again, with --aot"):
         load_compiled(retrieval[1])
