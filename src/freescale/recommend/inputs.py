@@ -164,7 +164,7 @@ class HistoryReader:
             raise ValueError(
                 f"{name}: dates, and the model was trained with numbers of no known unit: give such"
             )
-        return np.asarray(numbers)
+        return np.array(numbers)
 
     def _describe_unit(self) -> str:
         unit = self._loaded.time_unit
