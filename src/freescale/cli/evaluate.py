@@ -84,20 +84,47 @@ def evaluate(
 @click.command()
 @click.argument("run_folder", type=PATH)
 @click.option("--out", type=PATH, required=True, help="folder for the safetensors files")
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(("python", "serving")),
+    default="python",
+    show_default=True,
+    help="python: weights, for freescale.load; serving: also a program that needs only torch",
+)
+@click.option(
+    "--aot",
+    type=click.Choice(("cpu", "cuda")),
+    help="with --for serving: also compile the program for this kind of machine",
+)
 @click.option("--overwrite", is_flag=True, help="replace an export that --out holds")
 @add_checkpoint
 @exit_cleanly
-def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None) -> None:
+def export(
+    run_folder: Path,
+    out: Path,
+    purpose: str,
+    aot: str | None,
+    overwrite: bool,
+    checkpoint: str | None,
+) -> None:
     """Write a run's checkpoint as safetensors files.
 
     The files are for serving, and plain torch can load them.
 
     Dense weights are one file; each table is its own file, with rows in the order of ids. If ids of
     the data were renumbered, vocabulary.parquet maps ids to rows.
+
+    --for serving adds the model as a program of torch.export (encoder.pt2), vectors and ids of the
+    items, serving.json, which lists the inputs, a model card, and example.py, which scores a
+    history without FreeScale.
     """
     from freescale.recommend.export import export_run
 
-    for path in export_run(run_folder, out, checkpoint, overwrite):
+    serving = purpose == "serving"
+    if aot is not None and not serving:
+        raise ValueError(f"--aot {aot} is of --for serving: add it, or leave --aot out")
+    for path in export_run(run_folder, out, checkpoint, overwrite, serving=serving, aot=aot):
         click.echo(path)
 
 

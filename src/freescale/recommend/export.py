@@ -12,6 +12,7 @@ from freescale.config.features import KEPT_SCHEMA
 from freescale.data.features.store import FOLDER
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.recommend.loading import EXPORT, load_model
+from freescale.recommend.serving_folder import remove_serving, write_serving
 from freescale.train.export import export_checkpoint, refuse_export
 from freescale.train.run_folder import copy_file
 
@@ -24,11 +25,15 @@ def export_run(
     name: str | None = None,
     overwrite: bool = False,
     data: str | None = None,
+    serving: bool = False,
+    aot: str | None = None,
 ) -> Iterator[Path]:
-    """Writes a checkpoint of a run, named as for `find_checkpoint`, file by file.
+    """Writes a checkpoint of a run, named as for `find_checkpoint`, file by file. `serving`, `aot`:
+    with the files of `write_serving`.
 
     Raises:
-        ValueError: `out` holds an export and `overwrite` is False, or the run's data is missing.
+        ValueError: `out` holds an export and `overwrite` is False, the run's data is missing, or
+            the model cannot be exported for serving.
     """
     if not overwrite:
         refuse_export(out, "--overwrite")
@@ -39,6 +44,7 @@ def export_run(
     (out / EXPORT).unlink(missing_ok=True)  # the last file: without it there is no export
     yield from export_checkpoint(found, out)
     (out / VOCABULARY).unlink(missing_ok=True)  # of an earlier export
+    remove_serving(out)
     rmtree(out / FOLDER, ignore_errors=True)
     if loaded.vocabulary is not None:  # maps numbers in tables to texts
         yield copy_file(loaded.vocabulary, out / VOCABULARY)
@@ -50,6 +56,8 @@ def export_run(
             yield Path(copyfile(folder / KEPT_SCHEMA, out / KEPT_SCHEMA))
     yield loaded.catalogue.write(out)
     yield Path(copyfile(folder / "config.json", out / "config.json"))
+    if serving:
+        yield from write_serving(loaded, out, aot)
     about = {
         "version": _VERSION,
         "time_unit": loaded.time_unit,
