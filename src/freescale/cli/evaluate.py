@@ -97,6 +97,14 @@ def evaluate(
     type=click.Choice(("cpu", "cuda")),
     help="with --for serving: also compile the program for this kind of machine",
 )
+@click.option("--index", is_flag=True, help="also an index for approximate search (needs faiss)")
+@click.option(
+    "--min-recall",
+    type=click.FloatRange(0, 1),
+    default=0.95,
+    show_default=True,
+    help="share of the exact ten best items that --index finds, at least",
+)
 @click.option("--overwrite", is_flag=True, help="replace an export that --out holds")
 @add_checkpoint
 @exit_cleanly
@@ -105,6 +113,8 @@ def export(
     out: Path,
     purpose: str,
     aot: str | None,
+    index: bool,
+    min_recall: float,
     overwrite: bool,
     checkpoint: str | None,
 ) -> None:
@@ -124,8 +134,19 @@ def export(
     serving = purpose == "serving"
     if aot is not None and not serving:
         raise ValueError(f"--aot {aot} is of --for serving: add it, or leave --aot out")
-    for path in export_run(run_folder, out, checkpoint, overwrite, serving=serving, aot=aot):
+    least = min_recall if index else None
+    for path in export_run(
+        run_folder, out, checkpoint, overwrite, serving=serving, aot=aot, least_recall=least
+    ):
         click.echo(path)
+    if index:
+        from freescale.recommend.approximate import ApproximateIndex
+
+        about = ApproximateIndex.read(out).about
+        click.echo(
+            f"approximate search finds {about['recall@10']:.1%} of the exact ten best items of "
+            f"{about['queries']:,} users"
+        )
 
 
 @click.command()

@@ -51,7 +51,7 @@ class ApproximateIndex:
             ValueError: no effort reaches it.
         """
         faiss = import_faiss()
-        items, asked = (each.cpu().numpy() for each in (vectors, queries))
+        items, wanted = (each.cpu().numpy() for each in (vectors, queries))
         index = faiss.IndexHNSWFlat(items.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = _BUILD_EFFORT
         index.add(items)
@@ -59,13 +59,13 @@ class ApproximateIndex:
         best = find_best(queries, vectors, k)[1].cpu().numpy()
         for effort in _EFFORTS:
             index.hnsw.efSearch = effort
-            found = index.search(asked, k)[1]
+            found = index.search(wanted, k)[1]
             recall = float((found[:, :, None] == best[:, None, :]).any(2).mean())
             if recall >= floor:
                 about = {
                     "kind": "HNSW",
                     "effort": effort,
-                    "queries": len(asked),
+                    "queries": len(wanted),
                     "items": len(items),
                 }
                 return ApproximateIndex(index, {**about, "recall@10": recall})

@@ -207,7 +207,7 @@ class Recommender:
         queries = self.encode_requests(requests)
         starts = np.cumsum(past.lengths) - past.lengths
         some = np.flatnonzero(past.lengths)
-        asked = queries[torch.from_numpy(some).to(self.device)]
+        of_some = queries[torch.from_numpy(some).to(self.device)]
         seen = None
         if exclude_seen:
             items = past.items[list_ranges(starts[some], past.lengths[some])]
@@ -215,9 +215,9 @@ class Recommender:
             places = np.where(listed[places] == items, places, -1)
             seen = Jagged(torch.from_numpy(places), torch.from_numpy(past.lengths[some]))
         if approximate:
-            values, found = self._search(asked, k, seen)
+            values, found = self._search(of_some, k, seen)
         else:
-            best, of_best = find_best(asked, vectors, k, left_out=seen)
+            best, of_best = find_best(of_some, vectors, k, left_out=seen)
             values, found = best.cpu().numpy(), of_best.cpu().numpy()
         rows[some] = np.where(np.isneginf(values), -1, listed[found])
         scores[some] = values
