@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config.features import SOURCES
+from freescale.config.origin import Origin
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import COMMUNICATION_LANE, rename_lane
 
@@ -101,7 +102,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         missing.append(
             "what carried each transfer of the timeline, and for which lane (older version)"
         )
-    notes = _describe_other_ranks(ledger)
+    notes = [*_describe_origin(config), *_describe_other_ranks(ledger)]
     name = name or folder.resolve().name
     features = _read_features(folder / "features" / "features.json")
     return Run(name, config, ledger, steps, metrics, events, features, missing, notes)
@@ -113,6 +114,14 @@ def _read_features(path: Path) -> list[dict[str, Any]]:
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
     return [feature for source in SOURCES for feature in found[source]]
+
+
+def _describe_origin(config: dict[str, Any]) -> list[str]:
+    """A note about a run that continues another one."""
+    if config.get("origin") is None:
+        return []
+    line = Origin(**config["origin"]).describe()
+    return [f"The run {line}."]
 
 
 def _describe_other_ranks(ledger: dict[str, Any]) -> list[str]:

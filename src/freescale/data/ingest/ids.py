@@ -118,11 +118,19 @@ def is_huge(largest: int, events: int) -> bool:
     return largest >= _SMALL and largest >= _ROWS_PER_EVENT * events
 
 
-class Vocabulary:
-    """Codes of the ids of each coded column."""
+Known = Mapping[str, Sequence[str]]  # texts of coded columns, in the order of their numbers
 
-    def __init__(self) -> None:
-        self.columns: dict[str, dict[str, int]] = {}
+
+class Vocabulary:
+    """Codes of the ids of each coded column. Those of `known` texts stay as they are."""
+
+    def __init__(self, known: Known | None = None) -> None:
+        self.columns: dict[str, dict[str, int]] = {
+            name: {text: number for number, text in enumerate(texts)}
+            for name, texts in (known or {}).items()
+        }
+        self._known = {name: len(codes) for name, codes in self.columns.items()}
+        self.unmet = dict(self._known)  # columns of which no known id has come yet
 
     def encode(self, name: str, values: pa.Array) -> pa.Array:
         """Replaces ids by codes. The loop is over the distinct ids of the block, not its events."""
@@ -134,6 +142,8 @@ class Vocabulary:
             [codes.setdefault(text, len(codes)) for text in encoded.dictionary.to_pylist()],
             pa.int64(),
         )
+        if name in self.unmet and len(known) and pc.min(known).as_py() < self._known[name]:
+            del self.unmet[name]
         return known.take(encoded.indices)
 
     def write(self, path: Path, hashed: Iterable[tuple[pa.Array, pa.Array]] = ()) -> None:
@@ -147,6 +157,23 @@ class Vocabulary:
             for name, ids, texts in chain(coded, (("item_id", *each) for each in hashed)):
                 columns = [pa.repeat(name, len(ids)), ids, texts]
                 writer.write_table(pa.table(columns, schema=schema))
+
+
+def read_known(vocabulary: Path, any_ids: bool = False) -> Known:
+    """The texts of a vocabulary; nothing if there is no such file. `any_ids`: without items, whose
+    ids are hashes."""
+    if not vocabulary.is_file():
+        return {}
+    table = pq.read_table(vocabulary)
+    names = [name for name in table.column("column").unique().to_pylist()]
+    return {
+        name: table.filter(pc.equal(table.column("column"), name))
+        .sort_by("id")
+        .column("text")
+        .to_pylist()
+        for name in names
+        if not (any_ids and name == "item_id")
+    }
 
 
 def find_vocabulary(histories: Path) -> Path | None:

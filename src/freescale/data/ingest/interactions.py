@@ -37,6 +37,7 @@ from freescale.data.feature_values import read_keys, read_numbers
 from freescale.data.ingest.column_names import require_column
 from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import (
+    Known,
     NotIntegers,
     ReadDifferently,
     Reading,
@@ -108,10 +109,12 @@ class Interactions(Iterator[pa.RecordBatch]):
         any_ids: bool = False,
         vocabulary: bool = True,
         events: Sequence[str] = (),
+        known: Known | None = None,
     ):
         """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed texts.
         `events`: features to keep, as `category.COLUMN` (numbered in order of appearance, -1 if
-        missing) or `number.COLUMN` (NaN if missing)."""
+        missing) or `number.COLUMN` (NaN if missing). `known`: texts of ids that keep their numbers;
+        ids of other columns are integers."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = [file for file in files if not is_empty(file)]
@@ -133,12 +136,16 @@ class Interactions(Iterator[pa.RecordBatch]):
             for column in self.features.values():
                 fix = "add it to all files, or leave the feature out"
                 require_column(file, column, layout.names, ", a feature,", fix)
-        self.restart(Reading())
+        self._known = known
+        coded = [name for name in (*IDS, "action") if name in (known or {})]
+        self.restart(Reading(dict.fromkeys(coded, "strings")))
 
     def restart(self, reading: Reading) -> None:
         """Reads from the beginning again, with new findings."""
         self.reading = reading
-        self.vocabulary = Vocabulary()
+        if self._known is not None:
+            self._refuse_new_codes(reading)
+        self.vocabulary = Vocabulary(self._known)
         self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
@@ -149,6 +156,30 @@ class Interactions(Iterator[pa.RecordBatch]):
         self._done, self._total = 0, sum(file.size for file in self.files)
         self._batches = self._read()
         self._begun = False
+
+    def _refuse_new_codes(self, reading: Reading) -> None:
+        """Raises ValueError if ids that were integers no longer are."""
+        for name, reason in reading.coded.items():
+            if name not in (self._known or {}):
+                raise ValueError(
+                    f"{self.files[0]}: column {self._name_column(name)!r} holds {reason}, and the "
+                    "ids that the run knows are integers: give the same ids, or train a new run"
+                )
+
+    def refuse_unknown(self) -> None:
+        """Raises ValueError, after reading, if no id of a column is a known one."""
+        for name in {*IDS, "action"} & self.vocabulary.unmet.keys() & self.reading.coded.keys():
+            codes = list(self.vocabulary.columns[name])
+            before, found = codes[0], codes[-1]
+            raise ValueError(
+                f"{self.files[0]}: column {self._name_column(name)!r} has none of the ids that the "
+                f"run knows: it holds {found!r}, the run knows {before!r}; give the same ids, name "
+                "the column with --columns, or train a new run"
+            )
+
+    def _name_column(self, name: str) -> str:
+        role = name.partition("_")[0]
+        return self.layouts[0].roles.get(role, role)
 
     @property
     def formats(self) -> list[str]:

@@ -1,0 +1,202 @@
+"""Continues a finished run on newer data, in a run of its own: `freescale train --from RUN`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+from freescale.config import ModelConfig, RunConfig
+from freescale.config.origin import KEPT, Origin
+from freescale.config.recipe import expand_recipe
+from freescale.data.batches.loader import Histories
+from freescale.data.batches.specs import SplitSpec
+from freescale.data.batches.windows import find_last_time
+from freescale.data.features.store import ABOUT, FOLDER, WEIGHTS
+from freescale.data.histories import HistoriesFile
+from freescale.data.ingest.ids import VOCABULARY
+from freescale.data.ingest.timestamps import guess_unit
+from freescale.train.build import prepare_data
+from freescale.train.run_folder import LOCK, lock_folder
+from freescale.train.state.disk import CheckpointFolder, read_state, sum_state
+from freescale.train.state.intact import choose_step
+
+_FREE = ("dropout", "input_dropout", "temperature", "recompute")  # settings of a model
+# Settings that a run has from the one that it continues, and why.
+_FIXED = {
+    **{
+        entry.name: "the model was trained with it"
+        for entry in fields(ModelConfig)
+        if entry.name not in _FREE
+    },
+    "max_length": "the model was trained with histories of this length",
+    "candidates": "the model was trained with this length",
+    "columns": "the columns have the roles that the model knows",
+    "features": "the model has a table of these features",
+    "schema": "the model has a table of these features",
+    "rows": "its tables are of this kind",
+    "row_optimizer": "its rows have the state of this optimizer",
+}
+_FILES = {"items": "--items", "users": "--users"}
+_COPIED = (VOCABULARY, f"{FOLDER}/{ABOUT}", f"{FOLDER}/{WEIGHTS}")
+
+
+def continue_run(
+    run: Path,
+    config: RunConfig,
+    given: Mapping[str, Any],
+    *,
+    checkpoint: str | None = None,
+    since: int | None = None,
+    all_events: bool = False,
+) -> RunConfig:
+    """Makes the settings of a run that continues another one.
+
+    Args:
+        run: the folder of the finished run.
+        config: its settings.
+        given: settings of the new run by name, as `RunConfig.from_settings`; its own for others.
+        checkpoint: `last`, `best` or a step. None: the best if the run keeps it, else the last.
+        since: only later events are trained on. None: those after the last one that the run was
+            trained on.
+        all_events: all events are trained on.
+
+    Raises:
+        ValueError: the run has no checkpoint or is being trained, a setting cannot change, or the
+            time of its last event is not known.
+    """
+    if since is not None and all_events:
+        raise ValueError("--since and --all-events exclude each other: leave one of them out")
+    _refuse_live(run)
+    path = _find_checkpoint(run, checkpoint)
+    state = read_state(path)
+    until = state["progress"].get("trained_until")
+    if until is None:
+        until = _find_trained_until(
+            config, state["progress"], needed=since is None and not all_events
+        )
+    origin = Origin(
+        run=str(run),
+        step=int(state["progress"]["step"]),
+        checksum=sum_state(state),
+        trained_until=until,
+        since=None if all_events else until if since is None else since,
+        rows={
+            name: int(state["tables"][name][0])
+            for name in ("item", "action")
+            if name in state["tables"] and name not in config.dynamic_tables
+        },
+        kept=str(run),
+    )
+    if config.data.negatives_from == "all":  # as many as there are items
+        config = replace(config, data=replace(config.data, negatives=None))
+    made = RunConfig.from_settings(given, replace(config, origin=origin))
+    _refuse_other_model(run, config, made, expand_recipe(given))
+    return made
+
+
+def _refuse_live(run: Path) -> None:
+    """Raises ValueError if the run is being trained."""
+    if (run / LOCK).exists():
+        with suppress(OSError):  # a folder that can only be read
+            if (file := lock_folder(run)) is not None:
+                file.close()
+
+
+def _find_checkpoint(run: Path, name: str | None) -> Path:
+    files = CheckpointFolder(run / "checkpoints")
+    steps = files.steps()
+    if not steps:
+        raise ValueError(
+            f"{run} holds no checkpoint, so there is nothing to continue: train it to its end first"
+        )
+    wanted = choose_step(files.folder, name, files.read(steps[-1]).get("progress", {}))
+    step = steps[-1] if wanted is None else wanted
+    if step not in steps:
+        raise ValueError(
+            f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
+        )
+    return files.path(step)
+
+
+def _find_trained_until(config: RunConfig, progress: Mapping[str, Any], needed: bool) -> int | None:
+    """The time of the last event that an older run was trained on, from its data."""
+    if not needed:
+        return None
+    reason = "its data has changed since"
+    try:
+        file = HistoriesFile(
+            prepare_data(config), config.data.num_items, "item" in config.dynamic_tables
+        )
+        if file.fingerprint == progress["data"]["fingerprint"]:
+            found = find_last_time(file, SplitSpec(config.data.split, config.data.split_time))
+            if found is not None:
+                return found
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(
+        "the run does not say until when it was trained (an older version wrote it), and "
+        f"{reason}: give --since TIME, the time of its last event, or --all-events"
+    )
+
+
+def _refuse_other_model(
+    run: Path, before: RunConfig, made: RunConfig, given: Mapping[str, Any]
+) -> None:
+    """Raises ValueError if a setting is another one that the model of the run does not allow."""
+    parts = ((before.data, made.data), (before.model, made.model), (before.train, made.train))
+    for old, new in parts:
+        for entry in fields(old):
+            name = entry.name
+            was, now = getattr(old, name), getattr(new, name)
+            option = f"--{name.replace('_', '-')}"
+            if name in _FIXED and was != now:
+                raise ValueError(
+                    f"{option} {given.get(name, now)} with --from {run}: {_FIXED[name]}, "
+                    f"{was}; leave it out, or train a new run"
+                )
+            if name in _FILES and (was is None) != (now is None):
+                raise ValueError(
+                    f"{option} with --from {run}: the model knows no such features; leave it out, "
+                    "or train a new run"
+                )
+
+
+def check_new_data(config: RunConfig, data: Histories) -> None:
+    """Raises ValueError if a run that continues another one has nothing to train on."""
+    origin = config.origin
+    if origin is None or origin.since is None:
+        return
+    latest = data.file.find_largest("timestamp")
+    units = guess_unit(origin.since), guess_unit(latest)
+    if None not in units and units[0] != units[1]:
+        raise ValueError(
+            f"{config.data.data}: times are in {units[1]}, and those that {origin.run} was trained "
+            f"on in {units[0]}: bring them to the same unit"
+        )
+    if not data.num_samples:
+        held_out = (
+            ""
+            if config.data.split == "none"
+            else f" beyond what --split {config.data.split} holds out"
+        )
+        raise ValueError(
+            f"nothing newer than {origin.since} in {config.data.data}{held_out} (its last event is "
+            f"of {latest}): give newer data, an earlier --since, or --all-events"
+        )
+
+
+def keep_origin(origin: Origin, folder: Path) -> None:
+    """Copies into the folder of a new run what it needs of the one that it continues."""
+    source, target = Path(origin.kept), folder / KEPT
+    if source.resolve() == target.resolve():
+        return
+    (target / FOLDER).mkdir(parents=True, exist_ok=True)
+    for name in _COPIED:
+        if (source / name).is_file():
+            copyfile(source / name, target / name)
+    if not any((target / FOLDER).iterdir()):
+        (target / FOLDER).rmdir()
