@@ -121,6 +121,11 @@ class RunConfig:
         return {name.strip(): choice.strip() for name, choice in parts}
 
     @property
+    def known_rows(self) -> dict[str, int]:
+        """Rows that tables have at least: those of the run that this one continues."""
+        return self.origin.rows if self.origin is not None else {}
+
+    @property
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
 

@@ -23,7 +23,7 @@ from freescale.data.features.prepare import prepare_features
 from freescale.data.features.sources import list_event_columns
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.history_builder import Progress
-from freescale.data.ingest.ids import VOCABULARY, Known, find_vocabulary, read_known
+from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
@@ -84,15 +84,10 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
         any_ids="item" in config.dynamic_tables,
         vocabulary=data.vocabulary,
         events=list_event_columns(data, find_cache(config)),
-        known=_read_known(config),
+        known=None
+        if (before := config.origin) is None
+        else read_known(Path(before.kept) / VOCABULARY, "item" in config.dynamic_tables),
     )
-
-
-def _read_known(config: RunConfig) -> Known | None:
-    """The ids that a run knows from the one that it continues; None for others."""
-    if config.origin is None:
-        return None
-    return read_known(Path(config.origin.kept) / VOCABULARY, "item" in config.dynamic_tables)
 
 
 def find_run_vocabulary(histories: Path, features: Features | None) -> Path | None:
@@ -158,8 +153,8 @@ def build_specs(
     config: RunConfig, part: str = "train", features: FeatureStore | None = None
 ) -> dict[str, Any]:
     """The specs of `Histories` for a part of the split and its features, as keywords."""
-    data, training, origin = config.data, part == "train", config.origin
-    since = origin.since if origin is not None and training else None
+    data, training = config.data, part == "train"
+    since = config.origin.since if config.origin is not None and training else None
     return {
         "sample": SampleSpec(
             config.model.task, config.label_names, data.max_length, data.candidates
@@ -178,7 +173,7 @@ def build_specs(
             shuffle=data.shuffle and training,
             epochs=config.train.epochs if training else 1,
             num_items=features.num_items if features and not features.any_ids else data.num_items,
-            least_items=0 if origin is None else origin.rows.get("item", 0),
+            least_items=config.known_rows.get("item", 0),
             any_ids="item" in config.dynamic_tables,
         ),
     }
@@ -291,8 +286,7 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     tables = None
     if data.features is not None:
         tables = replace(size_tables(data.features), vectors=data.features.load_vectors())
-    actions = 0 if config.origin is None else config.origin.rows.get("action", 0)
-    actions = max(actions, data.num_actions)
+    actions = max(data.num_actions, config.known_rows.get("action", 0))
     module = build_module(config, max(1, data.num_items), actions, tables)
     return parallelize(
         module,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import copyfile
@@ -19,28 +18,16 @@ from freescale.data.features.store import ABOUT, FOLDER, WEIGHTS
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.ingest.timestamps import guess_unit
+from freescale.file_lock import lock
 from freescale.train.build import prepare_data
-from freescale.train.run_folder import LOCK, lock_folder
+from freescale.train.run_folder import LOCK
 from freescale.train.state.disk import CheckpointFolder, read_state, sum_state
 from freescale.train.state.intact import choose_step
 
-_FREE = ("dropout", "input_dropout", "temperature", "recompute")  # settings of a model
-# Settings that a run has from the one that it continues, and why.
-_FIXED = {
-    **{
-        entry.name: "the model was trained with it"
-        for entry in fields(ModelConfig)
-        if entry.name not in _FREE
-    },
-    "max_length": "the model was trained with histories of this length",
-    "candidates": "the model was trained with this length",
-    "columns": "the columns have the roles that the model knows",
-    "features": "the model has a table of these features",
-    "schema": "the model has a table of these features",
-    "rows": "its tables are of this kind",
-    "row_optimizer": "its rows have the state of this optimizer",
-}
-_FILES = {"items": "--items", "users": "--users"}
+_FREE = {"dropout", "input_dropout", "temperature", "recompute"}  # settings of a model
+# Other settings that a run has from the one that it continues.
+_FIXED = {"max_length", "candidates", "columns", "features", "schema", "rows", "row_optimizer"}
+_FILES = {"items", "users"}  # may move, but not come or go
 _COPIED = (VOCABULARY, f"{FOLDER}/{ABOUT}", f"{FOLDER}/{WEIGHTS}")
 
 
@@ -70,14 +57,13 @@ def continue_run(
     """
     if since is not None and all_events:
         raise ValueError("--since and --all-events exclude each other: leave one of them out")
+    _refuse_other_model(run, config, expand_recipe(given))
     _refuse_live(run)
     path = _find_checkpoint(run, checkpoint)
     state = read_state(path)
     until = state["progress"].get("trained_until")
-    if until is None:
-        until = _find_trained_until(
-            config, state["progress"], needed=since is None and not all_events
-        )
+    if until is None and since is None and not all_events:
+        until = _find_trained_until(config, state["progress"])
     origin = Origin(
         run=str(run),
         step=int(state["progress"]["step"]),
@@ -93,17 +79,21 @@ def continue_run(
     )
     if config.data.negatives_from == "all":  # as many as there are items
         config = replace(config, data=replace(config.data, negatives=None))
-    made = RunConfig.from_settings(given, replace(config, origin=origin))
-    _refuse_other_model(run, config, made, expand_recipe(given))
-    return made
+    return RunConfig.from_settings(given, replace(config, origin=origin))
 
 
 def _refuse_live(run: Path) -> None:
     """Raises ValueError if the run is being trained."""
-    if (run / LOCK).exists():
-        with suppress(OSError):  # a folder that can only be read
-            if (file := lock_folder(run)) is not None:
-                file.close()
+    if not (run / LOCK).exists():
+        return
+    with open(run / LOCK, encoding="utf-8") as file:
+        try:
+            lock(file.fileno(), wait=False, shared=True)
+        except BlockingIOError:
+            holder = file.read().strip() or "unknown"
+            raise ValueError(
+                f"{run} is still being trained ({holder}): wait until it has ended"
+            ) from None
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:
@@ -122,10 +112,8 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     return files.path(step)
 
 
-def _find_trained_until(config: RunConfig, progress: Mapping[str, Any], needed: bool) -> int | None:
+def _find_trained_until(config: RunConfig, progress: Mapping[str, Any]) -> int:
     """The time of the last event that an older run was trained on, from its data."""
-    if not needed:
-        return None
     reason = "its data has changed since"
     try:
         file = HistoriesFile(
@@ -143,26 +131,19 @@ def _find_trained_until(config: RunConfig, progress: Mapping[str, Any], needed: 
     )
 
 
-def _refuse_other_model(
-    run: Path, before: RunConfig, made: RunConfig, given: Mapping[str, Any]
-) -> None:
-    """Raises ValueError if a setting is another one that the model of the run does not allow."""
-    parts = ((before.data, made.data), (before.model, made.model), (before.train, made.train))
-    for old, new in parts:
-        for entry in fields(old):
-            name = entry.name
-            was, now = getattr(old, name), getattr(new, name)
-            option = f"--{name.replace('_', '-')}"
-            if name in _FIXED and was != now:
-                raise ValueError(
-                    f"{option} {given.get(name, now)} with --from {run}: {_FIXED[name]}, "
-                    f"{was}; leave it out, or train a new run"
-                )
-            if name in _FILES and (was is None) != (now is None):
-                raise ValueError(
-                    f"{option} with --from {run}: the model knows no such features; leave it out, "
-                    "or train a new run"
-                )
+def _refuse_other_model(run: Path, config: RunConfig, given: Mapping[str, Any]) -> None:
+    """Raises ValueError if a given setting is another one than the model of the run allows."""
+    fixed = {entry.name for entry in fields(ModelConfig)} - _FREE | _FIXED
+    known = vars(config.data) | vars(config.model) | vars(config.train)
+    for name, value in given.items():
+        was = known.get(name)
+        new = value is not None and value != was
+        if new and (name in fixed or (name in _FILES and was is None)):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} with --from {run}: its model was trained with "
+                f"{'none' if was in (None, '') else was}, and fits nothing else; leave it out, or "
+                "train a new run"
+            )
 
 
 def check_new_data(config: RunConfig, data: Histories) -> None:

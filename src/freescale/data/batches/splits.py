@@ -45,7 +45,7 @@ def count_new(split: SplitSpec, group: RowGroup) -> NDArray[Any]:
     """[users]: how many events at the end of the train part are later than `split.since`, and have
     an event before them."""
     start, ends = group.offsets[:-1], find_ends(split, group, "train")
-    behind = np.maximum(ends - start - 1, 0)
+    behind: NDArray[np.int64] = np.maximum(ends - start - 1, 0)
     if split.since is None:
         return behind
     later = np.concatenate([[0], np.cumsum(group.values["timestamp"] > split.since)])

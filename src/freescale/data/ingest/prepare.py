@@ -14,7 +14,7 @@ from freescale.config.columns import parse_labels
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.ingest.history_builder import Progress, build_histories
-from freescale.data.ingest.ids import Known, ReadDifferently, find_vocabulary, read_known
+from freescale.data.ingest.ids import Known, ReadDifferently
 from freescale.data.ingest.interactions import IDS, Interactions
 from freescale.data.ingest.sources import find_files
 from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, workspace
@@ -88,7 +88,11 @@ def prepare(
             raise ValueError(
                 f"{files[0]}: a histories file, whose columns have their names; leave --columns out"
             )
-        _refuse_renumbered(files[0].path, known or {})
+        if known:
+            raise ValueError(
+                f"{files[0]}: a histories file, whose ids are numbers, and the run knows texts of "
+                f"{', '.join(known)}; give the interactions"
+            )
         return HistoriesFile(files[0].path, num_items, any_ids).path
     interactions = Interactions(
         files, format, columns, labels, missing, any_ids, vocabulary, events, known
@@ -139,18 +143,6 @@ def prepare(
             for path in written:  # the histories last: if they exist, all is there
                 os.replace(path, target.parent / path.name)
     return target
-
-
-def _refuse_renumbered(histories: Path, known: Known) -> None:
-    """Raises ValueError if a prepared file numbers ids otherwise."""
-    vocabulary = find_vocabulary(histories)
-    found = {} if vocabulary is None else read_known(vocabulary)
-    for name, texts in known.items():
-        if list(found.get(name, ()))[: len(texts)] != list(texts):
-            raise ValueError(
-                f"{histories}: column {name!r} numbers ids otherwise than the run that goes on; "
-                "give the interactions, whose ids are text"
-            )
 
 
 def make_folder(cache: Path, name: str, work: str, write: Callable[[Path], None]) -> Path:
