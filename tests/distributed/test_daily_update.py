@@ -208,7 +208,7 @@ def test_runs_that_cannot_be_continued(days, first, tmp_path):
             follow(first, days[1])
     config = follow(first, days[1])
     other = replace(config, origin=replace(config.origin, checksum=1))
-    with pytest.raises(ValueError, match="another checkpoint than the one that this run was"):
+    with pytest.raises(ValueError, match="has changed since this run was begun"):
         begin(other, tmp_path / "other")
 
 

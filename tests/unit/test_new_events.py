@@ -58,9 +58,17 @@ def test_data_may_lack_what_is_known(tmp_path, known):
 @pytest.mark.parametrize(
     ("text", "known", "message"),
     [
-        (True, {}, r"ids.parquet: column 'item_id' holds strings, and the ids that the run knows"),
-        (False, {"item_id": ["i1"]}, "column 'item_id' has none of the ids .* run knows 'i1'"),
-        (True, {"item_id": ["7"], "user_id": ["u1"]}, "column 'item_id' has none .* knows '7'"),
+        (
+            True,
+            {},
+            r"ids.parquet: column 'item_id' holds strings, and the run knows integers: give",
+        ),
+        (
+            False,
+            {"item_id": ["i1"]},
+            "'item_id' holds other ids, as '79', and the run knows ids as",
+        ),
+        (True, {"item_id": ["7"], "user_id": ["u1"]}, "other ids, as 'i79', .* knows ids as '7'"),
     ],
 )
 def test_ids_of_another_kind_are_refused(tmp_path, text, known, message):

@@ -56,19 +56,15 @@ _OTHER_NAMES = {
     common=True,
     type=PATH,
     metavar="RUN",
-    help=(
-        "continue the finished run in this folder, in a run of its own, on newer data: --data has "
-        "its events and those after them, which alone are trained on"
-    ),
+    help="continue a finished run on newer data, in a run of its own: --data has the events of RUN "
+    "and those after them, which alone are trained on",
 )
 @grouped_option(
     "--since",
     heading="Data",
     type=int,
-    help=(
-        "with --from: train on events later than this, in the unit of the data  [default: after "
-        "the last event that RUN was trained on]"
-    ),
+    help="with --from: train on events later than this timestamp  [default: the last one that RUN "
+    "was trained on]",
 )
 @grouped_option(
     "--all-events",
@@ -187,35 +183,27 @@ def _make_config(
     run_folder: Path | None, resume: str | None, given: dict[str, Any], update: Mapping[str, Any]
 ) -> RunConfig:
     """The settings of a new run, of one that resumes, or of one that continues another."""
-    base, origin = _read_base(run_folder, resume), update.get("from")
-    if origin is None and update:
-        option = next(iter(update)).replace("_", "-")
+    how = dict(update)
+    base, origin = _read_base(run_folder, resume), how.pop("from", None)
+    if origin is None and how:
+        option = next(iter(how)).replace("_", "-")
         raise ValueError(f"--{option} needs --from: name the folder of the run to continue")
-    if base is not None:
-        assert run_folder is not None
-        if origin is not None and resume != "auto":
-            raise ValueError(
-                f"--from with --resume {resume}: the run in {run_folder} knows what it continues; "
-                "leave --from out"
-            )
-        if given.get("data") is None:
-            refuse_missing_data(base, run_folder)
-        return RunConfig.from_settings(given, base)
-    if origin is None:
+    if base is not None and origin is not None and resume != "auto":
+        raise ValueError(
+            f"--from with --resume {resume}: the run in {run_folder} knows what it continues; "
+            "leave --from out"
+        )
+    source = run_folder if base is not None else origin
+    before = base or (read_config(origin) if origin is not None else None)
+    if before is None or source is None:
         return RunConfig.from_settings(given)
-    if run_folder is not None and run_folder.resolve() == origin.resolve():
-        raise ValueError(f"--from and --folder name the same folder, {origin}: name another one")
+    if given.get("data") is None:
+        refuse_missing_data(before, source)
+    if base is not None:
+        return RunConfig.from_settings(given, base)
     from freescale.train.update import continue_run
 
-    base = read_config(origin)
-    if given.get("data") is None:
-        refuse_missing_data(base, origin)
-    return continue_run(
-        *(origin, base, given),
-        checkpoint=update.get("checkpoint"),
-        since=update.get("since"),
-        all_events=bool(update.get("all_events")),
-    )
+    return continue_run(source, before, given, **how)
 
 
 def _read_base(run_folder: Path | None, resume: str | None) -> RunConfig | None:

@@ -102,7 +102,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         missing.append(
             "what carried each transfer of the timeline, and for which lane (older version)"
         )
-    notes = [*_describe_origin(config), *_describe_other_ranks(ledger)]
+    notes = _describe_other_ranks(ledger)
+    if (origin := config.get("origin")) is not None:
+        notes.insert(0, f"The run {Origin(**origin).describe()}.")
     name = name or folder.resolve().name
     features = _read_features(folder / "features" / "features.json")
     return Run(name, config, ledger, steps, metrics, events, features, missing, notes)
@@ -114,14 +116,6 @@ def _read_features(path: Path) -> list[dict[str, Any]]:
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
     return [feature for source in SOURCES for feature in found[source]]
-
-
-def _describe_origin(config: dict[str, Any]) -> list[str]:
-    """A note about a run that continues another one."""
-    if config.get("origin") is None:
-        return []
-    line = Origin(**config["origin"]).describe()
-    return [f"The run {line}."]
 
 
 def _describe_other_ranks(ledger: dict[str, Any]) -> list[str]:

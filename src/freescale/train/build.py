@@ -84,9 +84,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
         any_ids="item" in config.dynamic_tables,
         vocabulary=data.vocabulary,
         events=list_event_columns(data, find_cache(config)),
-        known=None
-        if (before := config.origin) is None
-        else read_known(Path(before.kept) / VOCABULARY, "item" in config.dynamic_tables),
+        known=read_known(Path(config.origin.kept) / VOCABULARY) if config.origin else None,
     )
 
 

@@ -100,10 +100,7 @@ class RunState:
         path = CheckpointFolder(Path(origin.run) / "checkpoints").path(origin.step)
         found = verify_checkpoint(path, transport)
         if found.checksum != origin.checksum:
-            raise ValueError(
-                f"{path} is another checkpoint than the one that this run was begun with: "
-                "begin another run with --from"
-            )
+            raise ValueError(f"{path} has changed since this run was begun: begin another one")
         load_checkpoint(found, self.model, self.optimizer, None, continues=False)
         self.notes.append(origin.describe())
 

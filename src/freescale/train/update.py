@@ -47,13 +47,11 @@ def continue_run(
         config: its settings.
         given: settings of the new run by name, as `RunConfig.from_settings`; its own for others.
         checkpoint: `last`, `best` or a step. None: the best if the run keeps it, else the last.
-        since: only later events are trained on. None: those after the last one that the run was
-            trained on.
+        since: only later events are trained on. None: those after the run's last one.
         all_events: all events are trained on.
 
     Raises:
-        ValueError: the run has no checkpoint or is being trained, a setting cannot change, or the
-            time of its last event is not known.
+        ValueError: the run has no checkpoint, is being trained, or does not allow a setting.
     """
     if since is not None and all_events:
         raise ValueError("--since and --all-events exclude each other: leave one of them out")
@@ -90,9 +88,8 @@ def _refuse_live(run: Path) -> None:
         try:
             lock(file.fileno(), wait=False, shared=True)
         except BlockingIOError:
-            holder = file.read().strip() or "unknown"
             raise ValueError(
-                f"{run} is still being trained ({holder}): wait until it has ended"
+                f"{run} is still being trained ({file.read().strip()}): wait until it has ended"
             ) from None
 
 
@@ -100,16 +97,13 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     files = CheckpointFolder(run / "checkpoints")
     steps = files.steps()
     if not steps:
-        raise ValueError(
-            f"{run} holds no checkpoint, so there is nothing to continue: train it to its end first"
-        )
-    wanted = choose_step(files.folder, name, files.read(steps[-1]).get("progress", {}))
-    step = steps[-1] if wanted is None else wanted
-    if step not in steps:
+        raise ValueError(f"{run} holds no checkpoint to continue from: train it to its end first")
+    step = choose_step(files.folder, name, files.read(steps[-1]).get("progress", {}))
+    if step not in (None, *steps):
         raise ValueError(
             f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
         )
-    return files.path(step)
+    return files.path(steps[-1] if step is None else step)
 
 
 def _find_trained_until(config: RunConfig, progress: Mapping[str, Any]) -> int:
@@ -159,14 +153,10 @@ def check_new_data(config: RunConfig, data: Histories) -> None:
             f"on in {units[0]}: bring them to the same unit"
         )
     if not data.num_samples:
-        held_out = (
-            ""
-            if config.data.split == "none"
-            else f" beyond what --split {config.data.split} holds out"
-        )
         raise ValueError(
-            f"nothing newer than {origin.since} in {config.data.data}{held_out} (its last event is "
-            f"of {latest}): give newer data, an earlier --since, or --all-events"
+            f"nothing newer than {origin.since} in {config.data.data} (last event: {latest}; what "
+            f"--split {config.data.split} holds out does not count): give newer data, an earlier "
+            "--since, or --all-events"
         )
 
 
@@ -175,9 +165,8 @@ def keep_origin(origin: Origin, folder: Path) -> None:
     source, target = Path(origin.kept), folder / KEPT
     if source.resolve() == target.resolve():
         return
-    (target / FOLDER).mkdir(parents=True, exist_ok=True)
+    target.mkdir(exist_ok=True)
     for name in _COPIED:
         if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             copyfile(source / name, target / name)
-    if not any((target / FOLDER).iterdir()):
-        (target / FOLDER).rmdir()

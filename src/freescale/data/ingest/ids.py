@@ -129,8 +129,8 @@ class Vocabulary:
             name: {text: number for number, text in enumerate(texts)}
             for name, texts in (known or {}).items()
         }
-        self._known = {name: len(codes) for name, codes in self.columns.items()}
-        self.unmet = dict(self._known)  # columns of which no known id has come yet
+        # known ids of each column of which none has come yet
+        self.unmet = {name: len(codes) for name, codes in self.columns.items()}
 
     def encode(self, name: str, values: pa.Array) -> pa.Array:
         """Replaces ids by codes. The loop is over the distinct ids of the block, not its events."""
@@ -142,7 +142,7 @@ class Vocabulary:
             [codes.setdefault(text, len(codes)) for text in encoded.dictionary.to_pylist()],
             pa.int64(),
         )
-        if name in self.unmet and len(known) and pc.min(known).as_py() < self._known[name]:
+        if name in self.unmet and len(known) and pc.min(known).as_py() < self.unmet[name]:
             del self.unmet[name]
         return known.take(encoded.indices)
 
@@ -159,21 +159,15 @@ class Vocabulary:
                 writer.write_table(pa.table(columns, schema=schema))
 
 
-def read_known(vocabulary: Path, any_ids: bool = False) -> Known:
-    """The texts of a vocabulary; nothing if there is no such file. `any_ids`: without items, whose
-    ids are hashes."""
-    if not vocabulary.is_file():
-        return {}
-    table = pq.read_table(vocabulary)
-    names = [name for name in table.column("column").unique().to_pylist()]
-    return {
-        name: table.filter(pc.equal(table.column("column"), name))
-        .sort_by("id")
-        .column("text")
-        .to_pylist()
-        for name in names
-        if not (any_ids and name == "item_id")
-    }
+def read_known(vocabulary: Path) -> Known:
+    """The texts of a vocabulary; nothing if there is no such file."""
+    found: dict[str, list[str]] = {}
+    if vocabulary.is_file():
+        table = pq.read_table(vocabulary).sort_by("id")
+        names, texts = (table.column(name).to_pylist() for name in ("column", "text"))
+        for name, text in zip(names, texts, strict=True):
+            found.setdefault(name, []).append(text)
+    return found
 
 
 def find_vocabulary(histories: Path) -> Path | None:

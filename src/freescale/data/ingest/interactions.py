@@ -136,15 +136,18 @@ class Interactions(Iterator[pa.RecordBatch]):
             for column in self.features.values():
                 fix = "add it to all files, or leave the feature out"
                 require_column(file, column, layout.names, ", a feature,", fix)
-        self._known = known
-        coded = [name for name in (*IDS, "action") if name in (known or {})]
+        self._known = None if known is None else dict(known)
+        if any_ids and self._known:
+            self._known.pop("item_id", None)  # texts of hashes
+        coded = {*IDS, "action"} & (self._known or {}).keys()
         self.restart(Reading(dict.fromkeys(coded, "strings")))
 
     def restart(self, reading: Reading) -> None:
         """Reads from the beginning again, with new findings."""
         self.reading = reading
-        if self._known is not None:
-            self._refuse_new_codes(reading)
+        for name, reason in reading.coded.items():
+            if self._known is not None and name not in self._known:
+                raise self._refuse_ids(name, reason, "integers")
         self.vocabulary = Vocabulary(self._known)
         self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
         # column -> file, column there, value that is not 0 or 1
@@ -157,29 +160,18 @@ class Interactions(Iterator[pa.RecordBatch]):
         self._batches = self._read()
         self._begun = False
 
-    def _refuse_new_codes(self, reading: Reading) -> None:
-        """Raises ValueError if ids that were integers no longer are."""
-        for name, reason in reading.coded.items():
-            if name not in (self._known or {}):
-                raise ValueError(
-                    f"{self.files[0]}: column {self._name_column(name)!r} holds {reason}, and the "
-                    "ids that the run knows are integers: give the same ids, or train a new run"
-                )
-
     def refuse_unknown(self) -> None:
         """Raises ValueError, after reading, if no id of a column is a known one."""
-        for name in {*IDS, "action"} & self.vocabulary.unmet.keys() & self.reading.coded.keys():
+        for name in self.vocabulary.unmet.keys() & self.reading.coded.keys():
             codes = list(self.vocabulary.columns[name])
-            before, found = codes[0], codes[-1]
-            raise ValueError(
-                f"{self.files[0]}: column {self._name_column(name)!r} has none of the ids that the "
-                f"run knows: it holds {found!r}, the run knows {before!r}; give the same ids, name "
-                "the column with --columns, or train a new run"
-            )
+            raise self._refuse_ids(name, f"other ids, as {codes[-1]!r}", f"ids as {codes[0]!r}")
 
-    def _name_column(self, name: str) -> str:
+    def _refuse_ids(self, name: str, found: str, known: str) -> ValueError:
         role = name.partition("_")[0]
-        return self.layouts[0].roles.get(role, role)
+        return ValueError(
+            f"{self.files[0]}: column {self.layouts[0].roles.get(role, role)!r} holds {found}, and "
+            f"the run knows {known}: give the same ids, or train a new run"
+        )
 
     @property
     def formats(self) -> list[str]:

@@ -16,7 +16,7 @@ from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.contents import Span, mark_all_changed
-from freescale.train.state.grow import SmallerTable, allocate_smaller
+from freescale.train.state.grow import SmallerTable
 from freescale.train.state.intact import Intact
 from freescale.train.state.model import (
     collect_dense,
@@ -125,10 +125,14 @@ def load_checkpoint(
     reader = SafeReader(path)
     saved = run_on_all_ranks(transport, reader.list_tensors)
     restore = Restore(state, saved, model, optimizer, reducer, continues)
-    smaller = allocate_smaller(model.tables, state["tables"])
+    smaller = [
+        SmallerTable(name, state["tables"][name][0], model.tables)
+        for name, spec in model.tables.specs.items()
+        if state["tables"][name][0] != spec.rows
+    ]
     tables = collect_tables(model.tables, model.tables.specs)
     for table in smaller:
-        tables |= table.label_whole(transport)
+        tables |= table.label_whole()
     own = restore.tensors | collect_shards(model.tables, model.tables.specs)
     mark_all_changed(model.tables)
     if checkpoint.ancestors:
@@ -139,7 +143,7 @@ def load_checkpoint(
         own |= tables
     _load_tensors(reader, own, transport)
     for table in smaller:
-        table.move(model.tables)
+        table.move()
     return restore.finish()
 
 
