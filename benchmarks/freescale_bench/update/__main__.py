@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="integer ids, times in seconds")
     parser.add_argument("--days", type=int, default=30, help="updates, one for each last day (30)")
     parser.add_argument("--every", type=int, default=5, help="days between trainings anew (5)")
-    parser.add_argument("--epochs", type=int, default=20, help="of a training from scratch (20)")
+    parser.add_argument("--epochs", type=int, default=8, help="of a training from scratch (8)")
     parser.add_argument("--update-epochs", type=int, default=4, help="of an update (4)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--trial", action="store_true", help="few events; writes no result")

@@ -22,7 +22,8 @@ from freescale.transport.local import LocalTransport
 from freescale_bench.common.ranks import get_gpu_name, require_gpu
 from freescale_bench.common.results import Destination, Row, at_least, at_most, write
 
-DAY, LENGTH = 86_400, 100
+DAY, LENGTH = 86_400, 50
+MOST = 600  # targets of a day on which nothing is trained anew
 METRICS = ("ndcg@10", "hr@10")
 LEAST_QUALITY, MOST_COST = 0.97, 0.1  # targets: of training from scratch
 
@@ -62,9 +63,9 @@ class Days:
         begin, end = self._find(day)
         self._write(f"day-{day}", end, begin)
 
-    def write_targets(self, day: int, path: Path) -> int:
-        """A history for each event of a day that has one before it; the event is its last. Returns
-        how many."""
+    def write_targets(self, day: int, path: Path, most: int | None) -> int:
+        """A history for each event of a day that has one before it; the event is its last. `most`:
+        only so many, evenly spaced. Returns how many."""
         begin, end = self._find(day)
         users, items, times = (column.to_numpy() for column in self._events.columns)
         today = np.unique(users[begin:end])
@@ -78,8 +79,11 @@ class Days:
                     rows["user_id"].append(user)
                     rows["item_id"].append(items[part].tolist())
                     rows["timestamp"].append(times[part].tolist())
-        pq.write_table(pa.table(rows), path)
-        return len(rows["user_id"])
+        table = pa.table(rows)
+        if most is not None and len(table) > most:
+            table = table.take(np.linspace(0, len(table) - 1, most).astype(np.int64))
+        pq.write_table(table, path)
+        return len(table)
 
 
 def train(config: RunConfig, folder: Path) -> tuple[Trainer, Row]:
@@ -112,7 +116,7 @@ def bench_update(source: Path, setting: Setting, device: str, trial: bool, to: D
         config = RunConfig.from_settings({
             "data": str(days.folder), "cache": str(folder / "cache"), "device": device,
             "num_items": days.num_items, "split": "none", "max_length": LENGTH, "width": 32,
-            "layers": 2, "heads": 1, "global_batch": 64, "epochs": setting.epochs,
+            "layers": 1, "heads": 1, "global_batch": 64, "epochs": setting.epochs,
             "trace_steps": 0, "profile_steps": 0, "checkpoint_every": 1_000_000,
         })  # fmt: skip
         rows = follow_days(days, config, setting, folder)
@@ -142,10 +146,12 @@ def follow_days(days: Days, config: RunConfig, setting: Setting, folder: Path) -
     before = folder / "first"
     for number, day in enumerate(days.last.tolist()):
         targets = folder / "targets.parquet"
-        row: Row = {"day": number + 1, "targets": days.write_targets(day, targets)}
+        compared = number % setting.every == 0
+        count = days.write_targets(day, targets, None if compared else MOST)
+        row: Row = {"day": number + 1, "targets": count}
         row["frozen"] = rank(first, targets, days.num_items)
         row["updated"] = rank(updated, targets, days.num_items)
-        if number % setting.every == 0:
+        if compared:
             if number:
                 anew, row["cost of anew"] = train(config, folder / f"anew-{number}")
             row["anew"] = rank(anew, targets, days.num_items)
