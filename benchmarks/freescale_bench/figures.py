@@ -139,7 +139,8 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "recipes": (("quality-*-*",), format_recipes),
     "recbole": (("quality-*-recbole-cpu",), format_recbole),
     "features": (
-        ("features-beauty-*", "features-toys-*", "features-ml-100k-*"), format_features,
+        ("features-beauty-*", "features-toys-*", "features-ml-100k-*"),
+        format_features,
     ),
     "features-step": (("features-step-*",), format_claims),
     "features-preparation": (("features-preparation-cpu",), format_preparation),

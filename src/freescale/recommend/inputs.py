@@ -47,6 +47,38 @@ class Past:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[users] the first event of each."""
+        starts: NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
+        return starts
+
+    def take(self, index: NDArray[np.int64]) -> Past:
+        """Some events, of one user."""
+        columns = (self.items, self.times, self.actions, self.features)
+        place = torch.from_numpy(index)
+        found: Any = (
+            column[place if isinstance(column, Tensor) else index] if column is not None else None
+            for column in columns
+        )
+        return Past(np.array([len(index)]), *found)
+
+    @staticmethod
+    def concat(parts: Sequence[Past]) -> Past:
+        """The users of several, for one model. A column that some events lack is left out."""
+        some = [part for part in parts if len(part.items)] or parts[:1]
+
+        def join(name: str) -> Any:
+            columns = [getattr(part, name) for part in some]
+            if any(column is None for column in columns):
+                return None
+            tensors = isinstance(columns[0], Tensor)
+            return torch.cat(columns) if tensors else np.concatenate(columns)
+
+        columns = (join(name) for name in ("items", "times", "actions", "features"))
+        lengths = np.concatenate([part.lengths for part in parts])
+        return Past(lengths, *columns, sum(part.unknown for part in parts))
+
 
 class HistoryReader:
     """Reads histories for one model."""
@@ -220,12 +252,12 @@ class HistoryReader:
 def encode(fitted: Sequence[Fitted], columns: Events, count: int) -> Tensor:
     """Rows [count, places] of features; columns that are not given are missing."""
     found = {}
-    for name in dict.fromkeys(name for each in fitted for name in each.feature.columns):
-        values = columns.get(name)
-        if values is None:
-            values = pa.nulls(count)
-        found[name] = values if isinstance(values, pa.Array) else pa.array(values)
     try:
+        for name in dict.fromkeys(name for each in fitted for name in each.feature.columns):
+            values = columns.get(name)
+            if values is None:
+                values = pa.nulls(count)
+            found[name] = values if isinstance(values, pa.Array) else pa.array(values)
         return torch.from_numpy(encode_all(fitted, found).astype(np.int64))
     except (BadValue, pa.ArrowException) as error:
         names = ", ".join(each.feature.label for each in fitted)

@@ -17,13 +17,12 @@ from torch import Tensor
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.batches.windows import list_ranges
-from freescale.kernels.best_items import find_best
-from freescale.kernels.softmax.scores import choose_tile, split_queries
 from freescale.recommend.catalogue import UNKNOWN, Catalogue
 from freescale.recommend.filters import find_offered
 from freescale.recommend.inputs import HistoryReader, Past
 from freescale.recommend.known_users import KnownUsers
 from freescale.recommend.loading import Loaded, load_model
+from freescale.recommend.search import ItemSearch
 
 Histories = Any  # lists of events, or a table
 Rows = Sequence[Mapping[str, Any]]  # columns of each user or request
@@ -42,6 +41,17 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self.past)
+
+    @staticmethod
+    def concat(parts: Sequence[Requests]) -> Requests:
+        """Requests to one model as one, without the users' ids."""
+        of_users = [part.of_users for part in parts if part.of_users is not None]
+        context = [part.of_requests for part in parts if part.of_requests is not None]
+        return Requests(
+            Past.concat([part.past for part in parts]),
+            torch.cat(of_users) if of_users else None,
+            torch.cat(context) if context else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,7 @@ class Recommender:
     def __init__(self, loaded: Loaded, device: torch.device) -> None:
         self.loaded, self.device = loaded, device
         self.module: Any = loaded.module.to(device)
-        self._reader = HistoryReader(loaded)
-        self._parts: dict[str, tuple[NDArray[np.int64], Tensor]] = {}  # the last candidates
+        self.reader = HistoryReader(loaded)
 
     @property
     def config(self) -> RunConfig:
@@ -135,6 +144,11 @@ class Recommender:
         rows = self.module.item.weight[: len(self.items)]
         with torch.no_grad():
             return self.module.encode_items(rows)  # type: ignore[no-any-return]
+
+    @cached_property
+    def search(self) -> ItemSearch:
+        """The search among the items, for queries of `encode_requests`."""
+        return ItemSearch(self.items, self._vectors)
 
     def item_vectors(self) -> Tensor:
         """[items, width]: what queries are multiplied with, for a search of your own."""
@@ -161,16 +175,16 @@ class Recommender:
             found = self.known_users.read(self.known_users.find(users))
             past, of_users, of_requests = found
             if context is not None:
-                of_requests = self._reader.describe_requests(context, len(past))
+                of_requests = self.reader.describe_requests(context, len(past))
             return Requests(past, of_users, of_requests, list(users))
         names = None
         if isinstance(histories, Sequence):
-            past = self._reader.read(histories)
+            past = self.reader.read(histories)
         else:
-            names, past = self._reader.read_table(histories)
+            names, past = self.reader.read_table(histories)
         count = len(past)
-        of_users = self._reader.describe_users(attributes, count)
-        return Requests(past, of_users, self._reader.describe_requests(context, count), names)
+        of_users = self.reader.describe_users(attributes, count)
+        return Requests(past, of_users, self.reader.describe_requests(context, count), names)
 
     def encode(self, histories: Histories = None, **given: Any) -> Tensor:
         """[users, width]: the query of each history, zeros without one. Arguments as of
@@ -237,32 +251,8 @@ class Recommender:
         for users without a history."""
         if k < 1:
             raise ValueError(f"k is {k}; it must be 1 or more")
-        listed = self.items.listed if candidates is None else candidates
-        vectors = self._select(listed)
-        k, past = min(k, len(listed)), requests.past
-        rows = np.full((len(past), k), -1)
-        scores = np.full((len(past), k), np.nan, np.float32)
-        queries = self.encode_requests(requests)
-        starts = np.cumsum(past.lengths) - past.lengths
-        tile = choose_tile(len(listed))
-        some = torch.from_numpy(np.flatnonzero(past.lengths))
-        for part, users in split_queries(queries[some.to(self.device)], some):
-            numbers = users.numpy()
-            seen = None
-            if exclude_seen:
-                items = past.items[list_ranges(starts[numbers], past.lengths[numbers])]
-                places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
-                places = np.where(listed[places] == items, places, -1)
-                seen = Jagged(torch.from_numpy(places), torch.from_numpy(past.lengths[numbers]))
-            best, found = find_best(part, vectors, k, tile=tile, left_out=seen)
-            chosen = listed[found.cpu().numpy()]
-            values = best.cpu().numpy()
-            rows[numbers] = np.where(np.isneginf(values), -1, chosen)
-            scores[numbers] = values
-        if len(some) < len(past):
-            popular = self.items.popular
-            rows[past.lengths == 0] = popular[np.isin(popular, listed)][:k]
-        return rows, scores
+        queries, exclude = self.encode_requests(requests), np.full(len(requests), exclude_seen)
+        return self.search.find(queries, requests.past, k, exclude, candidates)
 
     def encode_requests(self, requests: Requests) -> Tensor:
         """[users, width]: queries, zeros without a history."""
@@ -306,7 +296,7 @@ class Recommender:
                     f"{len(requests)}: give a list of items for each"
                 )
             of_each = list(candidates)
-        times = None if at is None else self._reader.read_times(list(at), "at")
+        times = None if at is None else self.reader.read_times(list(at), "at")
         found = [self.items.find(items) for items in of_each]
         return self.score_requests(requests, found, times)
 
@@ -319,13 +309,11 @@ class Recommender:
     ) -> list[NDArray[np.float32]]:
         """As `score`, of rows of items."""
         if self.config.model.task == "retrieval":
-            queries, found = self.encode_requests(requests), []
-            for query, rows, events in zip(queries, candidates, requests.past.lengths.tolist()):
-                known = torch.from_numpy(rows.clip(0, len(self.items) - 1)).to(self.device)
-                values = (self._vectors[known] @ query).cpu().numpy()
-                unknown = (rows == UNKNOWN) | (rows >= len(self.items)) | (not events)
-                found.append(np.where(unknown, np.float32(np.nan), values))
-            return found
+            queries = self.encode_requests(requests)
+            return [
+                self.search.score(query, rows, bool(events))
+                for query, rows, events in zip(queries, candidates, requests.past.lengths)
+            ]
         parts = []
         for first, last in self._split(requests.past, [len(rows) for rows in candidates]):
             batch = self._make_batch(requests, first, last)
@@ -345,14 +333,6 @@ class Recommender:
                 f"{self.loaded.folder} is a ranking model, which has no {what}: it scores the "
                 "candidates that it is given, with `score`"
             )
-
-    def _select(self, rows: NDArray[np.int64]) -> Tensor:
-        """The vectors of some items. The last choice is kept."""
-        if len(rows) == len(self.items):
-            return self._vectors
-        if "last" not in self._parts or not np.array_equal(self._parts["last"][0], rows):
-            self._parts["last"] = rows, self._vectors[torch.from_numpy(rows).to(self.device)]
-        return self._parts["last"][1]
 
     def _split(self, past: Past, more: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
         """Ranges of users whose events, and `more` tokens of each, are encoded at a time."""
