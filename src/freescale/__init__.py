@@ -30,7 +30,8 @@ _EXPORTS = {
     "freescale.pipeline.loss_watch": "LossNotFinite",
     "freescale.pipeline.pipeline": "Pipeline",
     "freescale.pipeline.step_result": "StepResult",
-    "freescale.recommend.recommender": "Recommendations Recommender load",
+    "freescale.recommend.recommender": "Recommender load",
+    "freescale.recommend.results": "Recommendations",
     "freescale.train.callbacks": "Callback",
     "freescale.train.state.checkpoints": "Checkpoints",
     "freescale.train.evaluate": "evaluate",
@@ -67,6 +68,8 @@ __all__ = [
     "Nested",
     "Pipeline",
     "Problem",
+    "Recommendations",
+    "Recommender",
     "RemoteError",
     "RowWiseAdagrad",
     "RunConfig",
@@ -86,6 +89,7 @@ __all__ = [
     "data",
     "evaluate",
     "export",
+    "load",
     "models",
     "parallelize",
 ]
@@ -110,6 +114,8 @@ if TYPE_CHECKING:
     from freescale.pipeline.loss_watch import LossNotFinite
     from freescale.pipeline.pipeline import Pipeline
     from freescale.pipeline.step_result import StepResult
+    from freescale.recommend.recommender import Recommender, load
+    from freescale.recommend.results import Recommendations
     from freescale.train.callbacks import Callback
     from freescale.train.evaluate import evaluate
     from freescale.train.export import export

@@ -101,6 +101,7 @@ def test_the_ending_says_what_was_seen_and_what_to_type(tmp_path, monkeypatch, c
     commands = re.findall(r"^  (\S.*?) +# ", said, re.M)
     assert commands == [
         f"{name} report {tmp_path}",
+        f"{name} recommend {tmp_path} --out recs.csv",
         f"{name} inspect FILE",
         f"{name} train --data FILE --nproc 2",
     ]
@@ -137,8 +138,8 @@ def test_a_comparison_that_fails_is_the_demo_failing(forked, tmp_path, capfd):
 @pytest.mark.parametrize(
     "ranks, status, expected",
     [
-        pytest.param(2, 0, ["train", "compare", "ending"], id="two ranks"),
-        pytest.param(1, 0, ["train", "ending"], id="one rank"),
+        pytest.param(2, 0, ["train", "compare", "ending", "items"], id="two ranks"),
+        pytest.param(1, 0, ["train", "ending", "items"], id="one rank"),
         pytest.param(2, 1, ["train"], id="training fails"),
     ],
 )
@@ -149,4 +150,5 @@ def test_the_demo_ends_with_what_was_seen(ranks, status, expected, tmp_path, mon
     monkeypatch.setattr(demo, "make_data", lambda path, options: path)
     monkeypatch.setattr(demo, "compare_schedules", lambda *given: called.append("compare") or 0)
     monkeypatch.setattr(demo, "print_ending", lambda folder: called.append("ending"))
+    monkeypatch.setattr(demo, "print_recommendations", lambda folder: called.append("items"))
     assert demo.run_demo(ranks, tmp_path) == status and called == expected

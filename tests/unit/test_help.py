@@ -34,7 +34,8 @@ def test_commands_stand_in_sections_in_the_order_of_use():
     del sections["Options"]
     assert sections == {
         "Get started": ["doctor", "demo"],
-        "Train a model": ["inspect", "train", "eval", "export", "checkpoints", "report"],
+        "Train a model": ["inspect", "train", "eval", "checkpoints", "report"],
+        "Use a model": ["recommend", "export"],
         "Generate, plan and measure": ["generate", "simulate", "bench"],
     }
 

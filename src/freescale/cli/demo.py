@@ -124,6 +124,7 @@ def run_demo(nproc: int, run_folder: Path | None) -> int:
         status = compare_schedules(short, folder, nproc)
     if not status:
         print_ending(folder)
+        print_recommendations(folder)
     return status
 
 
@@ -193,6 +194,25 @@ def print_ending(folder: Path) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def print_recommendations(folder: Path) -> None:
+    """Prints ten recommendations for the first user of a run's data."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from freescale.recommend.recommender import load
+
+    recommender = load(folder)
+    people = recommender.known_users
+    (user,) = people.name([0])
+    found = recommender.recommend(users=[user], exclude_seen=True)
+    events = people.read([0])[0].items
+    last = ", ".join(map(str, recommender.items.restore(events[-5:])))
+    table = Table("place", "item", "score", title=f"ten items for user {user}, last seen: {last}")
+    for place, (item, score) in enumerate(zip(found.items[0], found.scores[0]), 1):
+        table.add_row(str(place), str(item), f"{score:.3f}")
+    Console().print(table)
+
+
 def _describe_results(folder: Path) -> str:
     """Explains the results to a first-time user."""
     test = next(entry["test"] for entry in _read_metrics(folder) if "test" in entry)
@@ -227,8 +247,10 @@ def _describe_ranks(run: Path) -> str:
 
 def _list_next_commands(folder: Path) -> list[str]:
     program = _name_program()
+    run = shlex.quote(str(folder))
     commands = {
-        f"{program} report {shlex.quote(str(folder))}": "a page that shows where the time went",
+        f"{program} report {run}": "a page that shows where the time went",
+        f"{program} recommend {run} --out recs.csv": "ten items for every user",
         f"{program} inspect FILE": "what a file of your interactions holds",
         f"{program} train --data FILE --nproc 2": "trains on it",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from freescale.recommend.catalogue import UNKNOWN
 from freescale.recommend.loading import Loaded, read_texts
 
 _ROLES = ("item", "time", "action", "rating")
+_PARTS = _ROLES[:3]  # of an event that is a list
 _FORM = "write an item, (item, time), (item, time, action) or a mapping with these"
 
 Events = Mapping[str, Any]  # columns of a file of events by name, [events] each
@@ -97,18 +99,16 @@ class HistoryReader:
         Raises:
             ValueError: an event is none of these, or lacks what the model reads.
         """
-        lengths = np.zeros(len(histories), np.int64)
-        rows: list[Mapping[str, Any]] = []
+        lists = []
         for user, events in enumerate(histories):
             if isinstance(events, str | bytes | Mapping):
                 raise ValueError(f"histories[{user}] is {events!r:.80}: give a list of events")
-            for number, event in enumerate(events):
-                rows.append(_name_parts(event, f"histories[{user}][{number}]"))
-                lengths[user] += 1
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = {name: [row.get(name) for row in rows] for name in names}
+            lists.append(list(events))
+        lengths = np.array([len(events) for events in lists], np.int64)
+        columns = _split_events(lists)
+        names = list(columns)
         roles = find_roles(names, self._find_given(names), _ROLES)
-        if rows and "item" not in roles:
+        if names and "item" not in roles:
             raise ValueError(f"events have no item, only {', '.join(names)}: {_FORM}")
         return self._build(
             np.repeat(np.arange(len(lengths)), lengths), len(lengths), columns, roles
@@ -196,7 +196,7 @@ class HistoryReader:
             raise ValueError(
                 f"{name}: dates, and the model was trained with numbers of no known unit: give such"
             )
-        return np.asarray(numbers)
+        return np.array(numbers)
 
     def _describe_unit(self) -> str:
         unit = self._loaded.time_unit
@@ -276,13 +276,32 @@ def _describe(
     return encode(fitted, {name: [row.get(name) for row in rows] for name in names}, count)
 
 
+def _split_events(histories: Sequence[Sequence[Any]]) -> Events:
+    """Columns of all events of users."""
+    events = list(chain.from_iterable(histories))
+    kinds = {*map(type, events)}
+    if kinds and kinds <= {int, str}:  # the usual forms, quickly
+        return {"item": events}
+    if kinds and kinds <= {list, tuple} and len(sizes := {*map(len, events)}) == 1:
+        (size,) = sizes
+        if 1 <= size <= len(_PARTS):
+            return {name: list(values) for name, values in zip(_PARTS, zip(*events))}
+    rows = [
+        _name_parts(event, f"histories[{user}][{number}]")
+        for user, history in enumerate(histories)
+        for number, event in enumerate(history)
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
 def _name_parts(event: Any, where: str) -> Mapping[str, Any]:
     if isinstance(event, Mapping):
         return event
     if isinstance(event, tuple | list):
         if not 1 <= len(event) <= 3:
             raise ValueError(f"{where} is {event!r:.80}: {_FORM}")
-        return dict(zip(_ROLES, event))
+        return dict(zip(_PARTS, event))
     if isinstance(event, str | int | np.integer):
         return {"item": event}
     raise ValueError(f"{where} is {event!r:.80}: {_FORM}")

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from freescale.data.ingest.digest import compute_digest
 from freescale.recommend.filters import find_offered, read_ids
 from freescale.recommend.known_users import KnownUsers
-from freescale.recommend.recommender import Recommender, Requests
+from freescale.recommend.recommender import Recommender
+from freescale.recommend.requests import Requests
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
 

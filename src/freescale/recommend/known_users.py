@@ -20,7 +20,7 @@ from freescale.recommend.catalogue import to_integer
 from freescale.recommend.inputs import Past, encode
 from freescale.recommend.loading import Loaded, read_texts
 
-PARTS = ("validation", "test")
+Samples = Sequence[int] | NDArray[np.int64]  # places in the histories file
 
 
 class KnownUsers:
@@ -60,9 +60,9 @@ class KnownUsers:
     def __len__(self) -> int:
         return self._file.num_samples
 
-    def name(self, samples: NDArray[np.int64]) -> list[Any]:
+    def name(self, samples: Samples) -> list[Any]:
         """Original ids of samples of the file."""
-        numbers: list[int] = self.numbers[samples].tolist()
+        numbers: list[int] = self.numbers[np.asarray(samples, np.int64)].tolist()
         texts = self._texts
         return numbers if texts is None else [texts[number] for number in numbers]
 
@@ -82,9 +82,10 @@ class KnownUsers:
             found.append(sample)
         return np.array(found, np.int64)
 
-    def read(self, samples: NDArray[np.int64]) -> tuple[Past, Tensor | None, Tensor | None]:
+    def read(self, samples: Samples) -> tuple[Past, Tensor | None, Tensor | None]:
         """Histories of samples [n], the features of their users, and those of the request that
         follows each history (missing ones after a whole history)."""
+        samples = np.asarray(samples, np.int64)
         starts, order = self._file.starts, np.argsort(samples, kind="stable")
         group_of = np.searchsorted(starts, samples[order], side="right") - 1
         columns: dict[str, list[NDArray[Any]]] = {name: [] for name in self._columns}

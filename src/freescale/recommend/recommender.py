@@ -2,89 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.batch import Jagged, Nested, SequenceBatch
+from freescale.batch import Jagged
 from freescale.config import RunConfig
 from freescale.data.batches.windows import list_ranges
+from freescale.kernels.best_items import find_best
+from freescale.kernels.softmax.scores import choose_tile, split_queries
+from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.catalogue import UNKNOWN, Catalogue
 from freescale.recommend.filters import find_offered
-from freescale.recommend.inputs import HistoryReader, Past
+from freescale.recommend.inputs import HistoryReader
 from freescale.recommend.known_users import KnownUsers
 from freescale.recommend.loading import Loaded, load_model
-from freescale.recommend.search import ItemSearch
+from freescale.recommend.requests import Requests, add_candidates, make_batch, split_requests
+from freescale.recommend.results import Recommendations
 
 Histories = Any  # lists of events, or a table
 Rows = Sequence[Mapping[str, Any]]  # columns of each user or request
-
-_CPU_EVENTS, _GPU_EVENTS = 1 << 14, 1 << 18  # of the histories that are encoded at a time
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What recommendations are made from."""
-
-    past: Past
-    of_users: Tensor | None = None  # [users, places] rows of their features
-    of_requests: Tensor | None = None  # [users, places] rows of the context
-    users: list[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.past)
-
-    @staticmethod
-    def concat(parts: Sequence[Requests]) -> Requests:
-        """Requests to one model as one, without the users' ids."""
-        of_users = [part.of_users for part in parts if part.of_users is not None]
-        context = [part.of_requests for part in parts if part.of_requests is not None]
-        return Requests(
-            Past.concat([part.past for part in parts]),
-            torch.cat(of_users) if of_users else None,
-            torch.cat(context) if context else None,
-        )
-
-
-@dataclass(frozen=True)
-class Recommendations:
-    """Items for each user, the best first.
-
-    Attributes:
-        users: their ids; None if histories came without.
-        items: original ids, at most k for each user.
-        scores: of these items; None for a user without a history, who gets popular items.
-        unknown: events that were left out, of items that the model does not know.
-    """
-
-    users: list[Any] | None
-    items: list[list[Any]]
-    scores: list[list[float | None]]
-    unknown: int = 0
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def to_table(self) -> pa.Table:
-        """A row for each user and item: user, place (from 1), item, score."""
-        users = range(len(self)) if self.users is None else self.users
-        counts = [len(items) for items in self.items]
-        return pa.table(
-            {
-                "user": pa.array(users).take(pa.array(np.repeat(np.arange(len(self)), counts))),
-                "place": pa.array([place for n in counts for place in range(1, n + 1)], pa.int32()),
-                "item": pa.array([item for items in self.items for item in items]),
-                "score": pa.array([x for scores in self.scores for x in scores], pa.float32()),
-            }
-        )
 
 
 def load(
@@ -125,6 +68,7 @@ class Recommender:
         self.loaded, self.device = loaded, device
         self.module: Any = loaded.module.to(device)
         self.reader = HistoryReader(loaded)
+        self._parts: dict[str, tuple[NDArray[np.int64], Tensor]] = {}  # the last candidates
 
     @property
     def config(self) -> RunConfig:
@@ -135,6 +79,11 @@ class Recommender:
         """The items and their original ids, in the order of `item_vectors`."""
         return self.loaded.catalogue
 
+    @cached_property
+    def index(self) -> ApproximateIndex:
+        """The index of an export for approximate search. ValueError without one."""
+        return ApproximateIndex.read(self.loaded.folder)
+
     @property
     def max_length(self) -> int:
         return self.config.data.max_length
@@ -144,11 +93,6 @@ class Recommender:
         rows = self.module.item.weight[: len(self.items)]
         with torch.no_grad():
             return self.module.encode_items(rows)  # type: ignore[no-any-return]
-
-    @cached_property
-    def search(self) -> ItemSearch:
-        """The search among the items, for queries of `encode_requests`."""
-        return ItemSearch(self.items, self._vectors)
 
     def item_vectors(self) -> Tensor:
         """[items, width]: what queries are multiplied with, for a search of your own."""
@@ -200,6 +144,7 @@ class Recommender:
         users: Sequence[Any] | None = None,
         exclude_seen: bool = False,
         candidates: Sequence[Any] | None = None,
+        approximate: bool = False,
         attributes: Rows | None = None,
         context: Rows | None = None,
     ) -> Recommendations:
@@ -212,6 +157,7 @@ class Recommender:
             users: instead of histories: ids of users of the run's data.
             exclude_seen: leave out the items of a user's history, all of it.
             candidates: ids of the items to choose from. None: all.
+            approximate: search the index of an export, which misses some items.
             attributes: columns of `--users` for each user, if the model reads them.
             context: columns of each request, if the model reads them.
 
@@ -221,7 +167,9 @@ class Recommender:
         self._require("retrieval", "recommend")
         requests = self.read(histories, users=users, attributes=attributes, context=context)
         offered, _ = find_offered(self.loaded, candidates)
-        rows, scores = self.recommend_requests(requests, k, exclude_seen, offered)
+        if approximate and offered is not None:
+            raise ValueError("candidates are searched exactly: leave approximate out")
+        rows, scores = self.recommend_requests(requests, k, exclude_seen, offered, approximate)
         return self.name(requests, rows, scores)
 
     def name(
@@ -244,22 +192,67 @@ class Recommender:
         self,
         requests: Requests,
         k: int,
-        exclude_seen: bool = False,
+        exclude_seen: bool | NDArray[np.bool_] = False,
         candidates: NDArray[np.int64] | None = None,
+        approximate: bool = False,
+        queries: Tensor | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """As `recommend`: rows of items [users, k], -1 behind the last, and scores [users, k], NaN
-        for users without a history."""
+        for users without a history. `exclude_seen` may differ between users; `queries`: of
+        `encode_requests`."""
         if k < 1:
             raise ValueError(f"k is {k}; it must be 1 or more")
-        queries, exclude = self.encode_requests(requests), np.full(len(requests), exclude_seen)
-        return self.search.find(queries, requests.past, k, exclude, candidates)
+        listed = self.items.listed if candidates is None else candidates
+        vectors = self._select("last" if candidates is not None else "all", listed)
+        k, past = min(k, len(listed)), requests.past
+        rows = np.full((len(past), k), -1)
+        scores = np.full((len(past), k), np.nan, np.float32)
+        queries = self.encode_requests(requests) if queries is None else queries
+        starts, counts = past.starts, np.where(exclude_seen, past.lengths, 0)
+        tile = choose_tile(len(listed))
+        some = torch.from_numpy(np.flatnonzero(past.lengths))
+        for part, users in split_queries(queries[some.to(self.device)], some):
+            numbers = users.numpy()
+            seen = None
+            if counts[numbers].any():
+                items = past.items[list_ranges(starts[numbers], counts[numbers])]
+                places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
+                places = np.where(listed[places] == items, places, -1)
+                seen = Jagged(torch.from_numpy(places), torch.from_numpy(counts[numbers]))
+            if approximate:
+                values, places = self._search(part, k, seen)
+            else:
+                best, found = find_best(part, vectors, k, tile=tile, left_out=seen)
+                values, places = best.cpu().numpy(), found.cpu().numpy()
+            rows[numbers] = np.where(np.isneginf(values), -1, listed[places])
+            scores[numbers] = values
+        if len(some) < len(past):
+            popular = self.items.popular
+            rows[past.lengths == 0] = popular[np.isin(popular, listed)][:k]
+        return rows, scores
+
+    def _search(
+        self, queries: Tensor, k: int, seen: Jagged | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """As `find_best`, in the index."""
+        most = 0 if seen is None else int(seen.lengths.max())
+        values, places = self.index.search(queries, min(k + most, len(self.items.listed)))
+        values[places < 0] = -np.inf
+        if seen is not None:
+            for row, left_out in enumerate(torch.split(seen.values, seen.lengths.tolist())):
+                values[row, np.isin(places[row], left_out.numpy())] = -np.inf
+            order = np.argsort(-values, axis=1, kind="stable")
+            values, places = (np.take_along_axis(each, order, 1) for each in (values, places))
+        return values[:, :k], places[:, :k]
 
     def encode_requests(self, requests: Requests) -> Tensor:
         """[users, width]: queries, zeros without a history."""
         self._require("retrieval", "encode")
         parts = [
-            self.module.encode_queries(self._make_batch(requests, first, last).to(self.device))
-            for first, last in self._split(requests.past)
+            self.module.encode_queries(
+                make_batch(requests, first, last, self.max_length).to(self.device)
+            )
+            for first, last in split_requests(requests, self.max_length, self.device)
         ]
         width = self.module.encoder.width
         return torch.cat(parts) if parts else torch.zeros(0, width, device=self.device)
@@ -306,18 +299,23 @@ class Recommender:
         requests: Requests,
         candidates: Sequence[NDArray[np.int64]],
         times: NDArray[np.int64] | None = None,
+        queries: Tensor | None = None,
     ) -> list[NDArray[np.float32]]:
-        """As `score`, of rows of items."""
+        """As `score`, of rows of items. `queries`: of `encode_requests`."""
         if self.config.model.task == "retrieval":
-            queries = self.encode_requests(requests)
-            return [
-                self.search.score(query, rows, bool(events))
-                for query, rows, events in zip(queries, candidates, requests.past.lengths)
-            ]
+            queries, found = self.encode_requests(requests) if queries is None else queries, []
+            for query, rows, events in zip(queries, candidates, requests.past.lengths.tolist()):
+                known = torch.from_numpy(rows.clip(0, len(self.items) - 1)).to(self.device)
+                values = (self._vectors[known] @ query).cpu().numpy()
+                unknown = (rows == UNKNOWN) | (rows >= len(self.items)) | (not events)
+                found.append(np.where(unknown, np.float32(np.nan), values))
+            return found
         parts = []
-        for first, last in self._split(requests.past, [len(rows) for rows in candidates]):
-            batch = self._make_batch(requests, first, last)
-            batch = self._add_candidates(batch, requests, candidates, times, first, last)
+        counts = [len(rows) for rows in candidates]
+        for first, last in split_requests(requests, self.max_length, self.device, counts):
+            part = None if times is None else times[first:last]
+            batch = make_batch(requests, first, last, self.max_length)
+            batch = add_candidates(batch, candidates[first:last], part)
             parts.append(self.module.predict(batch.to(self.device)).cpu().numpy())
         tasks = len(self.config.label_names)
         values = np.concatenate([np.zeros((0, tasks), np.float32), *parts])
@@ -334,60 +332,10 @@ class Recommender:
                 "candidates that it is given, with `score`"
             )
 
-    def _split(self, past: Past, more: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
-        """Ranges of users whose events, and `more` tokens of each, are encoded at a time."""
-        most = _CPU_EVENTS if self.device.type == "cpu" else _GPU_EVENTS
-        tokens = np.minimum(past.lengths, self.max_length) + 1
-        total = np.cumsum(tokens if more is None else tokens + np.asarray(more, np.int64))
-        first, done = 0, 0
-        while first < len(past):
-            last = max(first + 1, int(np.searchsorted(total, done + most, "right")))
-            yield first, last
-            first, done = last, int(total[last - 1])
-
-    def _make_batch(self, requests: Requests, first: int, last: int) -> SequenceBatch:
-        """The requests [first, last), each with the last events of its history."""
-        past = requests.past
-        lengths = np.minimum(past.lengths, self.max_length)[first:last]
-        index = list_ranges(np.cumsum(past.lengths)[first:last] - lengths, lengths)
-        counts = torch.from_numpy(lengths)
-
-        def take(column: NDArray[np.int64]) -> Jagged:
-            return Jagged(torch.from_numpy(column[index]), counts)
-
-        sequences = {"history": take(past.items)}
-        if past.times is not None:
-            sequences["timestamps"] = take(past.times)
-        if past.actions is not None:
-            sequences["actions"] = take(past.actions)
-        if past.features is not None:
-            sequences["event_features"] = Jagged(past.features[torch.from_numpy(index)], counts)
-        dense = {}
-        if requests.of_users is not None:
-            dense["user_features"] = requests.of_users[first:last]
-        if requests.of_requests is not None:
-            dense["context_features"] = requests.of_requests[first:last]
-        return SequenceBatch(sequences, dense=dense)
-
-    def _add_candidates(
-        self,
-        batch: SequenceBatch,
-        requests: Requests,
-        candidates: Sequence[NDArray[np.int64]],
-        times: NDArray[np.int64] | None,
-        first: int,
-        last: int,
-    ) -> SequenceBatch:
-        """With candidates of the requests [first, last); unknown ones stand in as item 0."""
-        rows = np.concatenate([*candidates[first:last], np.zeros(0, np.int64)])
-        counts = torch.tensor([len(each) for each in candidates[first:last]], dtype=torch.int64)
-        ones = torch.ones(len(rows), dtype=torch.int64)
-        offered = Nested(torch.from_numpy(rows.clip(0)), ones, counts)
-        sequences, dense = dict(batch.sequences), dict(batch.dense)
-        if times is not None:
-            given = torch.from_numpy(times[first:last]).repeat_interleave(counts)
-            sequences["candidate_timestamps"] = Jagged(given, counts)
-        if "context_features" in dense:
-            context = dense.pop("context_features").repeat_interleave(counts, 0)
-            sequences["context_features"] = Jagged(context, counts)
-        return SequenceBatch(sequences, {"candidates": offered}, dense)
+    def _select(self, part: str, rows: NDArray[np.int64]) -> Tensor:
+        """The vectors of some items. The last choice of each part is kept."""
+        if len(rows) == len(self.items):
+            return self._vectors
+        if part not in self._parts or not np.array_equal(self._parts[part][0], rows):
+            self._parts[part] = rows, self._vectors[torch.from_numpy(rows).to(self.device)]
+        return self._parts[part][1]

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from freescale.recommend.catalogue import UNKNOWN
 from freescale.recommend.filters import find_offered
-from freescale.recommend.recommender import Recommender, Requests
+from freescale.recommend.recommender import Recommender
+from freescale.recommend.requests import Requests
 from freescale.recommend.serve.bodies import Refused, check_times
 from freescale.recommend.serve.schema import EVENT, Limits
 from freescale.recommend.serve.users import User, UserCache
@@ -213,15 +214,15 @@ def compute(recommender: Recommender, queries: Sequence[Query]) -> list[Any]:
         if one.wanted is None:
             groups.setdefault(id(one.offered), []).append(n)
         else:
-            found[n] = recommender.search.score(
-                encoded[n], one.wanted, len(one.requests.past.items) > 0
-            )
+            part = encoded[n : n + 1]
+            found[n] = recommender.score_requests(one.requests, [one.wanted], queries=part)[0]
     for some in groups.values():
-        past = Requests.concat([queries[n].requests for n in some]).past
+        requests = Requests.concat([queries[n].requests for n in some])
         k = max(queries[n].k for n in some)  # the first of more are the best of fewer
         exclude = np.array([queries[n].exclude_seen for n in some])
-        offered = queries[some[0]].offered
-        rows, scores = recommender.search.find(encoded[some], past, k, exclude, offered)
+        rows, scores = recommender.recommend_requests(
+            requests, k, exclude, queries[some[0]].offered, queries=encoded[some]
+        )
         for place, n in enumerate(some):
             found[n] = rows[place], scores[place]
     return found
