@@ -83,12 +83,12 @@ class Past:
 
 
 class HistoryReader:
-    """Reads histories for one model."""
+    """Reads histories for one model. `needs_times`: events must have a time."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded, module = loaded, loaded.module
         self._given = parse_columns(loaded.config.data.columns)
-        self._needs_times = bool(module.encoder.has_time_bias)  # type: ignore[union-attr]
+        self.needs_times = bool(module.encoder.has_time_bias)  # type: ignore[union-attr]
         action: Any = module.action
         self._actions = 0 if action is None else int(action.num_embeddings)
 
@@ -108,7 +108,7 @@ class HistoryReader:
         columns = _split_events(lists)
         names = list(columns)
         roles = find_roles(names, self._find_given(names), _ROLES)
-        if names and "item" not in roles:
+        if lengths.sum() and "item" not in roles:
             raise ValueError(f"events have no item, only {', '.join(names)}: {_FORM}")
         return self._build(
             np.repeat(np.arange(len(lengths)), lengths), len(lengths), columns, roles
@@ -159,7 +159,7 @@ class HistoryReader:
         return Past(
             np.bincount(owner[order], minlength=users).astype(np.int64),
             items[order],
-            take(times) if self._needs_times else None,
+            take(times) if self.needs_times else None,
             take(actions),
             codes,
             len(items) - len(order),
@@ -167,7 +167,7 @@ class HistoryReader:
 
     def _read_times(self, columns: Events, roles: Mapping[str, str]) -> NDArray[np.int64] | None:
         if "time" not in roles:
-            if self._needs_times and any(len(column) for column in columns.values()):
+            if self.needs_times and any(len(column) for column in columns.values()):
                 raise ValueError(
                     "the model reads the time of each event: give (item, time), in "
                     f"{self._describe_unit()}"
@@ -207,6 +207,12 @@ class HistoryReader:
         found = read_texts(self._loaded.vocabulary, "action")
         return None if found is None else dict(zip(found[1].to_pylist(), found[0].tolist()))
 
+    @cached_property
+    def actions(self) -> dict[Any, int]:
+        """Codes of the actions that the model knows."""
+        codes = self._action_codes if self._actions else {}
+        return {n: n for n in range(self._actions)} if codes is None else codes
+
     def _read_actions(
         self, columns: Events, roles: Mapping[str, str], events: int
     ) -> NDArray[np.int64] | None:
@@ -215,8 +221,7 @@ class HistoryReader:
         if "action" in roles:
             given = columns[roles["action"]]
             given = given.to_pylist() if isinstance(given, pa.Array) else given
-            texts = self._action_codes
-            known: dict[Any, int] = texts or {n: n for n in range(self._actions)}
+            texts, known = self._action_codes, self.actions
             found = [known.get(each if texts is None else str(each)) for each in given]
             if None in found:
                 wrong, names = given[found.index(None)], list(known)

@@ -62,6 +62,8 @@ class Server:
             partial(compute, recommender), self.limits, self.metrics.batches.observe
         )
         page = files("freescale.recommend").joinpath("static", "serve.html").read_text("utf-8")
+        about = json.dumps(self._reader.describe_events()).replace("<", "\\u003c")
+        page = page.replace("/* model */ null", about)
         docs, api = render_docs(self._schemas), describe_api(self._schemas)
         pages: Mapping[str, Callable[[Request], Response]] = {
             "/": lambda request: HTMLResponse(page),

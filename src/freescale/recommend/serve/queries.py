@@ -58,6 +58,14 @@ class Reader:
         self._known = None if loaded.histories is None else recommender.known_users
         self._filter = lru_cache(16)(lambda filters: find_offered(loaded, None, filters)[0])
 
+    def describe_events(self) -> dict[str, Any]:
+        """What the model reads of an event, for the page: whether times, how many of their units
+        are a second (0: nobody knows), and one of the actions."""
+        reader, unit = self._recommender.reader, self._recommender.loaded.time_unit
+        second = 0 if unit is None else {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+        action = next(iter(reader.actions), None)
+        return {"times": reader.needs_times, "second": second, "action": action}
+
     def must_load(self, requests: Iterable[Mapping[str, Any]]) -> bool:
         """Whether a user's events may have to be read from a file."""
         users = (str(one["user"]) for one in requests if "user" in one)
