@@ -9,6 +9,12 @@ from freescale.models.features import (
 )
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.incremental import (
+    HistoryState,
+    append_events,
+    encode_states,
+    start_histories,
+)
 from freescale.models.item_tower import ItemTower
 from freescale.models.sasrec import SASRec
 from freescale.models.segments import Memory, SegmentedHSTU, split_history
@@ -17,6 +23,7 @@ __all__ = [
     "HSTU",
     "Encoder",
     "FeatureTables",
+    "HistoryState",
     "ItemTower",
     "Memory",
     "Ranking",
@@ -24,7 +31,10 @@ __all__ = [
     "SASRec",
     "SegmentedHSTU",
     "add_features",
+    "append_events",
     "embed_features",
+    "encode_states",
     "split_history",
+    "start_histories",
     "sum_features",
 ]

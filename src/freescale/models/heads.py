@@ -125,12 +125,20 @@ class Retrieval(SequenceHead):
         if not outputs.shape[0]:
             return to_at_least_float32(outputs.new_zeros(len(history), outputs.shape[1]))
         places = (history.offsets[1:] - 1).clamp(min=0)
-        last, context = outputs[places], self._embed_context(batch)
+        context = self._embed_context(batch)
+        if context is not None and "context_features" in batch.sequences:
+            context = context[places]
+        return self.make_queries(outputs[places], context, history.lengths == 0)
+
+    def make_queries(
+        self, last: Tensor, context: Tensor | None, empty: Tensor | None = None
+    ) -> Tensor:
+        """[samples, width]: queries from the last outputs and the requests' context, zero for
+        histories that are empty ([samples] bool)."""
         if context is not None:
-            of_positions = "context_features" in batch.sequences
-            last = last + (context[places] if of_positions else context).to(last.dtype)
+            last = last + context.to(last.dtype)
         last = self._normalize_rows(last)
-        return last.masked_fill((history.lengths == 0)[:, None], 0)
+        return last if empty is None else last.masked_fill(empty[:, None], 0)
 
     def encode_items(
         self,
@@ -147,10 +155,7 @@ class Retrieval(SequenceHead):
             own: [n] how much an item's own row counts, from 0 to 1.
             vectors: [n] rows of their vectors, if the model has any.
         """
-        if self.item_features is not None:
-            assert codes is not None and own is not None, "the model has features of items"
-            rows = self.describe_rows(rows, codes, own, vectors)
-        return self._normalize_rows(rows)
+        return self._normalize_rows(self.describe_rows(rows, codes, own, vectors))
 
     def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         """Outputs of the encoder for every event: [tokens, width]."""

@@ -143,7 +143,7 @@ class SASRecLayer(nn.Module):
         token_keys: Tensor | None,  # [tokens] int64; None: nothing is dropped
         plan: AttentionPlan,
     ) -> Tensor:
-        queries = _normalize(x)
+        queries = normalize(x)
         shape = x.shape[0], self.heads, x.shape[1] // self.heads
         k, v = (part.reshape(shape) for part in self.key_value(x).chunk(2, dim=1))
         stream, keep = DRAWS * self.number, 1 - self.dropout
@@ -155,12 +155,12 @@ class SASRecLayer(nn.Module):
             alpha=shape[2] ** -0.5,
             dropout=None if token_keys is None else WeightDropout(token_keys, stream, keep),
         )
-        middle = _normalize(queries + self.output(attended.flatten(1)))
+        middle = normalize(queries + self.output(attended.flatten(1)))
         hidden = _drop(F.relu(self.hidden(middle)), token_keys, stream + 1, keep)
         return middle + _drop(self.result(hidden), token_keys, stream + 2, keep)
 
 
-def _normalize(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPS)
 
 

@@ -83,10 +83,17 @@ class SequenceHead(nn.Module):
         return describe_items(self.item, self.item_features, batch, names, self.item_vectors)
 
     def describe_rows(
-        self, rows: Tensor, codes: Tensor, own: Tensor, vectors: Tensor | None = None
+        self,
+        rows: Tensor,
+        codes: Tensor | None = None,
+        own: Tensor | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
-        """Adds features to rows [n, width] of the item table; arguments as of `encode_items`."""
-        assert self.item_features is not None
+        """Adds their features to rows [n, width] of the item table, each described by itself:
+        `codes` [n, places], `own` [n] and `vectors` [n], as of `Retrieval.encode_items`."""
+        if self.item_features is None:
+            return rows
+        assert codes is not None and own is not None, "the model has features of items"
         rows = add_features(rows, own, sum_features(self.item_features, codes))
         for feature in self.item_vectors:
             assert vectors is not None, "the model has vectors of items"

@@ -74,7 +74,7 @@ class AttentionPlan(Plan):
             apart = positions[:, start:stop, None] - positions[:, None, :stop]
             distance = apart.clamp_(min=0).to(torch.int32)
         if times is not None:
-            bucket = _find_buckets(times[:, start:stop, None] - times[:, None, :stop], self.buckets)
+            bucket = find_buckets(times[:, start:stop, None] - times[:, None, :stop], self.buckets)
         blocked = None
         if self.candidate_counts is not None:
             slots = torch.arange(stop, device=positions.device)
@@ -86,7 +86,7 @@ class AttentionPlan(Plan):
         return Relation(start, stop, distance, bucket, blocked)
 
 
-def _find_buckets(elapsed: Tensor, buckets: int) -> Tensor:
+def find_buckets(elapsed: Tensor, buckets: int) -> Tensor:
     """Differences in time -> buckets, int32, of the same shape. Overwrites the differences."""
     # float64: integers next to a bucket's edge fall on the same side on every device
     logarithm = elapsed.clamp_(min=1).to(torch.float64).log_()
@@ -137,7 +137,7 @@ def plan_attention(
     bucket = None
     if pairs is not None and timestamps is not None:
         elapsed = timestamps.index_select(0, pairs.query) - timestamps.index_select(0, pairs.key)
-        bucket = _find_buckets(elapsed, buckets)
+        bucket = find_buckets(elapsed, buckets)
     plan = AttentionPlan(
         lengths, heads, tokens, candidate_counts, timestamps, buckets, distances,
         sizes.longest_history, sizes.longest_distance, groups, rows, budget, {}, pairs, bucket,

@@ -1,0 +1,104 @@
+"""The state of one user's history."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from freescale.batch import Jagged, SequenceBatch
+from freescale.models.hstu import HSTU
+from freescale.models.sasrec import SASRec
+
+FIRST_CAPACITY = 64  # events
+
+
+class HistoryState:
+    """What an encoder has computed of one user's history: the keys and values of every layer and
+    the last output.
+
+    It equals computing `events` anew while the weights stay. Memory doubles as the history grows,
+    up to the model's `max_length`.
+
+    Attributes:
+        length: number of events.
+        rebuilds: how often the oldest quarter was dropped.
+    """
+
+    def __init__(
+        self,
+        encoder: HSTU | SASRec,
+        columns: dict[str, Tensor],  # each [0, ...]
+        users: Tensor | None,  # [1, places]: codes of the user's features
+        prefix: int,  # tokens before the history
+    ) -> None:
+        self.length = self.rebuilds = self.capacity = 0
+        self.limit, self.prefix, self.users = encoder.max_length, prefix, users
+        self.columns = dict(columns)  # each [capacity, ...]
+        shape = len(encoder.layers), encoder.heads, prefix
+        # [layers, heads, prefix + capacity, d_qk or d_v]; HSTU's are scaled: keys by d_qk**-0.5,
+        # values by 1 / max_length
+        self.keys, self.values = (
+            encoder.position.new_empty(*shape, width) for width in _get_widths(encoder)
+        )
+        self.output = encoder.position.new_zeros(encoder.width)  # of the last event
+
+    @property
+    def events(self) -> SequenceBatch:
+        """The events that it stands for, and the user's features: a batch of one sample."""
+        users = {} if self.users is None else {"user_features": self.users}
+        lengths = torch.tensor([self.length], device=self.output.device)
+        parts = {n: Jagged(values[: self.length], lengths) for n, values in self.columns.items()}
+        return SequenceBatch(parts, dense=users)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, with what is reserved for further events."""
+        users = [] if self.users is None else [self.users]
+        parts = [self.keys, self.values, self.output, *self.columns.values(), *users]
+        return sum(part.nbytes for part in parts)
+
+    def select_latest(self, columns: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+        """The latest three quarters of `max_length` of its events and `count` new ones: what is
+        left when there is no room for the new ones."""
+        keep = self.limit - self.limit // 4
+        first = max(0, self.length - max(0, keep - count))
+        return {
+            name: torch.cat([self.columns[name][first : self.length], values[-keep:]])
+            for name, values in columns.items()
+        }
+
+    def clear(self) -> None:
+        """Forgets all events. The prefix and the memory stay."""
+        self.length, self.rebuilds = 0, self.rebuilds + 1
+        self.output = torch.zeros_like(self.output)
+
+    def write(self, columns: dict[str, Tensor], count: int) -> None:
+        """Writes `count` events behind the others. They count when they are computed."""
+        stop = self.length + count
+        if stop > self.capacity:
+            self._grow(min(self.limit, max(stop, 2 * self.capacity, FIRST_CAPACITY)))
+        for name, values in columns.items():
+            self.columns[name][self.length : stop] = values
+
+    def _grow(self, capacity: int) -> None:
+        for name, old in self.columns.items():
+            rows = old.new_empty(capacity, *old.shape[1:])
+            rows[: self.length] = old[: self.length]
+            self.columns[name] = rows
+        self.keys, self.values = (
+            self._copy_slots(old, capacity) for old in (self.keys, self.values)
+        )
+        self.capacity = capacity
+
+    def _copy_slots(self, old: Tensor, capacity: int) -> Tensor:
+        used = self.prefix + self.length
+        slots = old.new_empty(*old.shape[:2], self.prefix + capacity, old.shape[3])
+        slots[:, :, :used] = old[:, :, :used]
+        return slots
+
+
+def _get_widths(encoder: HSTU | SASRec) -> tuple[int, int]:
+    """Widths of a key and of a value."""
+    if isinstance(encoder, HSTU):
+        return encoder.widths
+    return (encoder.width // encoder.heads,) * 2
