@@ -17,19 +17,8 @@ from freescale.kernels.best_items import find_best
 from freescale.kernels.softmax.scores import choose_tile, split_queries
 
 INDEX, ABOUT = "index.faiss", "index.json"
-_LINKS, _BUILD_EFFORT = (
-    32,
-    80,
-)  # of HNSW: neighbours of an item, and how many are looked at for them
-_EFFORTS = (
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-)  # items that a search looks at; the first that suffices
+_LINKS, _BUILD_EFFORT = 32, 80  # of HNSW: neighbours of an item, and how many are looked at for them
+_EFFORTS = (16, 32, 64, 128, 256, 512, 1024)  # items that a search looks at; the first that suffices
 _PLACES = 10  # recall@10
 
 
@@ -65,12 +54,7 @@ class ApproximateIndex:
             found = index.search(asked, k)[1]
             recall = float((found[:, :, None] == best[:, None, :]).any(2).mean())
             if recall >= floor:
-                about = {
-                    "kind": "HNSW",
-                    "effort": effort,
-                    "queries": len(asked),
-                    "items": len(items),
-                }
+                about = {"kind": "HNSW", "effort": effort, "queries": len(asked), "items": len(items)}
                 return ApproximateIndex(index, {**about, "recall@10": recall})
         raise ValueError(
             f"approximate search finds {recall:.1%} of the best ten items, less than the floor of "

@@ -77,7 +77,7 @@ class Past:
             tensors = isinstance(columns[0], Tensor)
             return torch.cat(columns) if tensors else np.concatenate(columns)
 
-        columns = (join(name) for name in ("items", "times", "actions", "features"))
+        columns: Any = (join(name) for name in ("items", "times", "actions", "features"))
         lengths = np.concatenate([part.lengths for part in parts])
         return Past(lengths, *columns, sum(part.unknown for part in parts))
 
@@ -172,7 +172,7 @@ class HistoryReader:
                     "the model reads the time of each event: give (item, time), in "
                     f"{self._describe_unit()}"
                 )
-            return None
+            return np.zeros(0, np.int64) if self.needs_times else None
         return self.read_times(columns[roles["time"]], roles["time"])
 
     def read_times(self, values: Any, name: str = "time") -> NDArray[np.int64]:

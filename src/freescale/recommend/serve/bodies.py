@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freescale.recommend.serve.schema import EVENT, Schema
@@ -12,13 +11,12 @@ from freescale.recommend.serve.schema import EVENT, Schema
 # What the plain reader lets through: integers beyond int64, halves of surrogate pairs.
 _ODD = re.compile(rb"\d{19}|\\u[dD][89a-fA-F]")
 _INT64 = range(-(1 << 63), 1 << 63)
-_LATEST = 1 << 62  # times: two of them differ by an int64
 _KINDS = {
     str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null",
     list: "array", dict: "object",
 }  # fmt: skip
-_LATER = {"retry-after": "1"}
-_PLAIN = {str, int, float, bool, type(None)}
+_SCALARS = {str, int, float, bool, type(None)}
+_HEADERS = {408: {"connection": "close"}, 503: {"retry-after": "1"}}
 
 
 class Refused(Exception):
@@ -26,24 +24,30 @@ class Refused(Exception):
 
     def __init__(self, field: str, message: str, fix: str, status: int = 400) -> None:
         super().__init__(message)
-        # the rest of a body that is too large or late is not read
-        close = {"connection": "close"}
-        known = {401: {"www-authenticate": "Bearer"}, 408: close, 413: close, 503: _LATER}
-        self.status, self.headers = status, known.get(status, {})
+        self.status, self.headers = status, _HEADERS.get(status)
         self.content = {"error": {"field": field, "message": message, "fix": fix}}
 
 
-def parse_body(body: bytes) -> Any:
+def read_body(body: bytes, schema: Schema) -> tuple[list[dict[str, Any]], list[str]]:
+    """Parses and checks a body. Returns its requests, and where each is: `requests[0].`, or
+    nothing."""
+    found = _parse(body)
+    one, *several = schema["oneOf"]
+    if several and type(found) is dict and "requests" in found:
+        _check(found, several[0], "body")
+        return found["requests"], [f"requests[{n}]." for n in range(len(found["requests"]))]
+    _check(found, one, "body")
+    return [found], [""]
+
+
+def _parse(body: bytes) -> Any:
     """Parses JSON strictly: no NaN, no duplicate keys, integers of 64 bits."""
     odd = _ODD.search(body) is not None
     try:
         found = json.loads(
-            body.decode(),
-            object_pairs_hook=_read_pairs,
-            parse_float=_read_float,
-            parse_constant=_read_float,
-            parse_int=_read_int if odd else None,
-        )
+            body.decode(), object_pairs_hook=_read_pairs, parse_float=_read_float,
+            parse_constant=_read_float, parse_int=_read_int if odd else None,
+        )  # fmt: skip
         if odd:
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeError:
@@ -56,17 +60,16 @@ def parse_body(body: bytes) -> Any:
 
 
 def _read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice[:60]!r} occurs twice in an object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:60]!r} occurs twice in an object")
+        found[name] = value
     return found
 
 
 def _read_float(text: str) -> float:
-    value = float(text)
-    if not abs(value) < float("inf"):
+    if not abs(value := float(text)) < float("inf"):
         raise ValueError(f"{text[:30]} is not a finite number")
     return value
 
@@ -77,74 +80,49 @@ def _read_int(text: str) -> int:
     return value
 
 
-def check(value: Any, schema: Schema, field: str) -> None:
+def _check(value: Any, schema: Schema, field: str) -> None:
     """Checks a value against the part of JSON Schema that `schema.py` uses."""
-    if schema is EVENT and _is_plain_event(value):
-        return
     kind = _KINDS[type(value)]
     if kind not in schema["type"]:
-        wanted = " or ".join(schema["type"])
-        raise Refused(field, f"{field} is {_show(value)}", f"give {wanted}")
-    if kind == "integer" and not schema.get("minimum", value) <= value <= schema.get(
-        "maximum", value
-    ):
-        fix = f"give {schema['minimum']} to {schema['maximum']}"
-        raise Refused(field, f"{field} is {value}", fix)
-    if kind == "string" and len(value) > schema.get("maxLength", len(value)):
-        fix = f"give at most {schema['maxLength']} characters"
-        raise Refused(field, f"{field} has {len(value)} characters", fix)
-    if kind == "array":
-        _check_list(value, schema, field)
-    if kind == "object":
-        _check_object(value, schema, field)
+        shown = f"an {kind}" if kind in ("array", "object") else f"{value!r:.60}"
+        raise Refused(field, f"{field} is {shown}", f"give {' or '.join(schema['type'])}")
+    if kind == "integer":
+        _check_range(field, value, schema, "minimum", "maximum", "")
+    elif kind == "string":
+        _check_range(field, len(value), schema, "minLength", "maxLength", " characters")
+    elif kind == "array":
+        _check_range(field, len(value), schema, "minItems", "maxItems", " entries")
+        of = schema["items"]
+        for number, one in enumerate(value):
+            if not (of is EVENT and _is_plain(one)):
+                _check(one, of, f"{field}[{number}]")
+    elif kind == "object":
+        _check_object(value, schema, "" if field == "body" else f"{field}.")
 
 
-def _check_list(values: Sequence[Any], schema: Schema, field: str) -> None:
-    most, least = schema.get("maxItems", len(values)), schema.get("minItems", 0)
-    if not least <= len(values) <= most:
-        message = f"{field} has {len(values)} entries"
-        raise Refused(field, message, f"give {least} to {most}")
-    for number, value in enumerate(values):
-        check(value, schema["items"], f"{field}[{number}]")
+def _is_plain(event: Any) -> bool:
+    """Whether it is an item or a list as EVENT has it: most are, and this is quick."""
+    if type(event) is list:
+        return 1 <= len(event) <= 3 and _SCALARS.issuperset(map(type, event))
+    return type(event) is int or type(event) is str
 
 
-def _check_object(values: Mapping[str, Any], schema: Schema, field: str) -> None:
+def _check_range(field: str, size: int, schema: Schema, least: str, most: str, unit: str) -> None:
+    low, high = schema.get(least, size), schema.get(most, size)
+    if not low <= size <= high:
+        fix = f"give at most {high}{unit}" if size > high else f"give at least {low}{unit}"
+        raise Refused(
+            field, f"{field} is {size}{unit}" if not unit else f"{field} has {size}{unit}", fix
+        )
+
+
+def _check_object(values: dict[str, Any], schema: Schema, inside: str) -> None:
     known, others = schema.get("properties", {}), schema["additionalProperties"]
-    inside = "" if field == "body" else f"{field}."
     for name in schema.get("required", ()):
         if name not in values:
             raise Refused(inside + name, f"{inside}{name} is missing", f"give {name}")
     for name, value in values.items():
-        if name in known or others:
-            check(value, known.get(name, others), inside + name[:60])
-        else:
+        if name not in known and not others:
             fix = f"the fields are {', '.join(known)}"
             raise Refused(inside + name[:60], f"there is no field {name[:60]!r}", fix)
-
-
-def _is_plain_event(event: Any) -> bool:
-    if type(event) is list:
-        return 1 <= len(event) <= 3 and _PLAIN.issuperset(map(type, event))
-    return type(event) is int or type(event) is str
-
-
-def check_times(times: Any, field: str) -> None:
-    """`times`: int64 array, or None."""
-    if times is not None and len(times) and not -_LATEST < times.min() <= times.max() < _LATEST:
-        raise Refused(field, "a time is too large", "give times of less than 62 bits")
-
-
-def _show(value: Any) -> str:
-    if type(value) in (list, dict):
-        return f"an {_KINDS[type(value)]}"
-    return f"{value!r:.60}"
-
-
-def split_body(body: Any, schema: Schema) -> tuple[list[dict[str, Any]], list[str]]:
-    """Checks a body. Returns its requests, and where each is: `requests[0].`, or nothing."""
-    one, *several = schema.get("oneOf", [schema])
-    if several and type(body) is dict and "requests" in body:
-        _check_object(body, several[0], "body")
-        return body["requests"], [f"requests[{n}]." for n in range(len(body["requests"]))]
-    check(body, one, "body")
-    return [body], [""]
+        _check(value, known.get(name, others), inside + name[:60])

@@ -51,8 +51,7 @@ class UserCache:
 
     def list_ids(self, begin: str, most: int) -> list[str]:
         with self._lock:
-            found = (id for id in reversed(self._users) if id.startswith(begin))
-            return list(islice(found, most))
+            return list(islice((id for id in self._users if id.startswith(begin)), most))
 
     def add(self, id: str, user: User) -> User:
         """Keeps a user, unless there is one of this id. Returns the one that is kept."""
@@ -70,9 +69,8 @@ class UserCache:
             return self._put(id, User(joined, user.features if features is None else features))
 
     def _put(self, id: str, user: User) -> User:
-        if len(user.past.items) > self._most:
-            index = np.arange(len(user.past.items))[-self._most :]
-            user = replace(user, past=user.past.take(index))
+        index = np.arange(len(user.past.items))[-self._most :]
+        user = replace(user, past=user.past.take(index))
         self._drop(id)
         self._users[id] = user
         self.nbytes += user.nbytes
