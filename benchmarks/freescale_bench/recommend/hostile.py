@@ -40,8 +40,8 @@ _NUMBERS = (
     None,
 )
 _FIELDS = (
-    "user", "history", "events", "k", "exclude_seen", "candidates", "filter", "context", "attributes",
-    "describe", "requests", "at", "nothing", "item", "time", "action", "timestamp", "channel", "",
+    "user", "history", "events", "k", "exclude_seen", "candidates", "filter", "context",
+    "attributes", "describe", "requests", "at", "nothing", "item", "time", "action", "timestamp", "channel", "",
 )  # fmt: skip
 
 
