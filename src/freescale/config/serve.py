@@ -27,7 +27,7 @@ class ServeConfig(Checked):
         2.0, "milliseconds that a request waits for others to share its batch", _LOAD, minimum=0
     )
     queue: int = option(
-        32, "requests that wait or are being answered; more get status 503 at once", _LOAD, True,
+        24, "requests that wait or are being answered; more get status 503 at once", _LOAD, True,
         minimum=1,
     )  # fmt: skip
     memory: str = option(

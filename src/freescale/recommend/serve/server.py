@@ -25,7 +25,7 @@ from freescale.recommend.serve.queries import Query, compute
 
 _MOST_HEAD = 1 << 16  # bytes of a request before its body
 _LEAVING = 30  # seconds for connections to end
-_SWITCH = 0.001  # seconds: the event loop waits no longer for the thread of the model
+_SWITCH = 0.0002  # seconds: the event loop waits no longer for the thread of the model
 
 
 def open_socket(config: ServeConfig) -> socket.socket:
