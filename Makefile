@@ -46,9 +46,9 @@ browser:
 
 # The engine's tests compile it, and run it with gcc's sanitizers.
 compiler:
-	@gcc -print-file-name=libasan.so 2>/dev/null | grep -q / || \
+	@{ gcc -print-file-name=libasan.so 2>/dev/null | grep -q / && command -v g++ >/dev/null; } || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-		gcc libc6-dev >/dev/null; } || echo "no gcc: the engine's tests will fail"
+		gcc g++ libc6-dev >/dev/null; } || echo "no gcc: the engine's tests will fail"
 
 lint: $(READY)
 	$(VENV)/bin/ruff check src tests benchmarks examples docs/hooks.py docs/defaults.py

@@ -18,6 +18,7 @@ from helpers.small_runs import SMALL
 import freescale as library
 from freescale.cli import demo
 from freescale.recommend import job
+from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.export import export_run
 from freescale.recommend.recommender import Recommender
 from freescale.transport.local import LocalTransport
@@ -315,6 +316,36 @@ def test_a_job_with_other_options_starts_anew(described, tmp_path):
     done = freescale("recommend", described, "--out", out)
     assert done.returncode == 0 and "chunks were there" not in done.stdout, done.stderr
     assert not parts.exists() and len(out.read_text().splitlines()) == 1 + 10 * USERS
+
+
+def test_approximate_search(described, recommender, tmp_path):
+    """Its recall is measured and printed; less than the floor is refused; seen items are left
+    out."""
+    out = tmp_path / "out"
+    done = freescale("export", described, "--out", out, "--index", "--min-recall", 0.9)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads((out / "index.json").read_text())
+    assert measured["recall@10"] >= 0.9 and measured["items"] == ITEMS + 3
+    share = f"finds {measured['recall@10']:.1%} of the exact ten best items of 60 users"
+    assert share in done.stdout
+    found = library.load(out)
+    events = [[(f"s{n:02d}", 1_700_000_000 + n) for n in range(5)], []]
+    exact = found.recommend(events, k=10)
+    near = found.recommend(events, k=10, approximate=True)
+    same = set(exact.items[0]) & set(near.items[0])
+    assert len(same) >= 8 and near.items[1] == exact.items[1]
+    scores = dict(zip(exact.items[0], exact.scores[0]))
+    for item, score in zip(near.items[0], near.scores[0]):
+        assert item not in scores or score == pytest.approx(scores[item], abs=1e-5)
+    unseen = found.recommend(events, k=50, exclude_seen=True, approximate=True).items[0]
+    assert not {f"s{n:02d}" for n in range(5)} & set(unseen) and len(unseen) > 40
+    with pytest.raises(ValueError, match="candidates are searched exactly"):
+        found.recommend(events, candidates=["s01"], approximate=True)
+    with pytest.raises(ValueError, match="has no index for approximate search"):
+        recommender.recommend(events, approximate=True)
+    random = torch.randn(3000, 64, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="of the best ten items, less than the floor of 150.0%"):
+        ApproximateIndex.build(random, random[:10], 1.5)
 
 
 def test_a_ranking_model_scores(tmp_path):

@@ -152,7 +152,7 @@ def test_evaluation_ranks_as_on_the_cpu():
         q, i, p, past = (x.to(device) for x in (queries, items, places, seen))
         goals = score_targets(q, i, p, tile=tile)
         counts = count_better(q, i, p, goals, tile=tile, seen=past)
-        best = find_best(q, i, 10, tile=tile, left_out=left_out)[1]
+        best = find_best(q, i, 10, left_out=left_out)[1]
         found[device] = [value.cpu() for value in (*counts, best)]
     assert all(torch.equal(a, b) for a, b in zip(found["cpu"], found["cuda"], strict=True))
 

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from freescale_bench.common.ranks import get_gpu_name, require_gpu
-from freescale_bench.common.results import Destination, Row, at_least, spread, write
 from torch import Tensor
 from torch.nn import functional as F
 
 from freescale.kernels.best_items import find_best
-from freescale.kernels.softmax.scores import choose_tile, split_queries
+from freescale_bench.common.ranks import get_gpu_name, require_gpu
+from freescale_bench.common.results import Destination, Row, at_least, spread, write
 
 ITEMS, WIDTH, K = 1_000_000, 64, 100
 USERS = {"cpu": 512, "cuda": 1 << 17}  # of a turn
@@ -23,13 +22,11 @@ LEAST_GAIN, LEAST_USERS = 3.0, 50_000.0  # targets: times torch on a CPU, users/
 
 def search(queries: Tensor, items: Tensor, k: int) -> Tensor:
     """Places [users, k], on the host."""
-    tile = choose_tile(len(items))
-    parts = [find_best(part, items, k, tile=tile)[1] for (part,) in split_queries(queries)]
-    return torch.cat(parts).cpu()
+    return find_best(queries, items, k)[1].cpu()
 
 
 def search_in_torch(queries: Tensor, items: Tensor, k: int, group: int) -> Tensor:
-    parts = [(part @ items.T).topk(k, dim=1).indices for part in queries.split(group)]
+    parts = [(part @ items.T).topk(k, dim=1).indices for part in torch.split(queries, group)]
     return torch.cat(parts).cpu()
 
 

@@ -13,16 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from freescale_bench.common.ranks import get_gpu_name, require_gpu
-from freescale_bench.common.results import Destination, Row, at_most, write
 
 import freescale
 from freescale.data.synthetic.generate import generate
 from freescale.recommend.export import export_run
+from freescale_bench.common.ranks import get_gpu_name, require_gpu
+from freescale_bench.common.results import Destination, Row, at_most, write
 
 K = 100
 NEAR = 1e-5  # scores that are as good as equal
-SIZES = {"users": 3000, "items": 3000, "median": 40, "cap": 150}
+SIZES: dict[str, Any] = {"users": 3000, "items": 3000, "median": 40, "cap": 150}
 # histories fit, so that the unseen items are the same for both
 OPTIONS = {"width": 64, "layers": 2, "max-length": 200, "epochs": 3, "precision": "fp32"}
 

@@ -84,21 +84,71 @@ def evaluate(
 @click.command()
 @click.argument("run_folder", type=PATH)
 @click.option("--out", type=PATH, required=True, help="folder for the safetensors files")
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(("python", "serving")),
+    default="python",
+    show_default=True,
+    help="python: weights, for freescale.load; serving: also a program that needs only torch",
+)
+@click.option(
+    "--aot",
+    type=click.Choice(("cpu", "cuda")),
+    help="with --for serving: also compile the program for this kind of machine",
+)
+@click.option("--index", is_flag=True, help="also an index for approximate search (needs faiss)")
+@click.option(
+    "--min-recall",
+    type=click.FloatRange(0, 1),
+    default=0.95,
+    show_default=True,
+    help="share of the exact ten best items that --index finds, at least",
+)
 @click.option("--overwrite", is_flag=True, help="replace an export that --out holds")
+@click.option("--data", help="where the run's data is, if it has moved")
 @add_checkpoint
 @exit_cleanly
-def export(run_folder: Path, out: Path, overwrite: bool, checkpoint: str | None) -> None:
-    """Write a run's checkpoint as safetensors files.
+def export(
+    run_folder: Path,
+    out: Path,
+    purpose: str,
+    aot: str | None,
+    index: bool,
+    min_recall: float,
+    overwrite: bool,
+    data: str | None,
+    checkpoint: str | None,
+) -> None:
+    """Write a run's model as a folder that describes itself.
 
-    The files are for serving, and plain torch can load them.
+    freescale.load and freescale serve need nothing else, neither the run nor its data.
 
-    Dense weights are one file; each table is its own file, with rows in the order of ids. If ids of
-    the data were renumbered, vocabulary.parquet maps ids to rows.
+    Dense weights are one safetensors file; each table is its own, with rows in the order of
+    items.parquet, which has the original ids.
+
+    --for serving adds the model as a program of torch.export (encoder.pt2), vectors and ids of the
+    items, serving.json, which lists the inputs, a model card, and example.py, which scores a
+    history without FreeScale.
     """
     from freescale.recommend.export import export_run
 
-    for path in export_run(run_folder, out, checkpoint, overwrite):
+    serving = purpose == "serving"
+    if aot is not None and not serving:
+        raise ValueError(f"--aot {aot} is of --for serving: add it, or leave --aot out")
+    least = min_recall if index else None
+    for path in export_run(
+        run_folder, out, checkpoint, overwrite, data, serving=serving, aot=aot, least_recall=least
+    ):
         click.echo(path)
+    if index:
+        from freescale.recommend.approximate import ApproximateIndex
+
+        about = ApproximateIndex.read(out).about
+        click.echo(
+            f"approximate search finds {about['recall@10']:.1%} of the exact ten best items of "
+            f"{about['queries']:,} users"
+        )
 
 
 @click.command()

@@ -45,10 +45,16 @@ class SequenceHead(nn.Module):
                 f"{num_items} and {num_actions}"
             )
 
-        def make_table(rows: int) -> nn.Embedding | None:
-            return nn.Embedding(rows, encoder.width, device=table_device) if rows else None
+        def make_table(rows: int) -> Any:
+            if not rows:
+                return None
+            # to draw on the meta device, torch would import its compiler, which takes seconds
+            weight = None
+            if table_device == "meta":
+                weight = torch.empty(rows, encoder.width, device=table_device)
+            return nn.Embedding(rows, encoder.width, device=table_device, _weight=weight)
 
-        self.item = nn.Embedding(num_items, encoder.width, device=table_device)
+        self.item = make_table(num_items)
         self.action = make_table(num_actions)
         self.encoder = encoder
         self.item_features = make_table(feature_tables.item)
@@ -60,7 +66,7 @@ class SequenceHead(nn.Module):
             VectorFeature(vectors, encoder.width) for vectors in feature_tables.vectors
         )
         for table in self.children():
-            if isinstance(table, nn.Embedding):
+            if isinstance(table, nn.Embedding) and table_device != "meta":
                 nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
     @property

@@ -9,16 +9,25 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.kernels.best_items import find_best
-from freescale.kernels.softmax.scores import choose_tile, split_queries
 
 INDEX, ABOUT = "index.faiss", "index.json"
-_LINKS, _BUILD_EFFORT = 32, 80  # of HNSW: neighbours of an item, and how many are looked at for them
-_EFFORTS = (16, 32, 64, 128, 256, 512, 1024)  # items that a search looks at; the first that suffices
+_LINKS, _BUILD_EFFORT = (
+    32,
+    80,
+)  # of HNSW: neighbours of an item, and how many are looked at for them
+_EFFORTS = (
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+)  # items that a search looks at; the first that suffices
 _PLACES = 10  # recall@10
 
 
@@ -42,19 +51,23 @@ class ApproximateIndex:
             ValueError: no effort reaches it.
         """
         faiss = import_faiss()
-        items, asked = (each.cpu().numpy() for each in (vectors, queries))
+        items, wanted = (each.cpu().numpy() for each in (vectors, queries))
         index = faiss.IndexHNSWFlat(items.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = _BUILD_EFFORT
         index.add(items)
-        tile, k = choose_tile(len(items)), min(_PLACES, len(items))
-        exact = [find_best(part, vectors, k, tile=tile)[1] for (part,) in split_queries(queries)]
-        best, recall = torch.cat(exact).cpu().numpy(), 0.0
+        k, recall = min(_PLACES, len(items)), 0.0
+        best = find_best(queries, vectors, k)[1].cpu().numpy()
         for effort in _EFFORTS:
             index.hnsw.efSearch = effort
-            found = index.search(asked, k)[1]
+            found = index.search(wanted, k)[1]
             recall = float((found[:, :, None] == best[:, None, :]).any(2).mean())
             if recall >= floor:
-                about = {"kind": "HNSW", "effort": effort, "queries": len(asked), "items": len(items)}
+                about = {
+                    "kind": "HNSW",
+                    "effort": effort,
+                    "queries": len(wanted),
+                    "items": len(items),
+                }
                 return ApproximateIndex(index, {**about, "recall@10": recall})
         raise ValueError(
             f"approximate search finds {recall:.1%} of the best ten items, less than the floor of "
@@ -91,4 +104,4 @@ def import_faiss() -> ModuleType:
         raise ValueError(
             "approximate search needs faiss: pip install 'freescale[search]'"
         ) from None
-    return faiss  # type: ignore[no-any-return]
+    return faiss

@@ -8,14 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from shutil import copyfile, rmtree
 
+import numpy as np
+import torch
+
 from freescale.config.features import KEPT_SCHEMA
 from freescale.data.features.store import FOLDER
 from freescale.data.ingest.ids import VOCABULARY
-from freescale.recommend.loading import EXPORT, load_model
+from freescale.recommend.approximate import ABOUT, INDEX, ApproximateIndex
+from freescale.recommend.loading import EXPORT, Loaded, load_model
+from freescale.recommend.recommender import Recommender
+from freescale.recommend.requests import Requests
+from freescale.recommend.serving_folder import remove_serving, write_serving
 from freescale.train.export import export_checkpoint, refuse_export
 from freescale.train.run_folder import copy_file
 
 _VERSION = 1
+_MEASURED = 1000  # users whose ten best items an index is compared on
 
 
 def export_run(
@@ -24,11 +32,25 @@ def export_run(
     name: str | None = None,
     overwrite: bool = False,
     data: str | None = None,
+    serving: bool = False,
+    aot: str | None = None,
+    least_recall: float | None = None,
 ) -> Iterator[Path]:
-    """Writes a checkpoint of a run, named as for `find_checkpoint`, file by file.
+    """Writes a checkpoint of a run, file by file.
+
+    Args:
+        folder: of the run.
+        out: the folder to write.
+        name: of the checkpoint, as for `find_checkpoint`.
+        overwrite: whether to replace an export.
+        data: where the run's data is, if it has moved.
+        serving: with the files of `write_serving`.
+        aot: as of `write_serving`.
+        least_recall: with an index for approximate search that has this recall at least.
 
     Raises:
-        ValueError: `out` holds an export and `overwrite` is False, or the run's data is missing.
+        ValueError: `out` holds an export and `overwrite` is False, the run's data is missing, or
+            the model cannot be exported so.
     """
     if not overwrite:
         refuse_export(out, "--overwrite")
@@ -39,6 +61,9 @@ def export_run(
     (out / EXPORT).unlink(missing_ok=True)  # the last file: without it there is no export
     yield from export_checkpoint(found, out)
     (out / VOCABULARY).unlink(missing_ok=True)  # of an earlier export
+    remove_serving(out)
+    for name in (INDEX, ABOUT):
+        (out / name).unlink(missing_ok=True)
     rmtree(out / FOLDER, ignore_errors=True)
     if loaded.vocabulary is not None:  # maps numbers in tables to texts
         yield copy_file(loaded.vocabulary, out / VOCABULARY)
@@ -50,6 +75,10 @@ def export_run(
             yield Path(copyfile(folder / KEPT_SCHEMA, out / KEPT_SCHEMA))
     yield loaded.catalogue.write(out)
     yield Path(copyfile(folder / "config.json", out / "config.json"))
+    if least_recall is not None:
+        yield from _make_index(loaded, least_recall).write(out)
+    if serving:
+        yield from write_serving(loaded, out, aot)
     about = {
         "version": _VERSION,
         "time_unit": loaded.time_unit,
@@ -57,3 +86,13 @@ def export_run(
     }
     (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     yield out / EXPORT
+
+
+def _make_index(loaded: Loaded, least_recall: float) -> ApproximateIndex:
+    """Measures it on users of the run's data, evenly spaced."""
+    recommender = Recommender(loaded, torch.device("cpu"))
+    people = recommender.known_users
+    samples = np.linspace(0, len(people) - 1, min(_MEASURED, len(people))).astype(np.int64)
+    queries = recommender.encode_requests(Requests(*people.read(samples)))
+    listed = torch.from_numpy(loaded.catalogue.listed)
+    return ApproximateIndex.build(recommender.item_vectors()[listed], queries, least_recall)

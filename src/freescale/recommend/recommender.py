@@ -16,7 +16,6 @@ from freescale.batch import Jagged
 from freescale.config import RunConfig
 from freescale.data.batches.windows import list_ranges
 from freescale.kernels.best_items import find_best
-from freescale.kernels.softmax.scores import choose_tile, split_queries
 from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.catalogue import UNKNOWN, Catalogue
 from freescale.recommend.filters import find_offered
@@ -209,23 +208,21 @@ class Recommender:
         scores = np.full((len(past), k), np.nan, np.float32)
         queries = self.encode_requests(requests) if queries is None else queries
         starts, counts = past.starts, np.where(exclude_seen, past.lengths, 0)
-        tile = choose_tile(len(listed))
-        some = torch.from_numpy(np.flatnonzero(past.lengths))
-        for part, users in split_queries(queries[some.to(self.device)], some):
-            numbers = users.numpy()
-            seen = None
-            if counts[numbers].any():
-                items = past.items[list_ranges(starts[numbers], counts[numbers])]
-                places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
-                places = np.where(listed[places] == items, places, -1)
-                seen = Jagged(torch.from_numpy(places), torch.from_numpy(counts[numbers]))
-            if approximate:
-                values, places = self._search(part, k, seen)
-            else:
-                best, found = find_best(part, vectors, k, tile=tile, left_out=seen)
-                values, places = best.cpu().numpy(), found.cpu().numpy()
-            rows[numbers] = np.where(np.isneginf(values), -1, listed[places])
-            scores[numbers] = values
+        some = np.flatnonzero(past.lengths)
+        of_some = queries[torch.from_numpy(some).to(self.device)]
+        seen = None
+        if counts.any():
+            items = past.items[list_ranges(starts[some], counts[some])]
+            places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
+            places = np.where(listed[places] == items, places, -1)
+            seen = Jagged(torch.from_numpy(places), torch.from_numpy(counts[some]))
+        if approximate:
+            values, found = self._search(of_some, k, seen)
+        else:
+            best, of_best = find_best(of_some, vectors, k, left_out=seen)
+            values, found = best.cpu().numpy(), of_best.cpu().numpy()
+        rows[some] = np.where(np.isneginf(values), -1, listed[found])
+        scores[some] = values
         if len(some) < len(past):
             popular = self.items.popular
             rows[past.lengths == 0] = popular[np.isin(popular, listed)][:k]
@@ -242,7 +239,8 @@ class Recommender:
             for row, left_out in enumerate(torch.split(seen.values, seen.lengths.tolist())):
                 values[row, np.isin(places[row], left_out.numpy())] = -np.inf
             order = np.argsort(-values, axis=1, kind="stable")
-            values, places = (np.take_along_axis(each, order, 1) for each in (values, places))
+            values = np.take_along_axis(values, order, 1)
+            places = np.take_along_axis(places, order, 1)
         return values[:, :k], places[:, :k]
 
     def encode_requests(self, requests: Requests) -> Tensor:

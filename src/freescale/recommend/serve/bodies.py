@@ -41,7 +41,7 @@ def read_body(body: bytes, schema: Schema) -> tuple[list[dict[str, Any]], list[s
 
 def _parse(body: bytes) -> Any:
     """Parses JSON strictly: no NaN, no duplicate keys, integers of 64 bits."""
-    # perhaps integers beyond int64 or halves of surrogate pairs, which the plain reader lets through
+    # integers beyond int64, halves of surrogate pairs: the plain reader lets them through
     odd = b"0" * 19 in body.translate(_DIGITS) or b"\\u" in body
     try:
         found = json.loads(
