@@ -41,7 +41,8 @@ _NUMBERS = (
 )
 _FIELDS = (
     "user", "history", "events", "k", "exclude_seen", "candidates", "filter", "context",
-    "attributes", "describe", "requests", "at", "nothing", "item", "time", "action", "timestamp", "channel", "",
+    "attributes", "describe", "requests", "at", "nothing", "item", "time", "action",
+    "timestamp", "channel", "",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`freescale serve` under load: latency at a rate and at five times that rate, memory over time, and
+"""`freescale serve` under load: latency at a rate and at five times that rate, memory over time,
 hostile bodies. The server is a process; wrk sends the requests from this machine."""
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ class Past:
             tensors = isinstance(columns[0], Tensor)
             return torch.cat(columns) if tensors else np.concatenate(columns)
 
-        columns: Any = (join(name) for name in ("items", "times", "actions", "features"))
+        columns: Any = {name: join(name) for name in ("items", "times", "actions", "features")}
         lengths = np.concatenate([part.lengths for part in parts])
-        return Past(lengths, *columns, sum(part.unknown for part in parts))
+        return Past(lengths, **columns, unknown=sum(part.unknown for part in parts))
 
 
 class HistoryReader:

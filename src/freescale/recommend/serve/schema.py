@@ -63,7 +63,7 @@ def make_schemas(config: ServeConfig) -> dict[str, Schema]:
 
 
 def _close(properties: Mapping[str, Schema], *required: str) -> Schema:
-    more = {"required": list(required), "additionalProperties": False}
+    more: Any = {"required": list(required), "additionalProperties": False}
     return _make("object", properties=dict(properties), **more)
 
 
