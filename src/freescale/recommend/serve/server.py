@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from freescale.config import ServeConfig
+from freescale.pipeline.process_memory import freeze_objects
 from freescale.recommend.inputs import Past
 from freescale.recommend.recommender import Recommender, load
 from freescale.recommend.serve.app import Server
@@ -58,7 +59,8 @@ def run(
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     announce(f"serving {folder} at {address}; {address}/docs has the fields")
-    _Uvicorn(settings, server).run([listener])
+    with freeze_objects():  # else a full collection delays requests by 100 ms and more
+        _Uvicorn(settings, server).run([listener])
     server.close()
 
 
