@@ -161,6 +161,7 @@ def _run_program(out: Path, requests: Requests) -> Tensor:
     program, past = torch.export.load(out / "encoder.pt2").module(), requests.past
     shape = len(past), int(past.lengths.max())
     there = np.arange(shape[1]) < past.lengths[:, None]
+    assert past.times is not None
     columns = {"items": past.items, "times": past.times}
     given = {"lengths": torch.from_numpy(past.lengths)}
     for name, values in columns.items():
