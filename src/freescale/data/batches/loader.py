@@ -239,7 +239,7 @@ class Histories(GlobalBatches):
             following = torch.from_numpy(items[events + 1])
             sequences["targets"] = Jagged(following[: len(before)], own_history)
             weights = {"next_item": own_history.to(torch.float32)}
-            if has_context:  # that of the event that a position predicts
+            if has_context:  # the context of the event that a position predicts
                 sequences["context_features"] = Jagged(describe(before + 1, True), own_history)
             targets = Jagged(following, torch.from_numpy(history))
             drawn = self._get_sampler().draw(number, keys, targets, low, size)
