@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -302,6 +304,14 @@ def test_a_full_queue_refuses_and_a_signal_drains(run, recommender):
     assert "Traceback" not in done.stderr
     for number in range(2):
         compare(answers[number], recommender.recommend([history]))
+
+
+def test_it_ends_when_its_model_does(run):
+    with serving(run) as server:
+        (model,) = server.process.ranks()
+        os.kill(model, signal.SIGKILL)
+        done = server.process.ended()
+    assert done.returncode == 1 and "the process of the model ended with -9" in done.stderr
 
 
 def test_an_export_forgets_the_oldest_users(run, tmp_path):
