@@ -226,6 +226,8 @@ def test_bodies_that_do_not_hold_what_they_promise(server):
     with suppress(ConnectionError):  # closed while more is sent
         line = b"a: %s\r\n" % (b"b" * 9000)
         assert b" 400 " in exchange(server, b"GET / HTTP/1.1\r\n", *[line] * 40)
+    host = b"POST /recommend HTTP/1.1\r\nhost: a/b?c#d\r\ncontent-length: 2\r\n\r\n{}"
+    assert b" 400 " in exchange(server, host)
     exchange(server, head + b'content-length: 50\r\n\r\n{"user":')  # ends early
     assert server.get("/healthz") == {"status": "ok"}
 

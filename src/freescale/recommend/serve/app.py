@@ -116,7 +116,7 @@ class Server:
             sys.stderr.write(json.dumps(line) + "\n")
 
     async def _answer(self, request: Request) -> Response:
-        body, path = await self._receive(request), request.url.path
+        body, path = await self._receive(request), request.scope["path"]
         large = len(body) > _SMALL
         ones, places = await self._read(partial(read_body, body, self._schemas[path]), large)
         if not self.batcher.has_room(len(ones)):  # others came while the body arrived
@@ -175,7 +175,7 @@ class Server:
             self._arriving -= 1
 
     async def _list(self, request: Request) -> Response:
-        kind, text = request.url.path[1:], request.query_params.get("q", "")[:100]
+        kind, text = request.scope["path"][1:], request.query_params.get("q", "")[:100]
         find = self._reader.find_items if kind == "items" else self._reader.find_users
         return JSONResponse({kind: await self._read(lambda: find(text, _SUGGESTIONS), True)})
 

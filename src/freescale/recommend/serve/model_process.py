@@ -23,6 +23,7 @@ from freescale.recommend.inputs import Past
 from freescale.recommend.loading import Loaded
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.serve.queries import Query, compute
+from freescale.worker_server import count_cores
 
 _FORK = multiprocessing.get_context("fork")  # shares the weights on the host
 
@@ -81,7 +82,7 @@ def _serve(loaded: Loaded, config: ServeConfig, pipe: Connection, others: Sequen
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // 2))
+    torch.set_num_threads(config.threads or max(1, count_cores() // 2))
     recommender = Recommender(loaded, torch.device(device))
     queries: Sequence[Query] = _make_queries(recommender)
     found: Any = None
