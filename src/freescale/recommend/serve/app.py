@@ -119,14 +119,12 @@ class Server:
         body, path = await self._receive(request), request.scope["path"]
         large = len(body) > _SMALL
         ones, places = await self._read(partial(read_body, body, self._schemas[path]), large)
-        if not self.batcher.has_room(len(ones)):  # others came while the body arrived
-            raise self._reject()
         read = partial(self._reader.read_query, path)
         queries = await self._read(
             lambda: [read(one, place) for one, place in zip(ones, places)],
             large or self._reader.must_load(ones),
         )
-        if not self.batcher.has_room(len(queries)):
+        if not self.batcher.has_room(len(queries)):  # others came while the body arrived
             raise self._reject()
         found = await self.batcher.answer(queries)
         answers = [self._reader.answer(query, one) for query, one in zip(queries, found)]

@@ -29,12 +29,19 @@ _FORK = multiprocessing.get_context("fork")  # shares the weights on the host
 
 
 class ModelProcess:
-    """Computes in a process that is forked from this one, which must have no threads yet and no
-    CUDA. `listener`: the socket that it does not keep open."""
+    """Computes in a process that is forked from this one, which has no threads of its own yet and
+    no CUDA. It uses torch and numpy alone: threads of other libraries do not survive a fork.
 
-    def __init__(self, loaded: Loaded, config: ServeConfig, listener: socket.socket) -> None:
+    Args:
+        reader: the model on the CPU; reads requests, and computes nothing.
+        config: settings.
+        listener: the socket that the process does not keep open.
+    """
+
+    def __init__(self, reader: Recommender, config: ServeConfig, listener: socket.socket) -> None:
         self._pipe, theirs = _FORK.Pipe()
-        work = loaded, config, theirs, (self._pipe, listener)
+        first = _make_queries(reader)
+        work = reader.loaded, config, first, theirs, (self._pipe, listener)
         self._process = _FORK.Process(target=_serve, args=work, daemon=True)
         self._process.start()
         theirs.close()
@@ -74,7 +81,13 @@ class ModelProcess:
             raise ValueError(f"the process of the model ended with {self._process.exitcode}")
 
 
-def _serve(loaded: Loaded, config: ServeConfig, pipe: Connection, others: Sequence[Any]) -> None:
+def _serve(
+    loaded: Loaded,
+    config: ServeConfig,
+    queries: Sequence[Query],
+    pipe: Connection,
+    others: Sequence[Any],
+) -> None:
     for other in others:
         other.close()
     for number in (signal.SIGTERM, signal.SIGINT):  # it ends when its pipe does
@@ -84,7 +97,6 @@ def _serve(loaded: Loaded, config: ServeConfig, pipe: Connection, others: Sequen
         device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(config.threads or max(1, count_cores() // 2))
     recommender = Recommender(loaded, torch.device(device))
-    queries: Sequence[Query] = _make_queries(recommender)
     found: Any = None
     with freeze_objects():  # else a full collection takes 100 ms and more
         while queries:
@@ -100,15 +112,16 @@ def _serve(loaded: Loaded, config: ServeConfig, pipe: Connection, others: Sequen
                 return
 
 
-def _make_queries(recommender: Recommender) -> list[Query]:
+def _make_queries(reader: Recommender) -> list[Query]:
     """Queries that compile and read what all need."""
-    items, empty, zeros = recommender.items, recommender.read([[]]), np.zeros(2, np.int64)
+    items, empty, zeros = reader.items, reader.read([[]]), np.zeros(2, np.int64)
+    items.find(items.restore(items.popular[:1]))
     actions, features = empty.past.actions, empty.past.features
     actions = None if actions is None else zeros
     features = None if features is None else features.new_zeros(2, features.shape[1])
     first = items.listed[:1]
     past = Past(zeros[:1] + 2, first.repeat(2), zeros, actions, features)
     queries = [Query(replace(empty, past=past), wanted=first)]
-    if recommender.config.model.task == "retrieval":
+    if reader.config.model.task == "retrieval":
         queries += [Query(queries[0].requests, k=1), Query(empty, k=1)]
     return queries

@@ -22,6 +22,7 @@ from freescale.recommend.serve.model_process import ModelProcess
 
 _MOST_HEAD = 1 << 16  # bytes of a request before its body
 _LEAVING = 30  # seconds for connections to end
+_IDLE = 75  # seconds for the next request of a connection: above the usual 60 of a proxy
 
 
 def open_socket(config: ServeConfig) -> socket.socket:
@@ -41,14 +42,14 @@ def run(
     """Serves until SIGTERM or SIGINT, then answers what is queued."""
     torch.set_num_threads(1)  # the model has a process of its own
     recommender = load(folder, checkpoint=config.checkpoint, data=config.data)
-    model = ModelProcess(recommender.loaded, config, listener)
-    recommender.items.find(recommender.items.restore(recommender.items.popular[:1]))
+    model = ModelProcess(recommender, config, listener)
     if recommender.loaded.histories is not None:
         _ = recommender.known_users.samples
     server = Server(recommender, config, model.compute)
     settings = uvicorn.Config(
         server, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
         log_level="error", server_header=False, timeout_graceful_shutdown=_LEAVING,
+        timeout_keep_alive=_IDLE,
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
