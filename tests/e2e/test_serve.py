@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -224,6 +226,8 @@ def test_bodies_that_do_not_hold_what_they_promise(server):
     with suppress(ConnectionError):  # closed while more is sent
         line = b"a: %s\r\n" % (b"b" * 9000)
         assert b" 400 " in exchange(server, b"GET / HTTP/1.1\r\n", *[line] * 40)
+    host = b"POST /recommend HTTP/1.1\r\nhost: a/b?c#d\r\ncontent-length: 2\r\n\r\n{}"
+    assert b" 400 " in exchange(server, host)
     exchange(server, head + b'content-length: 50\r\n\r\n{"user":')  # ends early
     assert server.get("/healthz") == {"status": "ok"}
 
@@ -302,6 +306,14 @@ def test_a_full_queue_refuses_and_a_signal_drains(run, recommender):
     assert "Traceback" not in done.stderr
     for number in range(2):
         compare(answers[number], recommender.recommend([history]))
+
+
+def test_it_ends_when_its_model_does(run):
+    with serving(run) as server:
+        (model,) = server.process.ranks()
+        os.kill(model, signal.SIGKILL)
+        done = server.process.ended()
+    assert done.returncode == 1 and "the process of the model ended with -9" in done.stderr
 
 
 def test_an_export_forgets_the_oldest_users(run, tmp_path):

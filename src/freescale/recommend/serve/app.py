@@ -24,10 +24,10 @@ from starlette.types import Message, Receive, Scope, Send
 from freescale.config import ServeConfig
 from freescale.embedding.host_tables.tiers import parse_bytes
 from freescale.recommend.recommender import Recommender
-from freescale.recommend.serve.batching import Batcher
+from freescale.recommend.serve.batching import Batcher, Compute
 from freescale.recommend.serve.bodies import Refused, read_body
 from freescale.recommend.serve.metrics import Metrics
-from freescale.recommend.serve.queries import Reader, compute
+from freescale.recommend.serve.queries import Reader
 from freescale.recommend.serve.schema import describe_api, make_schemas, render_docs
 
 _SMALL = 1 << 16  # bytes of a body that is read on the event loop
@@ -38,15 +38,14 @@ _OPEN = {"/healthz", "/", "/docs", "/openapi.json"}  # without a token: nothing 
 
 
 class Server:
-    """Answers requests to one model."""
+    """Answers requests to one model, which `compute` runs."""
 
-    def __init__(self, recommender: Recommender, config: ServeConfig) -> None:
+    def __init__(self, recommender: Recommender, config: ServeConfig, compute: Compute) -> None:
         self._config, self._metrics = config, Metrics()
         self._most_bytes = parse_bytes(config.max_body)
         self._reader, self._schemas = Reader(recommender, config), make_schemas(config)
         self._thread, self._in_thread, self._arriving = ThreadPoolExecutor(1, "reader"), 0, 0
-        answer = partial(compute, recommender)
-        self.batcher = Batcher(answer, config, self._metrics.batches.observe)
+        self.batcher = Batcher(compute, config, self._metrics.batches.observe)
         page = files("freescale.recommend").joinpath("static", "serve.html").read_text("utf-8")
         about = json.dumps(self._reader.describe_events()).replace("<", "\\u003c")
         show: dict[str, Callable[[Request], Any]] = {
@@ -117,17 +116,15 @@ class Server:
             sys.stderr.write(json.dumps(line) + "\n")
 
     async def _answer(self, request: Request) -> Response:
-        body, path = await self._receive(request), request.url.path
+        body, path = await self._receive(request), request.scope["path"]
         large = len(body) > _SMALL
         ones, places = await self._read(partial(read_body, body, self._schemas[path]), large)
-        if not self.batcher.has_room(len(ones)):  # others came while the body arrived
-            raise self._reject()
         read = partial(self._reader.read_query, path)
         queries = await self._read(
             lambda: [read(one, place) for one, place in zip(ones, places)],
             large or self._reader.must_load(ones),
         )
-        if not self.batcher.has_room(len(queries)):
+        if not self.batcher.has_room(len(queries)):  # others came while the body arrived
             raise self._reject()
         found = await self.batcher.answer(queries)
         answers = [self._reader.answer(query, one) for query, one in zip(queries, found)]
@@ -176,7 +173,7 @@ class Server:
             self._arriving -= 1
 
     async def _list(self, request: Request) -> Response:
-        kind, text = request.url.path[1:], request.query_params.get("q", "")[:100]
+        kind, text = request.scope["path"][1:], request.query_params.get("q", "")[:100]
         find = self._reader.find_items if kind == "items" else self._reader.find_users
         return JSONResponse({kind: await self._read(lambda: find(text, _SUGGESTIONS), True)})
 

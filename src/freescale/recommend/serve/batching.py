@@ -1,9 +1,8 @@
-"""One thread that owns the model, and the bounded queue before it."""
+"""One thread that sends batches to the model, and the bounded queue before it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +10,8 @@ from threading import Condition, Thread
 from typing import Any
 
 from freescale.config import ServeConfig
+
+Compute = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Job:
@@ -33,7 +34,7 @@ class Batcher:
 
     def __init__(
         self,
-        compute: Callable[[Sequence[Any]], Sequence[Any]],
+        compute: Compute,
         config: ServeConfig,
         note_batch: Callable[[int], None],
     ) -> None:
@@ -94,7 +95,6 @@ class Batcher:
         except Exception as error:
             if len(jobs) > 1:  # the others get their answers
                 return [answer for job in jobs for answer in self._answer([job])]
-            logging.getLogger("freescale.serve").exception("a request failed")
             return [error]
 
     def _deliver(self, jobs: Sequence[Job], answers: Sequence[Any]) -> None:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
 import torch
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from freescale.config import ServeConfig
 from freescale.pipeline.process_memory import freeze_objects
-from freescale.recommend.inputs import Past
-from freescale.recommend.recommender import Recommender, load
+from freescale.recommend.recommender import load
 from freescale.recommend.serve.app import Server
-from freescale.recommend.serve.queries import Query, compute
+from freescale.recommend.serve.model_process import ModelProcess
 
 _MOST_HEAD = 1 << 16  # bytes of a request before its body
 _LEAVING = 30  # seconds for connections to end
-_SWITCH = 0.0002  # seconds: the event loop waits no longer for the thread of the model
+_IDLE = 75  # seconds for the next request of a connection: above the usual 60 of a proxy
 
 
 def open_socket(config: ServeConfig) -> socket.socket:
@@ -44,17 +40,16 @@ def run(
     folder: Path, config: ServeConfig, listener: socket.socket, announce: Callable[[str], None]
 ) -> None:
     """Serves until SIGTERM or SIGINT, then answers what is queued."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // 2))
-    sys.setswitchinterval(_SWITCH)
-    recommender = load(folder, device, checkpoint=config.checkpoint, data=config.data)
-    _warm_up(recommender)
-    server = Server(recommender, config)
+    torch.set_num_threads(1)  # the model has a process of its own
+    recommender = load(folder, checkpoint=config.checkpoint, data=config.data)
+    model = ModelProcess(recommender, config, listener)
+    if recommender.loaded.histories is not None:
+        _ = recommender.known_users.samples
+    server = Server(recommender, config, model.compute)
     settings = uvicorn.Config(
         server, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
         log_level="error", server_header=False, timeout_graceful_shutdown=_LEAVING,
+        timeout_keep_alive=_IDLE,
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -62,22 +57,7 @@ def run(
     with freeze_objects():  # else a full collection delays requests by 100 ms and more
         _Uvicorn(settings, server).run([listener])
     server.close()
-
-
-def _warm_up(recommender: Recommender) -> None:
-    """Answers queries, which compiles and reads what all need."""
-    items, empty, zeros = recommender.items, recommender.read([[]]), np.zeros(2, np.int64)
-    actions, features = empty.past.actions, empty.past.features
-    actions = None if actions is None else zeros
-    features = None if features is None else features.new_zeros(2, features.shape[1])
-    first = items.find(items.restore(items.listed[:1]))
-    past = Past(zeros[:1] + 2, first.repeat(2), zeros, actions, features)
-    queries = [Query(replace(empty, past=past), wanted=first)]
-    if recommender.config.model.task == "retrieval":
-        queries += [Query(queries[0].requests, k=1), Query(empty, k=1)]
-    compute(recommender, queries)
-    if recommender.loaded.histories is not None:
-        _ = recommender.known_users.samples
+    model.close()
 
 
 class _Uvicorn(uvicorn.Server):
