@@ -387,3 +387,19 @@ def test_the_page(server, tmp_path, dark):
         wait_for(lambda: "no events" in window.run(status))
         assert [line for line in window.log() if "404" not in line] == []
         window.picture(tmp_path / "page.png")
+
+
+def test_approximate_search(run, tmp_path):
+    """With the index of an export; without one the server does not start."""
+    done = freescale("serve", run, "--port", 0, "--approximate")
+    assert done.returncode == 1 and "has no index for approximate search" in done.stderr
+    done = freescale("export", run, "--out", tmp_path / "out", "--index", "--min-recall", 0.5)
+    assert done.returncode == 0, done.stderr
+    found = library.load(tmp_path / "out")
+    history = [["s01", 1_700_000_000], ["s02", 1_700_000_100]]
+    near = found.recommend([[tuple(event) for event in history]], k=5, approximate=True)
+    with serving(tmp_path / "out", "--approximate") as server:
+        items = server.post("/recommend", history=history, k=5)["items"]
+        assert [item["id"] for item in items] == near.items[0]
+        some = server.post("/recommend", history=history, candidates=["s03"])["items"]
+        assert [item["id"] for item in some] == ["s03"]

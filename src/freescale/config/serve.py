@@ -46,6 +46,7 @@ class ServeConfig(Checked):
         None, "last, best or a step (default: the best of a run with --keep best, else the last)",
         _MODEL,
     )  # fmt: skip
+    approximate: bool = option(False, "search the index of an export instead of all items", _MODEL)
     device: str = option("auto", "of the model", _MODEL, choices=("auto", "cpu", "cuda"))
     threads: int | None = option(
         None, "cores for the model (default: half of them; the others read requests)", _MODEL,

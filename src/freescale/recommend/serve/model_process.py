@@ -101,7 +101,7 @@ def _serve(
     with freeze_objects():  # else a full collection takes 100 ms and more
         while queries:
             try:
-                found = compute(recommender, queries)
+                found = compute(recommender, queries, config.approximate)
             except Exception as error:
                 logging.getLogger("freescale.serve").exception("a request failed")
                 found = RuntimeError(str(error))

@@ -199,7 +199,9 @@ def _refuse_far(times: NDArray[np.int64] | None, field: str) -> None:
 
 
 @torch.no_grad()
-def compute(recommender: Recommender, queries: Sequence[Query]) -> list[Any]:
+def compute(
+    recommender: Recommender, queries: Sequence[Query], approximate: bool = False
+) -> list[Any]:
     """Answers queries together: (rows, scores) of the best items, or scores of the wanted."""
     groups: dict[object, list[int]] = {}
     found: list[Any] = [None] * len(queries)
@@ -218,8 +220,9 @@ def compute(recommender: Recommender, queries: Sequence[Query]) -> list[Any]:
             k = max(one.k for one in ones)  # the first of more are the best of fewer
             exclude = np.array([one.exclude_seen for one in ones])
             offered = ones[0].offered
+            near = approximate and offered is None
             answers = zip(
-                *recommender.recommend_requests(requests, k, exclude, offered, queries=part)
+                *recommender.recommend_requests(requests, k, exclude, offered, near, queries=part)
             )
         else:
             times = [one.at for one in ones if one.at is not None]

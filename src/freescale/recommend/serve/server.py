@@ -42,6 +42,8 @@ def run(
     """Serves until SIGTERM or SIGINT, then answers what is queued."""
     torch.set_num_threads(1)  # the model has a process of its own
     recommender = load(folder, checkpoint=config.checkpoint, data=config.data)
+    if config.approximate:
+        _ = recommender.index.about  # or it says what is missing
     model = ModelProcess(recommender, config, listener)
     if recommender.loaded.histories is not None:
         _ = recommender.known_users.samples
