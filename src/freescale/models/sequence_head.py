@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -165,7 +165,12 @@ class SequenceHead(nn.Module):
         return self.encoder
 
     def _encode(
-        self, batch: SequenceBatch, *inputs: Any, memory: Memory | None = None, **options: Any
+        self,
+        batch: SequenceBatch,
+        *inputs: Any,
+        memory: Memory | None = None,
+        by: Callable[..., Tensor] | None = None,
+        **options: Any,
     ) -> Tensor:
         users = self._embed_users(batch)
         if users is not None:
@@ -173,7 +178,7 @@ class SequenceHead(nn.Module):
         if memory is not None:
             options["memory"] = memory
             self._require_segments()
-        outputs: Tensor = self.encoder(*inputs, **options)
+        outputs: Tensor = (by or self.encoder)(*inputs, **options)
         return outputs
 
 

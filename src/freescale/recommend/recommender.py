@@ -248,7 +248,7 @@ class Recommender:
         self._require("retrieval", "encode")
         parts = [
             self.module.encode_queries(
-                make_batch(requests, first, last, self.max_length).to(self.device)
+                make_batch(requests, first, last, self.max_length).to(self.device), last_alone=True
             )
             for first, last in split_requests(requests, self.max_length, self.device)
         ]
