@@ -16,14 +16,15 @@ _UNSUPPORTED = {
 }
 
 
-def lock(descriptor: int, wait: bool = True) -> bool:
-    """Locks an open file or folder until it is closed.
+def lock(descriptor: int, wait: bool = True, shared: bool = False) -> bool:
+    """Locks an open file or folder until it is closed. Several processes may hold a `shared` lock.
 
     Returns False on file systems without locks. Raises BlockingIOError if another process holds the
     lock and `wait` is False.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import GroupedCommand, grouped_option
-from freescale.cli.options import PATH, add_settings, format_arguments
+from freescale.cli.options import PATH, add_settings, format_arguments, select_given
 from freescale.cli.progress import prepare_data
 from freescale.cli.runs import DISTRIBUTION, add_nproc, add_port, read_config, refuse_missing_data
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -48,6 +49,35 @@ _OTHER_NAMES = {
     other_names={name: own for own, names in _OTHER_NAMES.items() for name in names.split()},
 )
 @add_settings(DataConfig, ModelConfig, TrainConfig)
+@grouped_option(
+    "--from",
+    "origin",
+    heading="Data",
+    common=True,
+    type=PATH,
+    metavar="RUN",
+    help="continue a finished run on newer data, in a run of its own: --data has the events of RUN "
+    "and those after them, which alone are trained on",
+)
+@grouped_option(
+    "--since",
+    heading="Data",
+    type=int,
+    help="with --from: train on events later than this timestamp  [default: the last one that RUN "
+    "was trained on]",
+)
+@grouped_option(
+    "--all-events",
+    heading="Data",
+    is_flag=True,
+    default=None,
+    help="with --from: train on all events again, not only on the new ones",
+)
+@grouped_option(
+    "--checkpoint",
+    heading="Data",
+    help="with --from: begin with `last`, `best` or a step  [default: the best if RUN keeps it]",
+)
 @add_nproc
 @grouped_option(
     "--folder",
@@ -87,6 +117,10 @@ def train(
     resume: str | None,
     restarts: int,
     port: int | None,
+    origin: Path | None,
+    since: int | None,
+    all_events: bool | None,
+    checkpoint: str | None,
     **given: Any,
 ) -> int:
     """Train a model on your data, on one rank or many.
@@ -97,7 +131,8 @@ def train(
     """
     if given.get("recipe") == "list":
         return show_recipes()
-    return train_run(nproc, run_folder, resume, port, given, restarts)
+    update = {"from": origin, "since": since, "all_events": all_events, "checkpoint": checkpoint}
+    return train_run(nproc, run_folder, resume, port, given, restarts, update)
 
 
 def show_recipes() -> int:
@@ -116,14 +151,13 @@ def train_run(
     port: int | None,
     given: dict[str, Any],
     restarts: int = 0,
+    update: Mapping[str, Any] | None = None,
 ) -> int:
     """Trains as one rank, or starts `nproc` ranks. The arguments are the options of `train`;
-    `given` are its settings. Returns the exit status."""
-    base = _read_base(run_folder, resume)
-    if base is not None and given.get("data") is None:
-        assert run_folder is not None
-        refuse_missing_data(base, run_folder)
-    config = RunConfig.from_settings(given, base)
+    `given` are its settings, `update` those of --from and what goes with it. Returns the exit
+    status."""
+    update = select_given(update or {})
+    config = _make_config(run_folder, resume, given, update)
     launches = not is_rank() and (nproc > 1 or restarts)
     server = None if launches else start_early(config)  # it imports torch in parallel with us
     if not is_rank():
@@ -131,17 +165,45 @@ def train_run(
             _refuse_missing_gpus(config.train.device, nproc)
         prepare_data(config)
         if restarts or (nproc > 1 and config.train.snapshot_every):
+            given = {**given, **update}
             return _launch_with_restarts(nproc, run_folder, resume, port, given, restarts)
         if nproc > 1:
             from freescale.launch.ranks import launch
 
             # without a folder, rank 0 finds a name that is free
-            own = {"folder": run_folder, "resume": resume}
+            own = {"folder": run_folder, "resume": resume, **update}
             return launch(["train", *format_arguments(given | own)], nproc, port)
     follow_launcher()
     from freescale.train.commands import run_training
 
     return run_training(config, run_folder, resume, lambda: prepare_data(config), server)
+
+
+def _make_config(
+    run_folder: Path | None, resume: str | None, given: dict[str, Any], update: Mapping[str, Any]
+) -> RunConfig:
+    """The settings of a new run, of one that resumes, or of one that continues another."""
+    how = dict(update)
+    base, origin = _read_base(run_folder, resume), how.pop("from", None)
+    if origin is None and how:
+        option = next(iter(how)).replace("_", "-")
+        raise ValueError(f"--{option} needs --from: name the folder of the run to continue")
+    if base is not None and origin is not None and resume != "auto":
+        raise ValueError(
+            f"--from with --resume {resume}: the run in {run_folder} knows what it continues; "
+            "leave --from out"
+        )
+    source = run_folder if base is not None else origin
+    before = base or (read_config(origin) if origin is not None else None)
+    if before is None or source is None:
+        return RunConfig.from_settings(given)
+    if given.get("data") is None:
+        refuse_missing_data(before, source)
+    if base is not None:
+        return RunConfig.from_settings(given, base)
+    from freescale.train.update import continue_run
+
+    return continue_run(source, before, given, **how)
 
 
 def _read_base(run_folder: Path | None, resume: str | None) -> RunConfig | None:

@@ -15,6 +15,7 @@ from freescale.config.features import KEPT_SCHEMA
 from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
 from freescale.config.options import split_names
+from freescale.config.origin import Origin
 from freescale.config.recipe import expand_recipe
 from freescale.config.train import TrainConfig
 
@@ -26,6 +27,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    origin: Origin | None = None  # of a run that continues another one
 
     def __post_init__(self) -> None:
         if not self.data.data:
@@ -119,6 +121,11 @@ class RunConfig:
         return {name.strip(): choice.strip() for name, choice in parts}
 
     @property
+    def known_rows(self) -> dict[str, int]:
+        """Rows that tables have at least: those of the run that this one continues."""
+        return self.origin.rows if self.origin is not None else {}
+
+    @property
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
 
@@ -170,7 +177,7 @@ class RunConfig:
             names = [entry.name for entry in fields(kind)]
             values = {name: given[name] for name in names if given.get(name) is not None}
             parts[part] = replace(getattr(base, part), **values) if base else kind(**values)
-        config = RunConfig(**parts)
+        config = RunConfig(**parts, origin=base.origin if base else None)
         # Runs from before this check still resume.
         if base is None and config.label_names and config.model.task != "ranking":
             raise ValueError(
@@ -181,15 +188,21 @@ class RunConfig:
 
     @staticmethod
     def read(folder: Path) -> RunConfig:
-        """Reads the settings of a run, with the copy of its schema that the folder keeps."""
+        """Reads the settings of a run, with the copies that the folder keeps: of its schema, and of
+        what it needs of the run that it continues."""
         config = RunConfig.from_json((folder / "config.json").read_text(encoding="utf-8"))
+        if config.origin is not None:
+            config = replace(config, origin=config.origin.find_kept(folder))
         kept = folder / KEPT_SCHEMA
         if config.data.schema is None or not kept.is_file():
             return config
         return replace(config, data=replace(config.data, schema=str(kept)))
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        parts = asdict(self)
+        if self.origin is None:
+            del parts["origin"]
+        return json.dumps(parts, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> RunConfig:
@@ -207,7 +220,8 @@ class RunConfig:
                 n: e.metadata["formerly"] for n, e in known.items() if "formerly" in e.metadata
             }
             parts[part] = kind(**former | dict(given))
-        return RunConfig(**parts)
+        origin = raw.get("origin")
+        return RunConfig(**parts, origin=None if origin is None else Origin(**origin))
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config.features import SOURCES
+from freescale.config.origin import Origin
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import COMMUNICATION_LANE, rename_lane
 
@@ -102,6 +103,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
             "what carried each transfer of the timeline, and for which lane (older version)"
         )
     notes = _describe_other_ranks(ledger)
+    if (origin := config.get("origin")) is not None:
+        notes.insert(0, f"The run {Origin(**origin).describe()}.")
     name = name or folder.resolve().name
     features = _read_features(folder / "features" / "features.json")
     return Run(name, config, ledger, steps, metrics, events, features, missing, notes)

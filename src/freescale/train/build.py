@@ -23,7 +23,7 @@ from freescale.data.features.prepare import prepare_features
 from freescale.data.features.sources import list_event_columns
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.history_builder import Progress
-from freescale.data.ingest.ids import find_vocabulary
+from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
@@ -84,6 +84,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
         any_ids="item" in config.dynamic_tables,
         vocabulary=data.vocabulary,
         events=list_event_columns(data, find_cache(config)),
+        known=read_known(Path(config.origin.kept) / VOCABULARY) if config.origin else None,
     )
 
 
@@ -114,6 +115,7 @@ def load_features(
         SplitSpec(config.data.split, config.data.split_time),
         any_ids="item" in config.dynamic_tables,
         trained=statistics,
+        continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
     )
     share = config.data.id_dropout
     if share and (store is None or not store.item_rows):
@@ -150,11 +152,12 @@ def build_specs(
 ) -> dict[str, Any]:
     """The specs of `Histories` for a part of the split and its features, as keywords."""
     data, training = config.data, part == "train"
+    since = config.origin.since if config.origin is not None and training else None
     return {
         "sample": SampleSpec(
             config.model.task, config.label_names, data.max_length, data.candidates
         ),
-        "split": SplitSpec(data.split, data.split_time, part),
+        "split": SplitSpec(data.split, data.split_time, part, since),
         "negatives": NegativeSpec(
             data.negatives,
             data.negatives_per,
@@ -168,6 +171,7 @@ def build_specs(
             shuffle=data.shuffle and training,
             epochs=config.train.epochs if training else 1,
             num_items=features.num_items if features and not features.any_ids else data.num_items,
+            least_items=config.known_rows.get("item", 0),
             any_ids="item" in config.dynamic_tables,
         ),
     }
@@ -280,7 +284,8 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     tables = None
     if data.features is not None:
         tables = replace(size_tables(data.features), vectors=data.features.load_vectors())
-    module = build_module(config, max(1, data.num_items), data.num_actions, tables)
+    actions = max(data.num_actions, config.known_rows.get("action", 0))
+    module = build_module(config, max(1, data.num_items), actions, tables)
     return parallelize(
         module,
         module.features,  # type: ignore[arg-type]

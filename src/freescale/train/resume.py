@@ -22,7 +22,7 @@ def begin_or_resume(run: Run, checkpoint: str) -> None:
     if run.folder.resume:
         _load(run, checkpoint)
     else:
-        state.model.tables.place(state.position.data.batch(0))
+        _begin(run)
     # without a step: the run folder has been checked for other runs
     state.checkpoints.check(state.model, state.optimizer, step=None)
 
@@ -31,6 +31,15 @@ def has_snapshot(snapshots: Snapshots | None, run: str) -> bool:
     """Whether a snapshot of a run, complete for all ranks, is in memory. A collective."""
     found = snapshots.find(run) if snapshots is not None else None
     return found is not None and found.choose() is not None
+
+
+def _begin(run: Run) -> None:
+    """Places the tables, and loads the model of the run that this one continues, if any."""
+    state, origin = run.state, run.config.origin
+    if not state.model.tables.placed:
+        state.model.tables.place(state.position.data.batch(0))
+    if origin is not None:
+        state.begin_from(origin)
 
 
 def _load(run: Run, checkpoint: str) -> None:
@@ -43,8 +52,7 @@ def _load(run: Run, checkpoint: str) -> None:
     if found is not None and _load_snapshot(run, found):
         return
     if checkpoint == "last" and not state.checkpoints.last_step():  # it has only had snapshots
-        if not state.model.tables.placed:
-            state.model.tables.place(state.position.data.batch(0))
+        _begin(run)
         state.notes.append("begun anew: the run has no checkpoint")
     else:
         state.load(checkpoint)

@@ -45,7 +45,7 @@ LOCK = ".lock"
 # The files of a run other than its checkpoints.
 _WRITTEN = (
     *("config.json", "metrics.jsonl", "ledger.jsonl", "ledger.json", "trace.json.gz"),
-    *("tensorboard", "vocabulary.parquet", "features"),
+    *("tensorboard", "vocabulary.parquet", "features", "origin"),
 )
 
 

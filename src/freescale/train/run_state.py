@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from freescale.config.origin import Origin
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.train.position import Position
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.contents import Contents
-from freescale.train.state.intact import Intact, find_best_step
+from freescale.train.state.disk import CheckpointFolder
+from freescale.train.state.intact import Intact, find_best_step, verify_checkpoint
+from freescale.train.state.restore import load_checkpoint
 
 
 @dataclass
@@ -57,6 +60,8 @@ class RunState:
             "pipeline": position.pipeline.state_dict(),
             "data": position.data.state_dict(position.number + 1),
         }
+        if position.data.last_time is not None:
+            progress["trained_until"] = position.data.last_time
         if position.skipped:
             progress["skipped"] = position.skipped
         if position.best is not None:
@@ -87,6 +92,17 @@ class RunState:
             )
         self.notes.append(note)
         return step
+
+    def begin_from(self, origin: Origin) -> None:
+        """Loads the model of the run that this one continues: tables, dense weights and their
+        optimizer's state. ValueError if its checkpoint is gone or another one."""
+        transport = self.model.transport
+        path = CheckpointFolder(Path(origin.run) / "checkpoints").path(origin.step)
+        found = verify_checkpoint(path, transport)
+        if found.checksum != origin.checksum:
+            raise ValueError(f"{path} has changed since this run was begun: begin another one")
+        load_checkpoint(found, self.model, self.optimizer, None, continues=False)
+        self.notes.append(origin.describe())
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:
         """Moves the run to the position of `describe`."""

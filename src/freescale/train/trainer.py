@@ -39,6 +39,7 @@ from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.finite_check import NotFinite
 from freescale.train.state.snapshots import Snapshots
 from freescale.train.training_loop import TrainingLoop, read_batches
+from freescale.train.update import check_new_data, keep_origin
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
 from freescale.transport.signs_of_life import name_silent_ranks
@@ -104,6 +105,7 @@ class Trainer:
     def _build(self, callbacks: Sequence[Callback], worker_server: WorkerServer | None) -> Run:
         config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self.histories, transport)
+        check_new_data(config, self.data)
         # config.json stores the automatic choices: a resumed run repeats them
         self.config = config = adopt_choices(config, self.data.negatives)
         total = count_steps(self.data, settings.steps)
@@ -274,16 +276,20 @@ class Trainer:
         if self.run_folder.resume:
             self.run_folder.forget_snapshots()
             give_up_later(self._run)
-        features, copy = self.data.features, None
-        if features is not None:
-            copy = partial(features.copy_statistics, schema=self.config.data.schema)
-        vocabulary = find_run_vocabulary(self.histories, features)
-        self.run_folder.open(self.config.to_json(), vocabulary, copy)
+        vocabulary = find_run_vocabulary(self.histories, self.data.features)
+        self.run_folder.open(self.config.to_json(), vocabulary, self._copy_statistics)
         self.run_folder.log_restarts(self.step)
         self.checkpoints.folder = self.folder / "checkpoints"
         if self.snapshots is not None:
             assert self.run_folder.run_id is not None
             self.snapshots.open(self.run_folder.run_id, self.step)
+
+    def _copy_statistics(self, folder: Path) -> None:
+        """What the run's folder keeps of its data, and of the run that it continues."""
+        if self.data.features is not None:
+            self.data.features.copy_statistics(folder, schema=self.config.data.schema)
+        if self.config.origin is not None:
+            keep_origin(self.config.origin, folder)
 
     def _train(self, signals: StopSignals) -> dict[str, Any]:
         loop, last = self._open(signals), None

@@ -22,12 +22,18 @@ class EpochOrder:
 
     A reader that holds one window reads every row group once per epoch. Memory: O(row groups) and
     two windows.
+
+    Args:
+        starts: [groups + 1]: first sample of each row group.
+        read: seed, and how much is shuffled together.
+        chosen: [n] the samples that an epoch visits, ascending. None: all.
     """
 
-    def __init__(self, starts: Tensor, read: ReadSpec):
-        self.starts = starts  # [groups + 1]: first sample of each row group
+    def __init__(self, starts: Tensor, read: ReadSpec, chosen: Tensor | None = None):
+        self.starts, self._chosen = starts, chosen
+        self._firsts = starts if chosen is None else torch.searchsorted(chosen, starts)
         self.seed, self.shuffle, self.window = read.seed, read.shuffle, read.shuffle_groups
-        self._sizes = starts[1:] - starts[:-1]
+        self._sizes = self._firsts[1:] - self._firsts[:-1]
         self.groups = lru_cache(2)(self._groups)
         self._shuffled_window = lru_cache(2)(self._shuffle_window)
         self._edges = lru_cache(2)(self._find_edges)
@@ -41,8 +47,11 @@ class EpochOrder:
 
     def _shuffle_window(self, epoch: int, number: int) -> Tensor:
         groups = self.groups(epoch)[number * self.window : (number + 1) * self.window]
-        samples = concat_ranges(self.starts[groups], self._sizes[groups])
+        samples = self._list_chosen(concat_ranges(self._firsts[groups], self._sizes[groups]))
         return samples[torch.argsort(derive(self.seed, _ROWS, epoch, samples), stable=True)]
+
+    def _list_chosen(self, places: Tensor) -> Tensor:
+        return places if self._chosen is None else self._chosen[places]
 
     def _find_edges(self, epoch: int) -> list[int]:
         """[windows + 1]: positions of the epoch at which its windows begin; the last one's end."""
@@ -52,7 +61,7 @@ class EpochOrder:
     def samples(self, epoch: int, first: int, last: int) -> Tensor:
         """Sample indices at positions [first, last) of the epoch; to be read only."""
         if not self.shuffle:
-            return torch.arange(first, last)
+            return self._list_chosen(torch.arange(first, last))
         edges = self._edges(epoch)
         low = bisect_right(edges, first) - 1
         parts = []

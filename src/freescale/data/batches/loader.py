@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ from freescale.data.batches.specs import (
     SampleSpec,
     SplitSpec,
 )
-from freescale.data.batches.windows import WindowReader, list_ranges
+from freescale.data.batches.windows import (
+    WindowReader,
+    find_last_time,
+    find_new_samples,
+    list_ranges,
+)
 from freescale.data.histories import HistoriesFile
 from freescale.data.labels import check_labels
 from freescale.random import derive
@@ -51,7 +57,9 @@ class Histories(GlobalBatches):
 
     where c is the number of events before the split time.
 
-    A sample without history or target stays in its place, with empty sequences and weight 0.
+    A sample without history or target stays in its place, with empty sequences and weight 0. With
+    `SplitSpec.since`, users without a later event are not visited, and `target_weights` of
+    retrieval leave the earlier targets out.
 
     | task, part       | sequences                               | other columns                  |
     |------------------|-----------------------------------------|--------------------------------|
@@ -115,6 +123,7 @@ class Histories(GlobalBatches):
         self.features = features
         self.sample, self.split = sample or SampleSpec(), split or SplitSpec()
         self.file = HistoriesFile(path, self.read.num_items, self.read.any_ids)
+        self.file.num_items = max(self.file.num_items, self.read.least_items)
         self._is_ranking = self.sample.task == "ranking"
         self._has_negatives = self.split.part == "train" and not self._is_ranking
         self.negatives = resolve_negatives(
@@ -128,11 +137,15 @@ class Histories(GlobalBatches):
         present = self.file.columns
         self._columns = ("item_id", "timestamp", *(["action"] if "action" in present else []))
         self._event_columns = () if features is None else features.event_columns
+        # samples of an epoch; None: all
+        self._chosen: Tensor | None = None
+        if self.split.since is not None:
+            self._chosen = torch.from_numpy(find_new_samples(self.file, self.split))
         self._open_reader()
         self._seek(self.read.start)
 
     def _open_reader(self) -> None:
-        self._order = EpochOrder(torch.from_numpy(self.file.starts), self.read)
+        self._order = EpochOrder(torch.from_numpy(self.file.starts), self.read, self._chosen)
         labels = self.sample.tasks if self._is_ranking else ()
         is_long = self._is_ranking and self.split.part != "validation"
         self._reader = WindowReader(
@@ -185,11 +198,17 @@ class Histories(GlobalBatches):
 
     @property
     def num_samples(self) -> int:
-        return self.file.num_samples
+        return self.file.num_samples if self._chosen is None else len(self._chosen)
+
+    @cached_property
+    def last_time(self) -> int | None:
+        """The time of the last event that is trained on; None without any."""
+        return find_last_time(self.file, replace(self.split, part="train"))
 
     @property
     def fingerprints(self) -> dict[str, str]:
         found = {"fingerprint": self.file.fingerprint}
+        found |= {} if self.split.since is None else {"since": str(self.split.since)}
         return found | ({} if self.features is None else {"features": self.features.fingerprint})
 
     def batch(self, number: int) -> SequenceBatch:
@@ -239,6 +258,10 @@ class Histories(GlobalBatches):
             following = torch.from_numpy(items[events + 1])
             sequences["targets"] = Jagged(following[: len(before)], own_history)
             weights = {"next_item": own_history.to(torch.float32)}
+            if self.split.since is not None:
+                late = torch.from_numpy(columns["timestamp"][before + 1] > self.split.since)
+                sequences["target_weights"] = Jagged(late.to(torch.float32), own_history)
+                weights["next_item"] = _sum_samples(late, own_history)
             if has_context:  # the context of the event that a position predicts
                 sequences["context_features"] = Jagged(describe(before + 1, True), own_history)
             targets = Jagged(following, torch.from_numpy(history))
@@ -326,6 +349,14 @@ def join_items(
         dense=extend(batch.dense),
         shared=extend(batch.shared),
     )
+
+
+def _sum_samples(values: Tensor, lengths: Tensor) -> Tensor:
+    """Values [tokens] of samples of these lengths [n] -> their sums [n] float32, exact for
+    counts."""
+    sums = np.append(0, np.cumsum(values.numpy()))
+    ends = np.cumsum(lengths.numpy())
+    return torch.from_numpy((sums[ends] - sums[ends - lengths.numpy()]).astype(np.float32))
 
 
 def _measure_span(times: Jagged) -> Jagged:

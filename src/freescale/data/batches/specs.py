@@ -53,15 +53,20 @@ class SplitSpec:
         kind: `leave-one-out`, `time` or `none`.
         time: With kind `time`: events at or after it, in the file's unit, are held out.
         part: `train`, `validation` or `test`.
+        since: Of the train part, only events later than this are targets or candidates, in the
+            file's unit. None: all.
     """
 
     kind: str = DataConfig.split
     time: int | None = DataConfig.split_time
     part: str = "train"
+    since: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("part", self.part, PARTS)
         _check_choice("split", self.kind, SPLITS)
+        if self.since is not None and self.part != "train":
+            raise ValueError(f"since is for the part 'train', and the part is {self.part!r}")
         if self.kind == "none" and self.part != "train":
             raise ValueError(
                 f"part {self.part!r} with split 'none': nothing is held out; choose "
@@ -120,6 +125,7 @@ class ReadSpec:
         epochs: Epochs of the run.
         start: First batch to yield, counted over the run.
         num_items: Rows of the item table; by default the largest id plus 1.
+        least_items: The table has as many, also if no id is as large.
         any_ids: Items are arbitrary 64-bit ids of a dynamic table. All negatives come from the
             batch, and the table itself counts what log-q needs.
     """
@@ -131,6 +137,7 @@ class ReadSpec:
     epochs: int = 1
     start: int = 0
     num_items: int | None = DataConfig.num_items
+    least_items: int = 0
     any_ids: bool = False
 
     def __post_init__(self) -> None:

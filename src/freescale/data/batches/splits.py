@@ -41,6 +41,17 @@ def find_ends(split: SplitSpec, group: RowGroup, part: str) -> NDArray[Any]:
     return np.asarray(np.maximum(cut - (part == "train"), start))
 
 
+def count_new(split: SplitSpec, group: RowGroup) -> NDArray[Any]:
+    """[users]: how many events at the end of the train part are later than `split.since`, and have
+    an event before them."""
+    start, ends = group.offsets[:-1], find_ends(split, group, "train")
+    behind: NDArray[np.int64] = np.maximum(ends - start - 1, 0)
+    if split.since is None:
+        return behind
+    later = np.concatenate([[0], np.cumsum(group.values["timestamp"] > split.since)])
+    return np.asarray(np.minimum(later[ends] - later[start], behind))
+
+
 def find_later(split: SplitSpec, group: RowGroup, most: int) -> NDArray[Any]:
     """[users]: how many events follow the first target of the test part, at most `most`. Only a
     split by time has any, and only if there is a history before the target."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from freescale.data.batches.epoch_order import EpochOrder
 from freescale.data.batches.specs import ReadSpec, SplitSpec
-from freescale.data.batches.splits import Window, find_ends, find_later, find_window
+from freescale.data.batches.splits import Window, count_new, find_ends, find_later, find_window
 from freescale.data.histories import HistoriesFile, RowGroup
 
 # Events by column, one sample after another; [n]: how many each sample has; [n]: how many of these,
@@ -102,6 +102,8 @@ class WindowReader:
             if self._split.part == "test":
                 later = find_later(self._split, group, self._tail - 1)
                 ends, tails = ends + later, later + 1
+            elif self._split.since is not None:
+                tails = np.minimum(tails, count_new(self._split, group))
             self._windows[number] = find_window(group.offsets[:-1], ends, self._max_length, tails)
         begin, end, tail = self._windows[number]
         return Window(begin[rows], end[rows], tail[rows])
@@ -140,19 +142,50 @@ class WindowReader:
     def share_targets(self) -> tuple[NDArray[np.float64], float]:
         """[num_items] probability of each item to be a target, if samples are equally likely and so
         are the targets of each, and the share of samples without targets (these add up to 1). Reads
-        the whole file."""
-        shares, empty = np.zeros(self._file.num_items), 0
+        the whole file. Samples that no epoch visits do not count."""
+        shares, empty, samples = np.zeros(self._file.num_items), 0, 0
         for number in range(self._file.num_groups):
             group = self._file.read(number, ("item_id", "timestamp"))
             ends = find_ends(self._split, group, "train")
             window = find_window(group.offsets[:-1], ends, self._max_length, 1)
-            lengths = window.end - window.begin - window.tail
+            visited = np.ones(len(ends), bool)
+            if self._split.since is not None:
+                visited = count_new(self._split, group) > 0
+            lengths = np.where(visited, window.end - window.begin - window.tail, 0)
+            samples += int(visited.sum())
             index = list_ranges(window.begin + 1, lengths)
             each = np.repeat(1 / np.maximum(lengths, 1), lengths)
             np.add.at(shares, group.values["item_id"][index], each)
-            empty += int(np.count_nonzero(lengths == 0))
-        samples = max(1, self._file.num_samples)
-        return shares / samples, empty / samples
+            empty += int(np.count_nonzero(visited & (lengths == 0)))
+        return shares / max(1, samples), empty / max(1, samples)
+
+
+def find_new_samples(file: HistoriesFile, split: SplitSpec) -> NDArray[np.int64]:
+    """[n]: samples with events to train on after `split.since`, ascending. Row groups that end
+    before it are not read."""
+    found = [np.zeros(0, np.int64)]
+    for number in range(file.num_groups):
+        extremes = file.read_extremes(number, "timestamp")
+        if extremes is None or split.since is None or extremes[1] > split.since:
+            group = file.read(number, ("timestamp",))
+            found.append(file.starts[number] + np.flatnonzero(count_new(split, group)))
+    return np.concatenate(found)
+
+
+def find_last_time(file: HistoriesFile, split: SplitSpec) -> int | None:
+    """The time of the last event that is trained on; None without any. Reads few row groups: users
+    are in order of their last event."""
+    last: int | None = None
+    for number in reversed(range(file.num_groups)):
+        extremes = file.read_extremes(number, "timestamp")
+        if extremes is not None and last is not None and extremes[1] <= last:
+            continue
+        group = file.read(number, ("timestamp",))
+        ends = find_ends(split, group, "train")
+        times = group.values["timestamp"][ends[ends - group.offsets[:-1] >= 2] - 1]
+        if len(times):
+            last = int(times.max()) if last is None else max(last, int(times.max()))
+    return last
 
 
 def read_train_columns(

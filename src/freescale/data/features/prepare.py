@@ -80,6 +80,7 @@ def prepare_features(
     *,
     any_ids: bool = False,
     trained: Path | None = None,
+    continued: Path | None = None,
     progress: Progress | None = None,
 ) -> FeatureStore | None:
     """Makes the features of a run, or finds them in the cache. One process of a machine makes them.
@@ -92,6 +93,8 @@ def prepare_features(
         any_ids: items are arbitrary ids of a dynamic table.
         trained: the statistics of a run (`FeatureStore.copy_statistics`), which count for any data.
             None fits them to this one.
+        continued: the statistics of the run that this one continues, which stay, but for how much
+            the items' own rows count: that follows the events, and never falls.
         progress: called with a stage and the share done.
 
     Returns:
@@ -112,13 +115,23 @@ def prepare_features(
         [asdict(each) for each in request.listed or ()], request.all_of, split.kind, split.time,
         any_ids,
     )  # fmt: skip
+    before = None
+    if continued is not None and continued.is_dir():
+        before = read_statistics(continued)
+        fingerprint = compute_digest(fingerprint, before["fingerprint"])
     known = None if trained is None else read_statistics(trained)
     if known is not None and known["fingerprint"] == fingerprint:
         known = None  # the run's own data: what is in the cache is the same
+    if known is None and before is not None:
+        known, trained = before, None
+    else:
+        continued = None
     key = compute_digest(fingerprint, str(histories.resolve()), known and known["fingerprint"])
 
     def make(folder: Path) -> None:
-        making = _Making(config, histories, file, cache, split, sources, request, known, trained)
+        making = _Making(
+            config, histories, file, cache, split, sources, request, known, trained, continued
+        )
         making.write(folder, fingerprint, report)
         for content in digests:
             content.check_unchanged()
@@ -146,8 +159,9 @@ class _Making:
         request: Request,
         known: Mapping[str, Any] | None,
         trained: Path | None,
+        continued: Path | None,
     ) -> None:
-        self._trained, self._statistics = trained, known
+        self._trained, self._statistics, self._continued = trained, known, continued
         self._config, self._histories, self._file = config, histories, file
         self._cache, self._split, self._sources, self._request = cache, split, sources, request
         self._lines: list[str] = []
@@ -173,13 +187,15 @@ class _Making:
     # ---- items
 
     def _fit_items(self, out: Path, report: Progress) -> list[Fitted]:
-        self._num_items = self._file.num_items
+        before = 0 if self._continued is None else int((self._statistics or {})["num_items"])
+        self._num_items = max(self._file.num_items, before)
         source = self._sources.attributes.get("item")
         if source is None:
             return []
         declared, read = self._open(source, report)
         values = self._read_ids(source, read)
-        ids, self._num_items, vocabulary = number_items(source, values, self._file)
+        ids, count, vocabulary = number_items(source, values, self._file)
+        self._num_items = max(self._num_items, count)
         refuse_repeated(source, values, ids)
         del values
         if vocabulary is not None:
@@ -324,11 +340,16 @@ class _Making:
         return chosen, ""
 
     def _write_weights(self, out: Path, events: NDArray[np.int64]) -> None:
-        """[items]: how much an item's own row counts. For other data than the run's: as there."""
+        """[items]: how much an item's own row counts. For other data than the run's: as there; in a
+        run that continues another one: no less than there."""
         if self._statistics is not None and self._trained is not None:
             copyfile(self._trained / WEIGHTS, out / WEIGHTS)
         else:
-            np.save(out / WEIGHTS, (events / (events + _EVENTS)).astype(np.float32))
+            weights = (events / (events + _EVENTS)).astype(np.float32)
+            if self._continued is not None and (self._continued / WEIGHTS).is_file():
+                before = np.load(self._continued / WEIGHTS)
+                np.maximum(weights[: len(before)], before, out=weights[: len(before)])
+            np.save(out / WEIGHTS, weights)
 
     # ---- events
 

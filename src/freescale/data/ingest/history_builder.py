@@ -161,6 +161,7 @@ def build_histories(
             events += batch.num_rows
             report("read", interactions.fraction)
             yield batch
+        interactions.refuse_unknown()
         bounded = num_items is not None or interactions.hashed is not None
         if not bounded and is_huge(largest, events):
             reading = interactions.reading.code("item_id", f"integers up to {largest:,}")
@@ -191,6 +192,7 @@ def build_histories(
             f"{interactions.files[0]}: no user has 2 or more events ({dropped} users "
             "with one); give a longer log"
         )
+    largest = max(largest, len(interactions.vocabulary.columns.get("item_id", ())) - 1)
     order = np.unique(np.concatenate(samples), axis=0)  # [samples, 2]: (last timestamp, user)
     schema, hashed = _read_schema(unordered), interactions.hashed
     path = folder / "histories.parquet"

@@ -118,11 +118,19 @@ def is_huge(largest: int, events: int) -> bool:
     return largest >= _SMALL and largest >= _ROWS_PER_EVENT * events
 
 
-class Vocabulary:
-    """Codes of the ids of each coded column."""
+Known = Mapping[str, Sequence[str]]  # texts of coded columns, in the order of their numbers
 
-    def __init__(self) -> None:
-        self.columns: dict[str, dict[str, int]] = {}
+
+class Vocabulary:
+    """Codes of the ids of each coded column. Those of `known` texts stay as they are."""
+
+    def __init__(self, known: Known | None = None) -> None:
+        self.columns: dict[str, dict[str, int]] = {
+            name: {text: number for number, text in enumerate(texts)}
+            for name, texts in (known or {}).items()
+        }
+        # known ids of each column of which none has come yet
+        self.unmet = {name: len(codes) for name, codes in self.columns.items()}
 
     def encode(self, name: str, values: pa.Array) -> pa.Array:
         """Replaces ids by codes. The loop is over the distinct ids of the block, not its events."""
@@ -134,6 +142,8 @@ class Vocabulary:
             [codes.setdefault(text, len(codes)) for text in encoded.dictionary.to_pylist()],
             pa.int64(),
         )
+        if name in self.unmet and len(known) and pc.min(known).as_py() < self.unmet[name]:
+            del self.unmet[name]
         return known.take(encoded.indices)
 
     def write(self, path: Path, hashed: Iterable[tuple[pa.Array, pa.Array]] = ()) -> None:
@@ -147,6 +157,17 @@ class Vocabulary:
             for name, ids, texts in chain(coded, (("item_id", *each) for each in hashed)):
                 columns = [pa.repeat(name, len(ids)), ids, texts]
                 writer.write_table(pa.table(columns, schema=schema))
+
+
+def read_known(vocabulary: Path) -> Known:
+    """The texts of a vocabulary; nothing if there is no such file."""
+    found: dict[str, list[str]] = {}
+    if vocabulary.is_file():
+        table = pq.read_table(vocabulary).sort_by("id")
+        names, texts = (table.column(name).to_pylist() for name in ("column", "text"))
+        for name, text in zip(names, texts, strict=True):
+            found.setdefault(name, []).append(text)
+    return found
 
 
 def find_vocabulary(histories: Path) -> Path | None:

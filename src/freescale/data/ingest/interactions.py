@@ -37,6 +37,7 @@ from freescale.data.feature_values import read_keys, read_numbers
 from freescale.data.ingest.column_names import require_column
 from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import (
+    Known,
     NotIntegers,
     ReadDifferently,
     Reading,
@@ -108,10 +109,12 @@ class Interactions(Iterator[pa.RecordBatch]):
         any_ids: bool = False,
         vocabulary: bool = True,
         events: Sequence[str] = (),
+        known: Known | None = None,
     ):
         """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed texts.
         `events`: features to keep, as `category.COLUMN` (numbered in order of appearance, -1 if
-        missing) or `number.COLUMN` (NaN if missing)."""
+        missing) or `number.COLUMN` (NaN if missing). `known`: texts of ids that keep their numbers;
+        ids of other columns are integers."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = [file for file in files if not is_empty(file)]
@@ -133,12 +136,19 @@ class Interactions(Iterator[pa.RecordBatch]):
             for column in self.features.values():
                 fix = "add it to all files, or leave the feature out"
                 require_column(file, column, layout.names, ", a feature,", fix)
-        self.restart(Reading())
+        self._known = None if known is None else dict(known)
+        if any_ids and self._known:
+            self._known.pop("item_id", None)  # texts of hashes
+        coded = {*IDS, "action"} & (self._known or {}).keys()
+        self.restart(Reading(dict.fromkeys(coded, "strings")))
 
     def restart(self, reading: Reading) -> None:
         """Reads from the beginning again, with new findings."""
         self.reading = reading
-        self.vocabulary = Vocabulary()
+        for name, reason in reading.coded.items():
+            if self._known is not None and name not in self._known:
+                raise self._refuse_ids(name, reason, "integers")
+        self.vocabulary = Vocabulary(self._known)
         self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
@@ -149,6 +159,19 @@ class Interactions(Iterator[pa.RecordBatch]):
         self._done, self._total = 0, sum(file.size for file in self.files)
         self._batches = self._read()
         self._begun = False
+
+    def refuse_unknown(self) -> None:
+        """Raises ValueError, after reading, if no id of a column is a known one."""
+        for name in self.vocabulary.unmet.keys() & self.reading.coded.keys():
+            codes = list(self.vocabulary.columns[name])
+            raise self._refuse_ids(name, f"other ids, as {codes[-1]!r}", f"ids as {codes[0]!r}")
+
+    def _refuse_ids(self, name: str, found: str, known: str) -> ValueError:
+        role = name.partition("_")[0]
+        return ValueError(
+            f"{self.files[0]}: column {self.layouts[0].roles.get(role, role)!r} holds {found}, and "
+            f"the run knows {known}: give the same ids, or train a new run"
+        )
 
     @property
     def formats(self) -> list[str]:

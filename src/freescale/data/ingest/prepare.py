@@ -14,7 +14,7 @@ from freescale.config.columns import parse_labels
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.ingest.history_builder import Progress, build_histories
-from freescale.data.ingest.ids import ReadDifferently
+from freescale.data.ingest.ids import Known, ReadDifferently
 from freescale.data.ingest.interactions import IDS, Interactions
 from freescale.data.ingest.sources import find_files
 from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, workspace
@@ -38,6 +38,7 @@ def prepare(
     any_ids: bool = False,
     vocabulary: bool = DataConfig.vocabulary,
     events: Sequence[str] = (),
+    known: Known | None = None,
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
     """Makes a histories file of interaction files, or finds it in the cache.
@@ -63,6 +64,7 @@ def prepare(
             others are hashed (`hash_ids`). The metadata says whether different ones share an id.
         vocabulary: Whether `vocabulary.parquet` has the texts of hashed item ids.
         events: Features of events to keep, as `Interactions` names them.
+        known: Texts of ids that keep their numbers, by column. Ids of other columns are integers.
         bucket_events: Events in memory at once, about.
 
     Returns:
@@ -86,9 +88,14 @@ def prepare(
             raise ValueError(
                 f"{files[0]}: a histories file, whose columns have their names; leave --columns out"
             )
+        if known:
+            raise ValueError(
+                f"{files[0]}: a histories file, whose ids are numbers, and the run knows texts of "
+                f"{', '.join(known)}; give the interactions"
+            )
         return HistoriesFile(files[0].path, num_items, any_ids).path
     interactions = Interactions(
-        files, format, columns, labels, missing, any_ids, vocabulary, events
+        files, format, columns, labels, missing, any_ids, vocabulary, events, known
     )
     paths = [file.path for file in files]
     sources = read_contents(paths, cache / "digests", lambda share: report("hash", share))
@@ -100,6 +107,7 @@ def prepare(
     about += [*([given] if given else []), *([members] if members else [])]
     about += ["any ids"] if any_ids else []
     about += [["events", *events]] if events else []
+    about += [["known", known]] if known is not None else []
 
     def make_fingerprint() -> str:
         # Earlier versions coded integers in Amazon's format: keep such runs apart.

@@ -209,20 +209,15 @@ def find_checkpoint(folder: Path, name: str | None, transport: Transport) -> Int
     Raises:
         ValueError: there is no such checkpoint, or it is damaged.
     """
+    last = None
     if name in (None, "last", "best"):
         last = last_intact(folder, transport)
         if last is None:
             raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
-        wanted = find_best_step(last.state["progress"])
-        if name == "last" or (name is None and wanted is None):
-            return last
-        if wanted is None:
-            raise ValueError(
-                f"{folder} has no best checkpoint: the run was not trained with --keep best, or "
-                "has not been evaluated yet; name `last` or a step"
-            )
-    else:
-        wanted = _parse_name(str(name))
+    wanted = choose_step(folder, name, last.state["progress"] if last is not None else {})
+    if wanted is None:
+        assert last is not None
+        return last
     files = CheckpointFolder(folder)
     steps = list_steps(files, transport)
     if wanted not in steps:
@@ -231,6 +226,22 @@ def find_checkpoint(folder: Path, name: str | None, transport: Transport) -> Int
             f"{', '.join(map(str, steps)) or 'none'}"
         )
     return verify_checkpoint(files.path(wanted), transport)
+
+
+def choose_step(folder: Path, name: str | None, progress: Mapping[str, Any]) -> int | None:
+    """The step that a name of `find_checkpoint` means; None: that of the last checkpoint, whose
+    progress this is."""
+    if name not in (None, "last", "best"):
+        return _parse_name(str(name))
+    best = find_best_step(progress)
+    if name == "last" or (name is None and best is None):
+        return None
+    if best is None:
+        raise ValueError(
+            f"{folder} has no best checkpoint: the run was not trained with --keep best, or "
+            "has not been evaluated yet; name `last` or a step"
+        )
+    return best
 
 
 def find_best_step(progress: Mapping[str, Any]) -> int | None:

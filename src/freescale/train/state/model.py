@@ -20,6 +20,7 @@ from freescale.transport.api import Transport
 from freescale.transport.process_group import ProcessGroupTransport
 
 _EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state returns
+_FIXED_TABLE = 4  # entries that describe a table; those of dynamic ones are more
 _meshes: WeakKeyDictionary[ProcessGroupTransport, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
 
@@ -83,7 +84,7 @@ def collect_shards(
 ) -> dict[str, Tensor]:
     """What virtual shards of dynamic tables hold in addition to their rows; whole, like tables."""
     return {
-        f"shards/{name}/{part}": _shard(copy(value), rules.shards, tables.transport)
+        f"shards/{name}/{part}": shard_rows(copy(value), rules.shards, tables.transport)
         for name in names
         if (rules := tables.specs[name].dynamic) is not None
         for part, value in tables.get_group(name).rows.get_shard_tensors().items()
@@ -99,11 +100,12 @@ def _make_whole(local: Tensor, name: str, tables: Tables) -> Tensor:
     spec, transport = tables.specs[name], tables.transport
     rules = spec.dynamic
     if rules is None:
-        return _shard(local, spec.rows, transport)
-    return _shard(local.view(-1, rules.shard_rows, *local.shape[1:]), rules.shards, transport)
+        return shard_rows(local, spec.rows, transport)
+    return shard_rows(local.view(-1, rules.shard_rows, *local.shape[1:]), rules.shards, transport)
 
 
-def _shard(local: Tensor, rows: int, transport: Transport) -> Tensor:
+def shard_rows(local: Tensor, rows: int, transport: Transport) -> Tensor:
+    """`shard_over_ranks`, if there are any."""
     if not isinstance(transport, ProcessGroupTransport):
         return local
     return shard_over_ranks(local, rows, transport)
@@ -195,14 +197,18 @@ def refuse_other_model(
     saved: Mapping[str, Any],
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None,
+    may_grow: bool = False,
 ) -> None:
-    """ValueError if the state `saved` is not this model's; names the first difference."""
+    """ValueError if the state `saved` is not this model's; names the first difference. `may_grow`:
+    tables of the model may have more rows."""
     state = list_state(model.module)
     here = describe_model(model, state, optimizer)
     other = f"{path} is a checkpoint of another model"
     for part, what in (("tables", "table"), ("dense", "parameter")):
         for name in sorted(name for name in {*saved[part], *here[part]} if not _is_extra(name)):
             there, now = saved[part].get(name), here[part].get(name)
+            if may_grow and there and now and part == "tables" and len(now) == _FIXED_TABLE:
+                now = [min(there[0], now[0]), *now[1:]]
             if there != now:
                 found = f"{there or 'absent'} there, {now or 'absent'} here"
                 raise ValueError(f"{other}: {what} {name!r} is {found}")

@@ -16,6 +16,7 @@ from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.contents import Span, mark_all_changed
+from freescale.train.state.grow import SmallerTable
 from freescale.train.state.intact import Intact
 from freescale.train.state.model import (
     collect_dense,
@@ -49,6 +50,7 @@ class Restore:
         model: the model, with placed tables. Deferred gradients are forgotten.
         optimizer: of its dense parameters; its settings stay. None: weights and tables only.
         reducer: of the schedule.
+        continues: whether the run goes on where it was, random state included.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Restore:
         model: ShardedModel,
         optimizer: torch.optim.Optimizer | None,
         reducer: Reducer | None,
+        continues: bool = True,
     ) -> None:
         self._state, self._model, self._optimizer = state, model, optimizer
         transport, names = model.transport, name_parameters(model)
@@ -71,6 +74,7 @@ class Restore:
         # Other ranks or devices have other random states; each rank keeps its own.
         ranks = state["ranks"]
         alike = ranks == transport.world and state["device"] == transport.device.type
+        alike = alike and continues
         self._random = collect_random(transport) if optimizer is not None and alike else {}
         self.tensors = collect_dense(list_state(model.module)) | unpacker.tensors | self._random
         self._reducer, self._carried = reducer, []
@@ -107,24 +111,39 @@ def load_checkpoint(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None,
     reducer: Reducer | None,
+    continues: bool = True,
 ) -> dict[str, Any]:
-    """As `Checkpoints.load`. A collective; returns the progress that was saved."""
+    """As `Checkpoints.load`. A collective; returns the progress that was saved.
+
+    `continues`: whether the run goes on where it was. If not, another one begins with its model,
+    whose tables may have more rows: those have their initial values.
+    """
     path, state, transport = checkpoint.path, checkpoint.state, model.transport
     if not model.tables.placed:
         model.tables.place(recorded=state["placement"])
-    refuse_other_model(path, state, model, optimizer)
+    refuse_other_model(path, state, model, optimizer, may_grow=not continues)
     reader = SafeReader(path)
     saved = run_on_all_ranks(transport, reader.list_tensors)
-    restore = Restore(state, saved, model, optimizer, reducer)
+    restore = Restore(state, saved, model, optimizer, reducer, continues)
+    smaller = [
+        SmallerTable(name, state["tables"][name][0], model.tables)
+        for name, spec in model.tables.specs.items()
+        if state["tables"][name][0] != spec.rows
+    ]
     tables = collect_tables(model.tables, model.tables.specs)
+    for table in smaller:
+        tables |= table.label_whole()
     own = restore.tensors | collect_shards(model.tables, model.tables.specs)
     mark_all_changed(model.tables)
     if checkpoint.ancestors:
         _load_tensors(SafeReader(checkpoint.base.path), tables, transport)
-        run_on_all_ranks(transport, lambda: apply_deltas(checkpoint.deltas, _list_parts(model)))
+        parts = _list_parts(model, smaller)
+        run_on_all_ranks(transport, lambda: apply_deltas(checkpoint.deltas, parts))
     else:
         own |= tables
     _load_tensors(reader, own, transport)
+    for table in smaller:
+        table.move()
     return restore.finish()
 
 
@@ -161,12 +180,14 @@ class TablePart:
     tensors: Mapping[str, Tensor]
 
 
-def _list_parts(model: ShardedModel) -> dict[str, TablePart]:
-    """This rank's part of each table."""
+def _list_parts(model: ShardedModel, smaller: Iterable[SmallerTable]) -> dict[str, TablePart]:
+    """This rank's part of each table, as it was saved."""
     parts, tables = {}, model.tables
     for name in tables.specs:
         own = tables.get_group(name).rows.get_range(name)
         parts[name] = TablePart(own.first, own.last, tables.get_local_state(name))
+    for table in smaller:
+        parts[table.name] = TablePart(table.first, table.last, table.tensors)
     return parts
 
 
