@@ -70,7 +70,7 @@ class Days:
         users, items, times = (column.to_numpy() for column in self._events.columns)
         today = np.unique(users[begin:end])
         known = np.flatnonzero(np.isin(users[:end], today))
-        rows: dict[str, list] = {"user_id": [], "item_id": [], "timestamp": []}
+        rows: dict[str, list[Any]] = {"user_id": [], "item_id": [], "timestamp": []}
         for user in today.tolist():
             own = known[users[known] == user]
             for place in np.flatnonzero(own >= begin).tolist():
