@@ -25,6 +25,8 @@ from freescale_bench.common.results import Destination, Row, at_least, at_most, 
 
 DAY, LENGTH = 86_400, 50
 MOST = 600  # targets of a day on which nothing is trained anew
+# Of an update: a night has few batches, so dense weights learn slowly, and rows faster.
+RATES = {"lr": 1e-4, "row_lr": 1e-3}
 METRICS = ("ndcg@10", "hr@10")
 LEAST_QUALITY, MOST_COST = 0.97, 0.1  # targets: of training from scratch
 
@@ -136,7 +138,7 @@ def bench_update(source: Path, setting: Setting, device: str, trial: bool, to: D
     command += f" --update-epochs {setting.update_epochs} --device {device}"
     testbed = get_gpu_name() if device == "cuda" else "cpu"
     write("update", testbed, command, rows, claims, [], to=to, data=source.name,
-          setting=asdict(setting), model=asdict(config.model), figures=figures)  # fmt: skip
+          setting=asdict(setting) | RATES, model=asdict(config.model), figures=figures)  # fmt: skip
 
 
 def follow_days(days: Days, config: RunConfig, setting: Setting, folder: Path) -> list[Row]:
@@ -157,7 +159,7 @@ def follow_days(days: Days, config: RunConfig, setting: Setting, folder: Path) -
                 anew, row["cost of anew"] = train(config, folder / f"anew-{number}")
             row["anew"] = rank(anew, targets, days.num_items)
         days.add(day)
-        given = {"epochs": setting.update_epochs}
+        given = {"epochs": setting.update_epochs, **RATES}
         night = folder / f"night-{number}"
         updated, row["cost of update"] = train(
             continue_run(before, RunConfig.read(before), given), night
