@@ -56,7 +56,7 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# The wheel, installed elsewhere, runs the demo, a training, eval, a report, an export and a simulation.
+# The wheel, installed elsewhere, runs the demo, a training, eval, a report, an export, recommendations and a simulation.
 wheel: $(READY)
 	bash .ci/wheel $(RUN)
 

@@ -15,7 +15,7 @@ from typing import Any
 from freescale_bench.common.hosts import can_open_hosts
 from freescale_bench.common.repository import find_repository
 
-_NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "repository")
+_NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "wrk", "repository")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Machine:
     mps: bool
     file: str | None  # from --file
     repository: bool = True  # the package is in a clone
+    wrk: bool = True
 
     @staticmethod
     def inspect(file: str | None) -> Machine:
@@ -65,6 +66,7 @@ class Machine:
             shutil.which("nvidia-cuda-mps-control") is not None,
             file,
             find_repository() is not None,
+            shutil.which("wrk") is not None,
         )
 
     @property
@@ -81,6 +83,7 @@ class Machine:
                 self.file is not None,
                 "needs real histories: --file online_retail_ii.parquet",
             ),
+            "wrk": (self.wrk, "sends requests: needs wrk (apt-get install wrk)"),
             "torchrec": (True, ""),  # checked during its setup
             "repository": (
                 self.repository,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from freescale.recommend import job
 from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.export import export_run
 from freescale.recommend.recommender import Recommender
+from freescale.recommend.requests import make_batch
 from freescale.transport.local import LocalTransport
 
 USERS, ITEMS, EVENTS = 60, 50, 900
@@ -415,3 +417,37 @@ def test_a_run_without_its_data(tmp_path, described):
     assert len(library.load(moved, data=where).items) == ITEMS + 3
     with pytest.raises(ValueError, match="holds no checkpoint and no export"):
         library.load(tmp_path)
+
+
+def read_snippets(page: str) -> list[str]:
+    path = Path(__file__).parents[2] / "docs" / "guide" / page
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_page_about_recommending_runs(described, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "all").symlink_to(described)
+    monkeypatch.chdir(tmp_path)
+    first, histories = read_snippets("recommend.md")
+    names = {"table": pyarrow.csv.read_csv(described.parent / "sales.csv")}
+    exec(compile(first, "recommend.md", "exec"), names)
+    assert len(names["found"].items) == 2 and names["found"].to_table().num_rows == 20
+    ordered, *rest = [line for line in histories.splitlines() if not line.startswith("#")]
+    assert len(rest) == 3
+    for line in rest:
+        assert len(eval(line, names).items[0]) == 10
+    options = ["--data", described.parent / "sales.csv", "--encoder", "sasrec"]
+    assert len(eval(ordered, {"model": library.load(train_run(tmp_path, *options))}).items) == 1
+
+
+def test_the_page_about_serving_runs(described, recommender):
+    (snippet,) = read_snippets("serve.md")
+    histories = [[(f"s{n:02d}", 1_700_000_000 + n) for n in range(5)] for _ in range(2)]
+    start, new, whole = (
+        recommender.read([events[part] for events in histories])
+        for part in (slice(4), slice(4, 5), slice(5))
+    )
+    names = {"model": recommender, "batch": make_batch(start, 0, 2, 20)}
+    names["new_events"] = make_batch(new, 0, 2, 20)
+    exec(compile(snippet, "serve.md", "exec"), names)
+    torch.testing.assert_close(names["queries"], recommender.encode_requests(whole))

@@ -73,7 +73,10 @@ class Browser:
             raise RuntimeError(json.load(error)["value"]["message"]) from error
 
     def open(self, path: Path) -> None:
-        self._ask("POST", "/url", {"url": path.absolute().as_uri()})
+        self.open_address(path.absolute().as_uri())
+
+    def open_address(self, address: str) -> None:
+        self._ask("POST", "/url", {"url": address})
         self.settle()
 
     def run(self, script: str, *arguments: Any) -> Any:

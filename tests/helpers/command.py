@@ -75,6 +75,14 @@ class Begun:
             for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         ]
 
+    def runs(self) -> bool:
+        return self._process.exitcode is None
+
+    def read_output(self, stream: int = 0) -> str:
+        """What it has written so far: to stdout, or with 1 to stderr."""
+        path = self._said[stream]
+        return path.read_text(errors="replace") if path.exists() else ""
+
     def ended(self, timeout: float = 240) -> subprocess.CompletedProcess:
         self._process.join(timeout)
         if self._process.exitcode is None:

@@ -35,7 +35,7 @@ def test_commands_stand_in_sections_in_the_order_of_use():
     assert sections == {
         "Get started": ["doctor", "demo"],
         "Train a model": ["inspect", "train", "eval", "checkpoints", "report"],
-        "Use a model": ["recommend", "export"],
+        "Use a model": ["recommend", "serve", "export"],
         "Generate, plan and measure": ["generate", "simulate", "bench"],
     }
 

@@ -106,6 +106,7 @@ def evaluate(
     help="share of the exact ten best items that --index finds, at least",
 )
 @click.option("--overwrite", is_flag=True, help="replace an export that --out holds")
+@click.option("--data", help="where the run's data is, if it has moved")
 @add_checkpoint
 @exit_cleanly
 def export(
@@ -116,14 +117,15 @@ def export(
     index: bool,
     min_recall: float,
     overwrite: bool,
+    data: str | None,
     checkpoint: str | None,
 ) -> None:
-    """Write a run's checkpoint as safetensors files.
+    """Write a run's model as a folder that describes itself.
 
-    The files are for serving, and plain torch can load them.
+    freescale.load and freescale serve need nothing else, neither the run nor its data.
 
-    Dense weights are one file; each table is its own file, with rows in the order of ids. If ids of
-    the data were renumbered, vocabulary.parquet maps ids to rows.
+    Dense weights are one safetensors file; each table is its own, with rows in the order of
+    items.parquet, which has the original ids.
 
     --for serving adds the model as a program of torch.export (encoder.pt2), vectors and ids of the
     items, serving.json, which lists the inputs, a model card, and example.py, which scores a
@@ -136,7 +138,7 @@ def export(
         raise ValueError(f"--aot {aot} is of --for serving: add it, or leave --aot out")
     least = min_recall if index else None
     for path in export_run(
-        run_folder, out, checkpoint, overwrite, serving=serving, aot=aot, least_recall=least
+        run_folder, out, checkpoint, overwrite, data, serving=serving, aot=aot, least_recall=least
     ):
         click.echo(path)
     if index:

@@ -15,6 +15,7 @@ from freescale.cli.errors import exit_cleanly
 from freescale.cli.evaluate import evaluate, export, report
 from freescale.cli.layout import CommandGroup
 from freescale.cli.recommend import recommend
+from freescale.cli.serve import serve
 from freescale.cli.simulate import simulate
 from freescale.cli.train import train
 
@@ -49,5 +50,5 @@ def main() -> None:
 # In the order in which people need them.
 main.add_section("Get started", doctor, demo)
 main.add_section("Train a model", inspect, train, evaluate, checkpoints, report)
-main.add_section("Use a model", recommend, export)
+main.add_section("Use a model", recommend, serve, export)
 main.add_section("Generate, plan and measure", generate, simulate, bench)

@@ -5,6 +5,7 @@ from freescale.config.data import DataConfig, GenerateConfig
 from freescale.config.model import ModelConfig
 from freescale.config.options import option
 from freescale.config.run import RunConfig
+from freescale.config.serve import ServeConfig
 from freescale.config.simulate import SimulateConfig
 from freescale.config.train import TrainConfig
 
@@ -13,6 +14,7 @@ __all__ = [
     "GenerateConfig",
     "ModelConfig",
     "RunConfig",
+    "ServeConfig",
     "SimulateConfig",
     "TrainConfig",
     "option",

@@ -18,6 +18,7 @@ from freescale.kernels.softmax.scores import score_tiles
 _GROUP = 64  # items that are compared by their best one
 # (queries, items) of a product. On a CPU it stays in a core's cache; on a GPU it takes 512 MB.
 _CPU_PRODUCT, _GPU_PRODUCT = (256, 1 << 10), (1 << 10, 1 << 17)
+_WIDER = 8
 
 
 def find_best(
@@ -38,6 +39,8 @@ def find_best(
     """
     k = min(k, items.shape[0])
     size, tile = _GPU_PRODUCT if queries.is_cuda else _CPU_PRODUCT
+    # few queries: fewer and wider products, up to where padding the last one counts
+    tile *= min(_WIDER, max(1, size // max(len(queries), 1)))
     tile = min(tile, -(-max(items.shape[0], 1) // _GROUP) * _GROUP)
     library = None if queries.is_cuda else load_native()
     found = []

@@ -73,6 +73,19 @@ class Encoder(nn.Module, ABC):
     ) -> Tensor:  # [tokens, width]
         """Encodes every token, except those of the prefix."""
 
+    def encode_last(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        keys: Tensor | None = None,
+        timestamps: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """[samples, width]: as `forward`, the output of each sample's last token, and anything for
+        a sample without one. There are tokens."""
+        outputs: Tensor = self(x, lengths, keys, timestamps, **options)
+        return outputs[lengths.cumsum(0) - 1]
+
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture it: equal sizes launch kernels with equal arguments."""

@@ -110,25 +110,35 @@ class Retrieval(SequenceHead):
         )
         return {"next_item": total}
 
-    def encode_queries(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+    def encode_queries(
+        self, batch: SequenceBatch, memory: Memory | None = None, last_alone: bool = False
+    ) -> Tensor:
         """Encodes each history as a query, to be multiplied with `encode_items`.
 
         Args:
             batch: Histories; with a `memory`, the events after it.
             memory: From `compress`.
+            last_alone: Compute the last output alone where that saves time. Sums may have another
+                order.
 
         Returns:
             [samples, width]: the last output of each history; zero without a history.
         """
-        outputs = self.encode_history(batch, memory)
         history = batch.sequences["history"]
-        if not outputs.shape[0]:
-            return to_at_least_float32(outputs.new_zeros(len(history), outputs.shape[1]))
+        if not history.values.shape[0]:
+            zeros = self.encoder.position.new_zeros(len(history), self.encoder.width)
+            return to_at_least_float32(zeros)
         places = (history.offsets[1:] - 1).clamp(min=0)
+        if last_alone and memory is None:
+            x, lengths, timestamps, host = self._build_inputs(batch)
+            encode = self.encoder.encode_last
+            last = self._encode(batch, x, lengths, batch.keys, timestamps, host=host, by=encode)
+        else:
+            last = self.encode_history(batch, memory)[places]
         context = self._embed_context(batch)
         if context is not None and "context_features" in batch.sequences:
             context = context[places]
-        return self.make_queries(outputs[places], context, history.lengths == 0)
+        return self.make_queries(last, context, history.lengths == 0)
 
     def make_queries(
         self, last: Tensor, context: Tensor | None, empty: Tensor | None = None

@@ -93,6 +93,30 @@ class HSTU(Encoder):
             x, lengths, token_keys, timestamps, candidate_counts, plan, prefix=before
         )
 
+    def encode_last(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        keys: Tensor | None = None,
+        timestamps: Tensor | None = None,
+        host: HostSizes | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """As of any encoder. On a CPU, the last layer computes nothing for other tokens; its sums
+        have another order than those of `forward`."""
+        plan = self._plan_attention(lengths, None, timestamps, host)
+        dtype = get_product_dtype(self.position)
+        fused = fits_fused_layer(plan, x, self.heads * self.widths[1], dtype)
+        if options or fused or x.is_cuda or self.training or type(self) is not HSTU:
+            options["host"] = host
+            return super().encode_last(x, lengths, keys, timestamps, **options)
+        timestamps = self._check_inputs(x, timestamps)
+        self._check_sizes(x, plan.tokens, plan.longest_history)
+        x, _ = self._prepare_inputs(plan, x, None)
+        for layer in self.layers[:-1]:
+            x = layer(x, lengths, None, timestamps, None, plan)
+        return cast(HSTULayer, self.layers[-1]).compute_last(x, lengths, timestamps)
+
     def _make_prefix(
         self,
         prefix: Tensor | None,

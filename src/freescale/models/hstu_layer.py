@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from freescale.kernels.attention.plan import AttentionPlan
+from freescale.kernels.attention.plan import AttentionPlan, find_buckets
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.attention import hstu_attention
 from freescale.kernels.dispatch.layer import gated_norm, layer_norm, silu_split
@@ -183,3 +184,34 @@ class HSTULayer(nn.Module):
             attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout
         )
         return x + project(self.output, gated)  # gated is [tokens, heads * d_v]
+
+    def compute_last(self, x: Tensor, lengths: Tensor, timestamps: Tensor | None) -> Tensor:
+        """[samples, width]: as `forward` in evaluation mode, for the last token of each sample
+        alone. Its query meets the keys and values of all. Samples have tokens."""
+        d_qk, d_v = self.heads * self.d_qk, self.heads * self.d_v
+        norm, gated = self.input_norm, self.attention_norm
+        ends = lengths.cumsum(0)
+        normed = F.layer_norm(x, x.shape[1:], norm.weight, norm.bias, EPS)
+        w_u, w_v, w_q, w_k = torch.split(self.projection.weight, [d_v, d_v, d_qk, d_qk])
+        b_u, b_v, b_q, b_k = torch.split(self.projection.bias, [d_v, d_v, d_qk, d_qk])
+        last = normed[ends - 1]
+        u, q = F.silu(F.linear(last, w_u, b_u)), F.silu(F.linear(last, w_q, b_q))
+        v, k = F.silu(F.linear(normed, w_v, b_v)), F.silu(F.linear(normed, w_k, b_k))
+        # [samples, longest]: how far before the last token, and which token of the batch
+        distance = torch.arange(int(lengths.max()), device=x.device).expand(len(lengths), -1)
+        there = distance < lengths[:, None]
+        token = torch.where(there, ends[:, None] - 1 - distance, 0)
+        shape = *token.shape, self.heads, -1
+        scores = (k[token].view(shape) * q.view(len(q), 1, self.heads, -1)).sum(3)
+        scores = scores * self.d_qk**-0.5  # [samples, longest, heads]
+        if self.position_bias is not None:
+            scores = scores + self.position_bias[: token.shape[1], None]
+        if self.time_bias is not None and timestamps is not None:
+            elapsed = timestamps[ends - 1, None] - timestamps[token]
+            bucket = find_buckets(elapsed, len(self.time_bias) - 1)
+            scores = scores + self.time_bias[bucket][..., None]
+        weights = F.silu(scores) * (there / self.max_length)[..., None]
+        attended = (weights[..., None] * v[token].view(shape)).sum(1).flatten(1)
+        attended = F.layer_norm(attended, u.shape[1:], gated.weight, gated.bias, EPS) * u
+        result: Tensor = x[ends - 1] + self.output(attended)
+        return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,16 @@ class SequenceHead(nn.Module):
                 f"{num_items} and {num_actions}"
             )
 
-        def make_table(rows: int) -> nn.Embedding | None:
-            return nn.Embedding(rows, encoder.width, device=table_device) if rows else None
+        def make_table(rows: int) -> Any:
+            if not rows:
+                return None
+            # to draw on the meta device, torch would import its compiler, which takes seconds
+            weight = None
+            if table_device == "meta":
+                weight = torch.empty(rows, encoder.width, device=table_device)
+            return nn.Embedding(rows, encoder.width, device=table_device, _weight=weight)
 
-        self.item = nn.Embedding(num_items, encoder.width, device=table_device)
+        self.item = make_table(num_items)
         self.action = make_table(num_actions)
         self.encoder = encoder
         self.item_features = make_table(feature_tables.item)
@@ -60,7 +66,7 @@ class SequenceHead(nn.Module):
             VectorFeature(vectors, encoder.width) for vectors in feature_tables.vectors
         )
         for table in self.children():
-            if isinstance(table, nn.Embedding):
+            if isinstance(table, nn.Embedding) and table_device != "meta":
                 nn.init.normal_(table.weight, std=ModelConfig.row_std or encoder.width**-0.5)
 
     @property
@@ -159,7 +165,12 @@ class SequenceHead(nn.Module):
         return self.encoder
 
     def _encode(
-        self, batch: SequenceBatch, *inputs: Any, memory: Memory | None = None, **options: Any
+        self,
+        batch: SequenceBatch,
+        *inputs: Any,
+        memory: Memory | None = None,
+        by: Callable[..., Tensor] | None = None,
+        **options: Any,
     ) -> Tensor:
         users = self._embed_users(batch)
         if users is not None:
@@ -167,7 +178,7 @@ class SequenceHead(nn.Module):
         if memory is not None:
             options["memory"] = memory
             self._require_segments()
-        outputs: Tensor = self.encoder(*inputs, **options)
+        outputs: Tensor = (by or self.encoder)(*inputs, **options)
         return outputs
 
 

@@ -15,19 +15,10 @@ from torch import Tensor
 from freescale.kernels.best_items import find_best
 
 INDEX, ABOUT = "index.faiss", "index.json"
-_LINKS, _BUILD_EFFORT = (
-    32,
-    80,
-)  # of HNSW: neighbours of an item, and how many are looked at for them
-_EFFORTS = (
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-)  # items that a search looks at; the first that suffices
+# HNSW: neighbours of an item, and how many are looked at to find them
+_LINKS, _BUILD_EFFORT = 32, 80
+# items that a search looks at; the first that suffices
+_EFFORTS = (16, 32, 64, 128, 256, 512, 1024)
 _PLACES = 10  # recall@10
 
 

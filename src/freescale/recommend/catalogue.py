@@ -63,8 +63,9 @@ class Catalogue:
         table has a row behind the others for all such items."""
         if self.keys is None:
             plain = str if self.is_text else to_integer
-            known = self._rows
-            return np.array([known.get(plain(each), UNKNOWN) for each in given], np.int64)
+            known, ready = self._rows, str if self.is_text else int
+            values = given if {*map(type, given)} <= {ready} else map(plain, given)
+            return np.array([known.get(each, UNKNOWN) for each in values], np.int64)
         return self.find_keys(hash_ids([str(each) for each in given]).numpy())
 
     def find_keys(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -79,7 +79,7 @@ def compile_program(
         program = move_to_device_pass(program, device)
     try:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    except Exception as error:  # of many kinds, by what is missing
+    except Exception as error:  # many kinds, by what is missing
         if "compiler" not in str(error).lower():
             raise
         raise ValueError(

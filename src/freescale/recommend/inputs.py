@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from freescale.data.ingest.timestamps import (
     FinerTimes,
     TimestampFormat,
     UnitCheck,
+    are_moments,
     detect_timestamps,
 )
 from freescale.data.values import BadValue, decode_text, refuse_nulls
@@ -28,6 +30,7 @@ from freescale.recommend.catalogue import UNKNOWN
 from freescale.recommend.loading import Loaded, read_texts
 
 _ROLES = ("item", "time", "action", "rating")
+_PARTS = _ROLES[:3]  # of an event that is a list
 _FORM = "write an item, (item, time), (item, time, action) or a mapping with these"
 
 Events = Mapping[str, Any]  # columns of a file of events by name, [events] each
@@ -47,14 +50,46 @@ class Past:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[users] the first event of each."""
+        starts: NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
+        return starts
+
+    def take(self, index: NDArray[np.int64]) -> Past:
+        """Some events, of one user."""
+        columns = (self.items, self.times, self.actions, self.features)
+        place = torch.from_numpy(index)
+        found: Any = (
+            column[place if isinstance(column, Tensor) else index] if column is not None else None
+            for column in columns
+        )
+        return Past(np.array([len(index)]), *found)
+
+    @staticmethod
+    def concat(parts: Sequence[Past]) -> Past:
+        """The users of several, for one model. A column that some events lack is left out."""
+        some = [part for part in parts if len(part.items)] or parts[:1]
+
+        def join(name: str) -> Any:
+            columns = [getattr(part, name) for part in some]
+            if any(column is None for column in columns):
+                return None
+            tensors = isinstance(columns[0], Tensor)
+            return torch.cat(columns) if tensors else np.concatenate(columns)
+
+        columns: Any = {name: join(name) for name in ("items", "times", "actions", "features")}
+        lengths = np.concatenate([part.lengths for part in parts])
+        return Past(lengths, **columns, unknown=sum(part.unknown for part in parts))
+
 
 class HistoryReader:
-    """Reads histories for one model."""
+    """Reads histories for one model. `needs_times`: events must have a time."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded, module = loaded, loaded.module
         self._given = parse_columns(loaded.config.data.columns)
-        self._needs_times = bool(module.encoder.has_time_bias)  # type: ignore[union-attr]
+        self.needs_times = bool(module.encoder.has_time_bias)  # type: ignore[union-attr]
         action: Any = module.action
         self._actions = 0 if action is None else int(action.num_embeddings)
 
@@ -65,18 +100,16 @@ class HistoryReader:
         Raises:
             ValueError: an event is none of these, or lacks what the model reads.
         """
-        lengths = np.zeros(len(histories), np.int64)
-        rows: list[Mapping[str, Any]] = []
+        lists = []
         for user, events in enumerate(histories):
             if isinstance(events, str | bytes | Mapping):
                 raise ValueError(f"histories[{user}] is {events!r:.80}: give a list of events")
-            for number, event in enumerate(events):
-                rows.append(_name_parts(event, f"histories[{user}][{number}]"))
-                lengths[user] += 1
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = {name: [row.get(name) for row in rows] for name in names}
+            lists.append(list(events))
+        lengths = np.array([len(events) for events in lists], np.int64)
+        columns = _split_events(lists)
+        names = list(columns)
         roles = find_roles(names, self._find_given(names), _ROLES)
-        if rows and "item" not in roles:
+        if lengths.sum() and "item" not in roles:
             raise ValueError(f"events have no item, only {', '.join(names)}: {_FORM}")
         return self._build(
             np.repeat(np.arange(len(lengths)), lengths), len(lengths), columns, roles
@@ -127,7 +160,7 @@ class HistoryReader:
         return Past(
             np.bincount(owner[order], minlength=users).astype(np.int64),
             items[order],
-            take(times) if self._needs_times else None,
+            take(times) if self.needs_times else None,
             take(actions),
             codes,
             len(items) - len(order),
@@ -135,23 +168,25 @@ class HistoryReader:
 
     def _read_times(self, columns: Events, roles: Mapping[str, str]) -> NDArray[np.int64] | None:
         if "time" not in roles:
-            if self._needs_times and any(len(column) for column in columns.values()):
+            if self.needs_times and any(len(column) for column in columns.values()):
                 raise ValueError(
                     "the model reads the time of each event: give (item, time), in "
                     f"{self._describe_unit()}"
                 )
-            return None
+            return np.zeros(0, np.int64) if self.needs_times else None
         return self.read_times(columns[roles["time"]], roles["time"])
 
     def read_times(self, values: Any, name: str = "time") -> NDArray[np.int64]:
         """Times [n] in the unit of the model: integers as they are, dates converted."""
+        unit = self._loaded.time_unit
+        if unit is not None and {*map(type, values)} == {int} and are_moments(values, unit):
+            return np.array(values, np.int64)  # most are, and this is quick
         try:
             given = decode_text(values if isinstance(values, pa.Array) else pa.array(values))
             refuse_nulls(given)
             found, numbers = _parse_times(name, given)
         except (BadValue, pa.ArrowException) as error:
             raise ValueError(f"{name}: {error}; the model reads {self._describe_unit()}") from None
-        unit = self._loaded.time_unit
         if found.unit not in (None, unit) and unit is not None:
             if found.kind != "dates":
                 raise ValueError(
@@ -175,6 +210,12 @@ class HistoryReader:
         found = read_texts(self._loaded.vocabulary, "action")
         return None if found is None else dict(zip(found[1].to_pylist(), found[0].tolist()))
 
+    @cached_property
+    def actions(self) -> dict[Any, int]:
+        """Codes of the actions that the model knows."""
+        codes = self._action_codes if self._actions else {}
+        return {n: n for n in range(self._actions)} if codes is None else codes
+
     def _read_actions(
         self, columns: Events, roles: Mapping[str, str], events: int
     ) -> NDArray[np.int64] | None:
@@ -183,8 +224,7 @@ class HistoryReader:
         if "action" in roles:
             given = columns[roles["action"]]
             given = given.to_pylist() if isinstance(given, pa.Array) else given
-            texts = self._action_codes
-            known: dict[Any, int] = texts or {n: n for n in range(self._actions)}
+            texts, known = self._action_codes, self.actions
             found = [known.get(each if texts is None else str(each)) for each in given]
             if None in found:
                 wrong, names = given[found.index(None)], list(known)
@@ -220,12 +260,12 @@ class HistoryReader:
 def encode(fitted: Sequence[Fitted], columns: Events, count: int) -> Tensor:
     """Rows [count, places] of features; columns that are not given are missing."""
     found = {}
-    for name in dict.fromkeys(name for each in fitted for name in each.feature.columns):
-        values = columns.get(name)
-        if values is None:
-            values = pa.nulls(count)
-        found[name] = values if isinstance(values, pa.Array) else pa.array(values)
     try:
+        for name in dict.fromkeys(name for each in fitted for name in each.feature.columns):
+            values = columns.get(name)
+            if values is None:
+                values = pa.nulls(count)
+            found[name] = values if isinstance(values, pa.Array) else pa.array(values)
         return torch.from_numpy(encode_all(fitted, found).astype(np.int64))
     except (BadValue, pa.ArrowException) as error:
         names = ", ".join(each.feature.label for each in fitted)
@@ -244,13 +284,32 @@ def _describe(
     return encode(fitted, {name: [row.get(name) for row in rows] for name in names}, count)
 
 
+def _split_events(histories: Sequence[Sequence[Any]]) -> Events:
+    """Columns of all events of users."""
+    events = list(chain.from_iterable(histories))
+    kinds = {*map(type, events)}
+    if kinds and kinds <= {int, str}:  # the usual forms, quickly
+        return {"item": events}
+    if kinds and kinds <= {list, tuple} and len(sizes := {*map(len, events)}) == 1:
+        (size,) = sizes
+        if 1 <= size <= len(_PARTS):
+            return {name: list(values) for name, values in zip(_PARTS, zip(*events))}
+    rows = [
+        _name_parts(event, f"histories[{user}][{number}]")
+        for user, history in enumerate(histories)
+        for number, event in enumerate(history)
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
 def _name_parts(event: Any, where: str) -> Mapping[str, Any]:
     if isinstance(event, Mapping):
         return event
     if isinstance(event, tuple | list):
         if not 1 <= len(event) <= 3:
             raise ValueError(f"{where} is {event!r:.80}: {_FORM}")
-        return dict(zip(_ROLES, event))
+        return dict(zip(_PARTS, event))
     if isinstance(event, str | int | np.integer):
         return {"item": event}
     raise ValueError(f"{where} is {event!r:.80}: {_FORM}")

@@ -53,7 +53,8 @@ class KnownUsers:
         return None if found is None else dict(zip(found[0].tolist(), found[1].to_pylist()))
 
     @cached_property
-    def _samples(self) -> dict[Any, int]:
+    def samples(self) -> dict[Any, int]:
+        """Samples of the file by the original ids of their users."""
         return {user: sample for sample, user in enumerate(self.name(np.arange(len(self))))}
 
     def __len__(self) -> int:
@@ -69,10 +70,10 @@ class KnownUsers:
         """Samples of users by their original ids. ValueError for one that the data has not."""
         found = []
         for user in users:
-            sample = self._samples.get(user)
+            sample = self.samples.get(user)
             if sample is None:
                 other = str(user) if self._texts is not None else to_integer(user)
-                sample = self._samples.get(other)
+                sample = self.samples.get(other)
             if sample is None:
                 raise ValueError(
                     f"user {user!r} is not in the run's data, with two events or more: give the "

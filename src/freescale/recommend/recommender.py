@@ -66,7 +66,7 @@ class Recommender:
     def __init__(self, loaded: Loaded, device: torch.device) -> None:
         self.loaded, self.device = loaded, device
         self.module: Any = loaded.module.to(device)
-        self._reader = HistoryReader(loaded)
+        self.reader = HistoryReader(loaded)
         self._parts: dict[str, tuple[NDArray[np.int64], Tensor]] = {}  # the last candidates
 
     @property
@@ -118,16 +118,16 @@ class Recommender:
             found = self.known_users.read(self.known_users.find(users))
             past, of_users, of_requests = found
             if context is not None:
-                of_requests = self._reader.describe_requests(context, len(past))
+                of_requests = self.reader.describe_requests(context, len(past))
             return Requests(past, of_users, of_requests, list(users))
         names = None
         if isinstance(histories, Sequence):
-            past = self._reader.read(histories)
+            past = self.reader.read(histories)
         else:
-            names, past = self._reader.read_table(histories)
+            names, past = self.reader.read_table(histories)
         count = len(past)
-        of_users = self._reader.describe_users(attributes, count)
-        return Requests(past, of_users, self._reader.describe_requests(context, count), names)
+        of_users = self.reader.describe_users(attributes, count)
+        return Requests(past, of_users, self.reader.describe_requests(context, count), names)
 
     def encode(self, histories: Histories = None, **given: Any) -> Tensor:
         """[users, width]: the query of each history, zeros without one. Arguments as of
@@ -191,29 +191,31 @@ class Recommender:
         self,
         requests: Requests,
         k: int,
-        exclude_seen: bool = False,
+        exclude_seen: bool | NDArray[np.bool_] = False,
         candidates: NDArray[np.int64] | None = None,
         approximate: bool = False,
+        queries: Tensor | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """As `recommend`: rows of items [users, k], -1 behind the last, and scores [users, k], NaN
-        for users without a history."""
+        for users without a history. `exclude_seen` may differ between users; `queries`: of
+        `encode_requests`."""
         if k < 1:
             raise ValueError(f"k is {k}; it must be 1 or more")
         listed = self.items.listed if candidates is None else candidates
-        vectors = self._select(listed)
+        vectors = self._select("last" if candidates is not None else "all", listed)
         k, past = min(k, len(listed)), requests.past
         rows = np.full((len(past), k), -1)
         scores = np.full((len(past), k), np.nan, np.float32)
-        queries = self.encode_requests(requests)
-        starts = np.cumsum(past.lengths) - past.lengths
+        queries = self.encode_requests(requests) if queries is None else queries
+        starts, counts = past.starts, np.where(exclude_seen, past.lengths, 0)
         some = np.flatnonzero(past.lengths)
         of_some = queries[torch.from_numpy(some).to(self.device)]
         seen = None
-        if exclude_seen:
-            items = past.items[list_ranges(starts[some], past.lengths[some])]
+        if counts.any():
+            items = past.items[list_ranges(starts[some], counts[some])]
             places = np.searchsorted(listed, items).clip(max=len(listed) - 1)
             places = np.where(listed[places] == items, places, -1)
-            seen = Jagged(torch.from_numpy(places), torch.from_numpy(past.lengths[some]))
+            seen = Jagged(torch.from_numpy(places), torch.from_numpy(counts[some]))
         if approximate:
             values, found = self._search(of_some, k, seen)
         else:
@@ -246,7 +248,7 @@ class Recommender:
         self._require("retrieval", "encode")
         parts = [
             self.module.encode_queries(
-                make_batch(requests, first, last, self.max_length).to(self.device)
+                make_batch(requests, first, last, self.max_length).to(self.device), last_alone=True
             )
             for first, last in split_requests(requests, self.max_length, self.device)
         ]
@@ -285,7 +287,7 @@ class Recommender:
                     f"{len(requests)}: give a list of items for each"
                 )
             of_each = list(candidates)
-        times = None if at is None else self._reader.read_times(list(at), "at")
+        times = None if at is None else self.reader.read_times(list(at), "at")
         found = [self.items.find(items) for items in of_each]
         return self.score_requests(requests, found, times)
 
@@ -295,10 +297,11 @@ class Recommender:
         requests: Requests,
         candidates: Sequence[NDArray[np.int64]],
         times: NDArray[np.int64] | None = None,
+        queries: Tensor | None = None,
     ) -> list[NDArray[np.float32]]:
-        """As `score`, of rows of items."""
+        """As `score`, of rows of items. `queries`: of `encode_requests`."""
         if self.config.model.task == "retrieval":
-            queries, found = self.encode_requests(requests), []
+            queries, found = self.encode_requests(requests) if queries is None else queries, []
             for query, rows, events in zip(queries, candidates, requests.past.lengths.tolist()):
                 known = torch.from_numpy(rows.clip(0, len(self.items) - 1)).to(self.device)
                 values = (self._vectors[known] @ query).cpu().numpy()
@@ -327,10 +330,10 @@ class Recommender:
                 "candidates that it is given, with `score`"
             )
 
-    def _select(self, rows: NDArray[np.int64]) -> Tensor:
-        """The vectors of some items. The last choice is kept."""
+    def _select(self, part: str, rows: NDArray[np.int64]) -> Tensor:
+        """The vectors of some items. The last choice of each part is kept."""
         if len(rows) == len(self.items):
             return self._vectors
-        if "last" not in self._parts or not np.array_equal(self._parts["last"][0], rows):
-            self._parts["last"] = rows, self._vectors[torch.from_numpy(rows).to(self.device)]
-        return self._parts["last"][1]
+        if part not in self._parts or not np.array_equal(self._parts[part][0], rows):
+            self._parts[part] = rows, self._vectors[torch.from_numpy(rows).to(self.device)]
+        return self._parts[part][1]

@@ -30,6 +30,17 @@ class Requests:
     def __len__(self) -> int:
         return len(self.past)
 
+    @staticmethod
+    def concat(parts: Sequence[Requests]) -> Requests:
+        """Requests to one model as one, without the users' ids."""
+        of_users = [part.of_users for part in parts if part.of_users is not None]
+        context = [part.of_requests for part in parts if part.of_requests is not None]
+        return Requests(
+            Past.concat([part.past for part in parts]),
+            torch.cat(of_users) if of_users else None,
+            torch.cat(context) if context else None,
+        )
+
 
 def split_requests(
     requests: Requests, max_length: int, device: torch.device, more: Sequence[int] | None = None

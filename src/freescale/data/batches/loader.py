@@ -262,7 +262,7 @@ class Histories(GlobalBatches):
                 late = torch.from_numpy(columns["timestamp"][before + 1] > self.split.since)
                 sequences["target_weights"] = Jagged(late.to(torch.float32), own_history)
                 weights["next_item"] = _sum_samples(late, own_history)
-            if has_context:  # that of the event that a position predicts
+            if has_context:  # the context of the event that a position predicts
                 sequences["context_features"] = Jagged(describe(before + 1, True), own_history)
             targets = Jagged(following, torch.from_numpy(history))
             drawn = self._get_sampler().draw(number, keys, targets, low, size)

@@ -90,6 +90,11 @@ class Fitted:
             raise KeyError(value)
         return int(self.first + FIRST_KNOWN + place)
 
+    def name_categories(self, codes: Iterable[int]) -> list[str]:
+        """Rows -> categories; rows of what is missing or unknown have none."""
+        first = self.first + FIRST_KNOWN
+        return [self.categories[code - first] for code in codes if code >= first]
+
     def _find_buckets(self, numbers: NDArray[np.float64]) -> NDArray[np.int64]:
         local = 1 + np.searchsorted(np.array(self.edges), numbers, "right")
         local[np.isnan(numbers)] = _MISSING

@@ -74,7 +74,7 @@ def find_columns(sources: Sources, request: Request) -> list[Feature]:
     """
     names = {source: file.names for source, file in sources.attributes.items()}
     names["event"] = sources.event_names
-    every = {**names, "context": sources.event_names}  # which is never meant without being named
+    every = {**names, "context": sources.event_names}  # never meant without being named
     if request.listed is None:
         return [Feature(n, source, None, (n,)) for source in request.all_of for n in names[source]]
     found = []

@@ -146,6 +146,16 @@ class FeatureStore(Features):
             first += fitted.places
         raise KeyError(name)
 
+    def describe_items(self, ids: NDArray[np.int64]) -> list[dict[str, list[str]]]:
+        """The categories of items [n], by feature."""
+        found: list[dict[str, list[str]]] = [{} for _ in ids]
+        for fitted in self.item:
+            if fitted.categories:
+                name = fitted.feature.name
+                for about, codes in zip(found, self.find_codes(name, ids).tolist()):
+                    about[name] = fitted.name_categories(codes)
+        return found
+
     @property
     def vector_widths(self) -> tuple[int, ...]:
         return tuple(fitted.width for fitted in self.item if fitted.width)

@@ -188,7 +188,7 @@ def _fit(rows: FlatRows, feature: Feature) -> Fitted:
             break  # the columns are there; its rows are hashes
         if feature.kind == "numeric":
             values = block.convert(name, read_numbers)
-            numbers = np.append(numbers, values[-count % step :: step])  # of every step-th row
+            numbers = np.append(numbers, values[-count % step :: step])  # every step-th row
             count += len(values)
             while len(numbers) > _NUMBERS:
                 numbers, step = numbers[::2], 2 * step

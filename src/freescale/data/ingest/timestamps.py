@@ -201,6 +201,13 @@ def guess_unit(value: float) -> str | None:
     return fitting[-1] if fitting else None
 
 
+def are_moments(values: Sequence[int], unit: str) -> bool:
+    """Whether all integers are moments from 1990 to 2100 in a unit: they read as nothing else."""
+    first = 1 + 2 * _UNITS.index(unit)
+    low, high = _BOUNDS[first : first + 2].tolist()
+    return bool(low <= min(values) and max(values) < high)
+
+
 def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
     """Chooses the finest unit of the files, to which coarser ones are converted without loss.
 

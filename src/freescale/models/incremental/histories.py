@@ -198,7 +198,7 @@ def _embed_events(model: Retrieval, columns: dict[str, Tensor], counts: list[int
     lengths = torch.tensor(counts)  # on the host: nobody reads them on the device
     batch = SequenceBatch({name: Jagged(values, lengths) for name, values in columns.items()})
     items, history = None, batch.sequences["history"]
-    if model.item_features is not None:  # of these events alone, not of the whole table
+    if model.item_features is not None:  # these events alone, not the whole table
         described = (columns.get(f"history_{name}") for name in ("features", "own", "vectors"))
         rows = model.describe_rows(model.item(history.values), *described)
         items = ItemVectors(rows, {"history": torch.arange(len(rows), device=rows.device)})

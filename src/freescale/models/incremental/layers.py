@@ -29,7 +29,7 @@ class NewTokens:
     """Tokens of one state."""
 
     state: HistoryState
-    slot: int  # of its first token, among the keys
+    slot: int  # place of its first token among the keys
     count: int
 
     @property
@@ -83,12 +83,12 @@ class _Tile:
     def __init__(self, encoder: HSTU | SASRec, part: NewTokens) -> None:
         self.slot, self.count, seen = part.slot, part.count, part.seen
         keys, values = part.state.keys[:, :, :seen], part.state.values[:, :, :seen]
-        self.keys, self.values = keys.unbind(), values.unbind()  # of each layer: [heads, seen, d]
+        self.keys, self.values = keys.unbind(), values.unbind()  # a layer has [heads, seen, d]
         self.new_keys = keys[:, :, part.slot :].unbind()  # [heads, count, d]
         self.new_values = values[:, :, part.slot :].unbind()
         biases = _compute_biases(encoder, part)
         self.biases = None if biases is None else biases.unbind()  # [count, seen]
-        self.mask: Tensor | None = None  # of a softmax
+        self.mask: Tensor | None = None  # a softmax needs one
         if isinstance(encoder, SASRec) and part.count > 1:
             self.mask = torch.ones(part.count, seen, dtype=torch.bool, device=keys.device)
             self.mask.tril_(part.slot)

@@ -40,7 +40,7 @@ class HistoryState:
         self.keys, self.values = (
             encoder.position.new_empty(*shape, width) for width in _get_widths(encoder)
         )
-        self.output = encoder.position.new_zeros(encoder.width)  # of the last event
+        self.output = encoder.position.new_zeros(encoder.width)  # the last event's
 
     @property
     def events(self) -> SequenceBatch:
