@@ -52,7 +52,7 @@ def test_a_csv_of_strings_is_inspected_trained_on_and_exported(csv, tmp_path, mo
     trained = invoke("train", "--data", csv, *common, "--folder", run, *SMALL.split())
     assert read_as in trained and "for production, train again with --split none" in trained
     exported = invoke("export", run, "--out", tmp_path / "out").split()
-    assert exported[-1] == str(tmp_path / "out" / "vocabulary.parquet")
+    assert str(tmp_path / "out" / "vocabulary.parquet") in exported
     for folder in (run, tmp_path / "out"):
         vocabulary = pq.read_table(folder / "vocabulary.parquet").to_pylist()
         items = [row["text"] for row in vocabulary if row["column"] == "item_id"]
