@@ -55,15 +55,18 @@ def run(
     )  # fmt: skip
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    runner = _Uvicorn(settings, server)
+    for number in (signal.SIGTERM, signal.SIGINT):  # before anybody knows that it serves
+        signal.signal(number, runner.handle_exit)
     announce(f"serving {folder} at {address}; {address}/docs has the fields")
     with freeze_objects():  # else a full collection delays requests by 100 ms and more
-        _Uvicorn(settings, server).run([listener])
+        runner.run([listener])
     server.close()
     model.close()
 
 
 class _Uvicorn(uvicorn.Server):
-    """Drains after a signal, and returns."""
+    """Drains after a signal, and returns. `run` has set the handlers."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
@@ -71,8 +74,6 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle_exit)
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
