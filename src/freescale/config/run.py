@@ -27,7 +27,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    origin: Origin | None = None  # of a run that continues another one
+    origin: Origin | None = None  # the run that this one continues
 
     def __post_init__(self) -> None:
         if not self.data.data:

@@ -60,7 +60,7 @@ def export_run(
         raise ValueError(f"{folder} is an export already: name the folder of a run")
     (out / EXPORT).unlink(missing_ok=True)  # the last file: without it there is no export
     yield from export_checkpoint(found, out)
-    (out / VOCABULARY).unlink(missing_ok=True)  # of an earlier export
+    (out / VOCABULARY).unlink(missing_ok=True)  # an earlier export's
     remove_serving(out)
     for name in (INDEX, ABOUT):
         (out / name).unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from freescale.recommend.catalogue import UNKNOWN
 from freescale.recommend.loading import Loaded, read_texts
 
 _ROLES = ("item", "time", "action", "rating")
-_PARTS = _ROLES[:3]  # of an event that is a list
+_PARTS = _ROLES[:3]  # an event that is a list has these
 _FORM = "write an item, (item, time), (item, time, action) or a mapping with these"
 
 Events = Mapping[str, Any]  # columns of a file of events by name, [events] each

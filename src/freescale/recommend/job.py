@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ def run_job(
         lines.append(f"{unknown:,} candidates are left out: the model does not know them")
     parts = job.out.with_name(f"{job.out.name}.parts")
     key = compute_digest(
-        _describe(recommender), job.k, job.exclude_seen, job.before, samples.tobytes().hex(),
-        None if offered is None else offered.tobytes().hex(),
+        _describe(recommender), job.k, job.exclude_seen, job.before, _sum(samples),
+        None if offered is None else _sum(offered),
     )  # fmt: skip
     run_on_all_ranks(transport, lambda: _open(parts, key) if transport.rank == 0 else None)
     chunks = [samples[first : first + _CHUNK] for first in range(0, len(samples), _CHUNK)]
@@ -124,6 +125,10 @@ def _describe(recommender: Recommender) -> Any:
     loaded = recommender.loaded
     assert loaded.checkpoint is not None and loaded.histories is not None
     return loaded.checkpoint.checksum, loaded.histories.fingerprint
+
+
+def _sum(numbers: NDArray[np.int64]) -> str:
+    return blake2b(numbers.tobytes(), digest_size=16).hexdigest()
 
 
 def _open(parts: Path, key: str) -> None:

@@ -136,7 +136,7 @@ class KnownUsers:
         if self._before is None:
             return end - begin, list_ranges(begin, end - begin), np.full(len(rows), -1)
         last = find_ends(self._split, group, self._before)[rows]
-        usable = last - begin >= 2  # as for training and evaluation
+        usable = last - begin >= 2  # training and evaluation need as many
         lengths = np.where(usable, last - 1 - begin, 0)
         return lengths, list_ranges(begin, lengths), np.where(usable, last - 1, -1)
 

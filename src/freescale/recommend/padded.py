@@ -152,8 +152,8 @@ class PaddedEncoder(nn.Module):
     def _relate(self, rows: Rows, there: Tensor) -> Relation:
         """`there` [batch, context]: which rows of the context are not padding."""
         context = there.shape[1]
-        part, slot = rows.part[:, :, None], rows.slot[:, :, None]  # of queries
-        of, at = rows.part[:, None, :context], rows.slot[:, None, :context]  # of keys
+        part, slot = rows.part[:, :, None], rows.slot[:, :, None]  # queries
+        of, at = rows.part[:, None, :context], rows.slot[:, None, :context]  # keys
         within = (part == of) & (at < slot)
         biased = within & (of >= 0)
         earlier = (of >= 0) & (of < part) & (at >= self.segment)

@@ -15,7 +15,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.data.batches.windows import list_ranges
 from freescale.recommend.inputs import Past
 
-_CPU_EVENTS, _GPU_EVENTS = 1 << 14, 1 << 18  # of the histories that are encoded at a time
+_CPU_EVENTS, _GPU_EVENTS = 1 << 14, 1 << 18  # events that are encoded at a time
 
 
 @dataclass(frozen=True)

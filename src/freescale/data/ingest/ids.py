@@ -129,7 +129,7 @@ class Vocabulary:
             name: {text: number for number, text in enumerate(texts)}
             for name, texts in (known or {}).items()
         }
-        # known ids of each column of which none has come yet
+        # known ids of each column, as long as none has come
         self.unmet = {name: len(codes) for name, codes in self.columns.items()}
 
     def encode(self, name: str, values: pa.Array) -> pa.Array:

@@ -24,7 +24,7 @@ from freescale.recommend.serve.bodies import Refused
 from freescale.recommend.serve.schema import EVENT
 from freescale.recommend.serve.users import User, UserCache
 
-Rows = NDArray[np.int64]  # of items
+Rows = NDArray[np.int64]  # rows of items
 
 _MISREAD = (ValueError, TypeError, OverflowError, pa.ArrowException)  # by odd values
 _EVENTS = f"an event is {EVENT['description']}"
@@ -37,12 +37,12 @@ _SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 class Query:
     """One request: the best k of the offered items, or scores of the wanted ones."""
 
-    requests: Requests  # of one user
+    requests: Requests  # one user
     k: int = 10
     exclude_seen: bool = False
     offered: Rows | None = None  # None: all
     wanted: Rows | None = None
-    ids: Sequence[Any] = ()  # of the wanted
+    ids: Sequence[Any] = ()  # ids of the wanted rows
     at: Rows | None = None  # [1] time
     describe: bool = False
 
