@@ -2,82 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.feature_cases import ITEMS, TABLES
+from helpers.feature_cases import ITEMS
+from helpers.incremental_cases import ACTIONS, KINDS, LONGEST, WIDTH, draw_events, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freescale.batch import Jagged, SequenceBatch
 from freescale.models import (
     HSTU,
     Ranking,
     Retrieval,
-    SASRec,
     SegmentedHSTU,
     append_events,
     encode_states,
     start_histories,
 )
 from freescale.models.incremental import layers as incremental_layers
+from freescale.models.incremental import one_event
 from freescale.models.incremental import state as incremental_state
-
-WIDTH, LONGEST, ACTIONS = 8, 13, 5
-BIASES = {
-    "both biases": {},
-    "positions": {"time_bias": False},
-    "times": {"position_bias": False},
-    "no bias": {"position_bias": False, "time_bias": False},
-}
-KINDS = [*BIASES, "sasrec"]
-
-
-def make_model(kind="both biases", features=False, longest=LONGEST, **more):
-    torch.manual_seed(0)
-    sizes = {"width": WIDTH, "layers": 2, "heads": 2, "max_length": longest} | more
-    if kind == "sasrec":
-        encoder = SASRec(**sizes)
-    else:
-        encoder = HSTU(**sizes, num_time_buckets=32, **BIASES[kind])
-        for layer in encoder.layers:  # larger than at first, to be seen in the outputs
-            torch.nn.init.normal_(layer.projection.weight, std=0.3)
-            for bias in (layer.position_bias, layer.time_bias):
-                if bias is not None:
-                    torch.nn.init.normal_(bias)
-    tables = {"feature_tables": TABLES} if features else {}
-    model = Retrieval(encoder, num_items=ITEMS, num_actions=ACTIONS, **tables)
-    return model.eval()
-
-
-def draw_events(counts, seed, context="position"):
-    """With every column that a model with features reads, `context_features` of each event or of
-    each sample."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(high, *shape):
-        return torch.randint(0, high, shape, generator=generator)
-
-    lengths, tokens, users = torch.tensor(counts), sum(counts), len(counts)
-    items = draw(ITEMS, tokens)
-    columns = {
-        "history": items,
-        "history_features": items[:, None] * torch.tensor([3, 7]) % 40,
-        "history_own": items % 5 / 4,
-        "history_vectors": items,
-        "actions": draw(ACTIONS, tokens),
-        "timestamps": 40 * (seed % 1000) + draw(30, tokens).cumsum(0),  # near the edges
-        "event_features": draw(9, tokens, 2),
-    }
-    dense = {"user_features": draw(17, users, 3)}
-    homes = {"sequences": {name: Jagged(part, lengths) for name, part in columns.items()}}
-    homes["dense"] = dense
-    if context == "position":
-        homes["sequences"]["context_features"] = Jagged(draw(5, tokens, 1), lengths)
-    else:
-        dense["context_features"] = draw(5, users, 1)
-    return SequenceBatch(**homes)
 
 
 def add_context(batch, code):
@@ -247,3 +194,35 @@ def test_what_is_refused():
         encode_states(featured, states)
     with pytest.raises(ValueError, match="a sample without events"):
         append_events(featured, states, draw_events([0], 2))
+
+
+def test_graphs_are_dropped_when_weights_move():
+    model = make_model()
+    layer = model.encoder.layers[0]
+    with torch.no_grad():
+        watch = one_event._Watch(model)
+        layer.output.weight.mul_(2)
+        model.load_state_dict(model.state_dict())
+        assert watch.holds()
+    moves = [
+        lambda: setattr(layer.output, "weight", torch.nn.Parameter(layer.output.weight * 2)),
+        lambda: setattr(layer.output.bias, "data", layer.output.bias.detach().clone()),
+        lambda: setattr(model, "action", torch.nn.Embedding(ACTIONS, WIDTH)),
+        lambda: model.double(),
+    ]
+    for move in moves:
+        watch = one_event._Watch(model)
+        move()
+        assert not watch.holds()
+    assert not one_event._Watch().holds()
+
+
+def test_graphs_go_with_their_model():
+    model, count = make_model(), len(one_event._graphs)
+    one_event._graphs[model] = one_event._Graphs()
+    one_event._graphs[model].watch = one_event._Watch(model)
+    copy.deepcopy(model)
+    assert len(one_event._graphs) == count + 1
+    del model
+    gc.collect()
+    assert len(one_event._graphs) == count

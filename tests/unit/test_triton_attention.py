@@ -96,8 +96,8 @@ def test_long_tiles_first():
     assert plan.query_tiles(128) is plan.query_tiles(128)  # made once
 
 
-def test_find_bucket_edges_are_those_of_the_reference():
-    edges = triton_attention_plan._find_bucket_edges(128)
+def testfind_bucket_edges_are_those_of_the_reference():
+    edges = triton_attention_plan.find_bucket_edges(128)
     bucket = lambda x: x.double().log().div(BUCKET_WIDTH).to(torch.int64)  # noqa: E731
     number = torch.arange(1, 129)
     assert (bucket(edges[1:]) >= number).all() and (bucket(edges[1:] - 1) < number).all()

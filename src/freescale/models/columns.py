@@ -96,7 +96,7 @@ def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     ids [...] to rows [..., width]. Returns rows [u, width], and for each of the ids their index
     [...] into them; equal ids have equal indices.
     """
-    if type(table) is nn.Embedding and _is_plain(table):
+    if type(table) is nn.Embedding and is_plain(table):
         return table.weight, list(ids)
     locate: Any = getattr(table, "locate", None)
     if locate is not None and getattr(table, "padding_idx", None) is None:
@@ -126,7 +126,7 @@ def _find_first(ids: Tensor) -> Tensor:
     return torch.empty_like(places).index_copy(0, order, order[begins.cummax(0).values])
 
 
-def _is_plain(table: nn.Embedding) -> bool:
+def is_plain(table: nn.Embedding) -> bool:
     """Whether its rows are used unchanged and get a dense gradient."""
     return (
         table.padding_idx is None

@@ -62,3 +62,16 @@ class SummaryTileColumn(IntEnum):
     CLOSED = 3  # full segments of the sample
     KNOWN = 4  # segments before its first row
     PLACE = 5  # the tile's first row or summary in the sample
+
+
+class NewEventColumn(IntEnum):
+    """Columns of a table of users with one new event each, int64. Those that follow are the
+    addresses of the rows where the event's own columns go."""
+
+    KEYS = 0  # address of the history's keys [layers, heads, SLOTS, d_qk]; 0: no user
+    VALUES = 1  # address of its values [layers, heads, SLOTS, d_v]
+    SLOTS = 2
+    PREFIX = 3  # tokens before the history
+    LENGTH = 4  # events before the new one
+    TIMES = 5  # address of the events' times
+    OUTPUT = 6  # address of the last output [width]

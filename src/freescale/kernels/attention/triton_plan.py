@@ -134,7 +134,7 @@ class TilePlan(Plan):
         if edges is None:
             assert self.times is not None
             dtype = self.times.dtype
-            host = _find_bucket_edges(self.buckets).clamp(max=torch.iinfo(dtype).max).to(dtype)
+            host = find_bucket_edges(self.buckets).clamp(max=torch.iinfo(dtype).max).to(dtype)
             edges = self.kept["edges"] = upload(host.numpy(), self.lengths.device)
         return edges
 
@@ -168,7 +168,7 @@ class TilePlan(Plan):
 
 
 @cache
-def _find_bucket_edges(buckets: int) -> Tensor:
+def find_bucket_edges(buckets: int) -> Tensor:
     """[buckets + 1] int64: the shortest time in each bucket, by the reference's arithmetic."""
     number = torch.arange(buckets + 1)
     low, high = torch.zeros_like(number), torch.full_like(number, torch.iinfo(torch.int64).max)

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from freescale.batch import Jagged, SequenceBatch
+from freescale.batch import SequenceBatch
 from freescale.models.columns import find_sequence
-from freescale.models.features import ItemVectors
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
+from freescale.models.incremental import one_event
+from freescale.models.incremental.inputs import embed_events, list_columns
 from freescale.models.incremental.layers import NewTokens, join, run_layers
 from freescale.models.incremental.state import HistoryState
 from freescale.models.prefix import prepare_prefix
@@ -36,7 +37,7 @@ def start_histories(model: Retrieval, batch: SequenceBatch) -> list[HistoryState
     encoder = _check_model(model)
     batch = _move(batch, encoder.position.device)
     columns = {  # copies: a view would keep the whole batch
-        name: find_sequence(batch, name).values[:0].clone() for name in _list_columns(model)
+        name: find_sequence(batch, name).values[:0].clone() for name in list_columns(model)
     }
     users, codes = model._embed_users(batch), None
     if users is not None:
@@ -74,13 +75,14 @@ def append_events(
         [samples, width]: queries after the last events, as of `Retrieval.encode_queries`.
     """
     encoder = _check_model(model)
-    events = _move(events, encoder.position.device)
     if len({id(state) for state in states}) < len(states):
         raise ValueError("a state occurs twice: put all events of a user into one sample")
     if len(states) != len(events):
         raise ValueError(f"there are {len(states)} states, but events of {len(events)} users")
     context = _embed_context(model, events)
-    _append(model, encoder, states, events)
+    queries = _append(model, encoder, states, events)
+    if queries is not None and context is None:
+        return queries
     return _make_queries(model, states, context)
 
 
@@ -90,12 +92,12 @@ def encode_states(
 ) -> Tensor:
     """Encodes histories as queries, without new events: [states, width]. `requests` has the dense
     `context_features` of each, if the model has any."""
-    encoder = _check_model(model)
+    _check_model(model)
     context = None
     if model.context_features is not None:
         if requests is None:
             raise ValueError("the model has features of requests: give their 'context_features'")
-        context = _embed_context(model, _move(requests, encoder.position.device))
+        context = _embed_context(model, requests)
     return _make_queries(model, states, context)
 
 
@@ -113,32 +115,27 @@ def _check_model(model: Retrieval) -> HSTU | SASRec:
     return encoder
 
 
-def _list_columns(model: Retrieval) -> list[str]:
-    """The columns of events that the model reads."""
-    found = {
-        "history": True,
-        "timestamps": model.encoder.has_time_bias,
-        "actions": model.action is not None,
-        "event_features": model.event_features is not None,
-        "history_features": model.item_features is not None,
-        "history_own": model.item_features is not None,
-        "history_vectors": len(model.item_vectors) > 0,
-    }
-    return [name for name, read in found.items() if read]
-
-
 def _move(batch: SequenceBatch, device: torch.device) -> SequenceBatch:
     return batch if batch.device == device else batch.to(device, non_blocking=True)
 
 
 def _embed_context(model: Retrieval, batch: SequenceBatch) -> Tensor | None:
     """[samples, width]: of the request that follows the last event."""
+    if model.context_features is None:
+        return None
+    name = "context_features"
+    sequences = {name: batch.sequences[name]} if name in batch.sequences else {}
+    dense = {name: batch.dense[name]} if name in batch.dense else {}
+    if sequences or dense:  # other columns may stay on the host
+        batch = SequenceBatch(sequences, dense=dense)
+    batch = _move(batch, model.encoder.position.device)
     context = model._embed_context(batch)
-    if context is None or "context_features" not in batch.sequences:
+    if name not in batch.sequences:
         return context
-    part = batch.sequences["context_features"]
+    part = batch.sequences[name]
     if (part.host_lengths == 0).any():
         raise ValueError("a sample without events needs dense 'context_features'")
+    assert context is not None
     return context[part.offsets[1:] - 1]
 
 
@@ -158,10 +155,33 @@ def _append(
     encoder: HSTU | SASRec,
     states: Sequence[HistoryState],
     events: SequenceBatch,
+) -> Tensor | None:
+    """Returns the queries of a model without features of requests, if they are known."""
+    columns, counts = _read_columns(model, events)
+    single, others = list[int](), list[int]()
+    for place, (state, count) in enumerate(zip(states, counts, strict=True)):
+        (single if count == 1 and state.length < state.limit else others).append(place)
+    if not single or not one_event.fits(model, states, columns):
+        _append_any(model, encoder, states, events)
+    elif not others:
+        return one_event.append_one(model, states, columns)
+    else:
+        rest = events.select(torch.tensor(others))
+        _append_any(model, encoder, [states[place] for place in others], rest)
+        columns, _ = _read_columns(model, events.select(torch.tensor(single)))
+        one_event.append_one(model, [states[place] for place in single], columns)
+    return None
+
+
+def _append_any(
+    model: Retrieval,
+    encoder: HSTU | SASRec,
+    states: Sequence[HistoryState],
+    events: SequenceBatch,
 ) -> None:
-    history = find_sequence(events, "history")
-    columns = {n: find_sequence(events, n, history).values for n in _list_columns(model)}
-    counts, start = history.host_lengths.tolist(), 0
+    """Any number of events."""
+    columns, counts = _read_columns(model, _move(events, encoder.position.device))
+    start = 0
     pieces: list[dict[str, Tensor]] = []
     full = [state.length + count > state.limit for state, count in zip(states, counts, strict=True)]
     for place, state in enumerate(states):
@@ -176,7 +196,7 @@ def _append(
         columns = {name: torch.cat([piece[name] for piece in pieces]) for name in columns}
     if not sum(counts):
         return
-    x = _embed_events(model, columns, counts)  # fails, if at all, before a state has changed
+    x = embed_events(model, columns, counts)  # fails, if at all, before a state has changed
     parts, positions = [], []
     for state, piece, count, anew in zip(states, pieces, counts, full, strict=True):
         if anew:
@@ -193,13 +213,8 @@ def _append(
             state.length, state.output = state.length + count, outputs[stop - 1].clone()
 
 
-def _embed_events(model: Retrieval, columns: dict[str, Tensor], counts: list[int]) -> Tensor:
-    """[events, width]"""
-    lengths = torch.tensor(counts)  # on the host: nobody reads them on the device
-    batch = SequenceBatch({name: Jagged(values, lengths) for name, values in columns.items()})
-    items, history = None, batch.sequences["history"]
-    if model.item_features is not None:  # these events alone, not the whole table
-        described = (columns.get(f"history_{name}") for name in ("features", "own", "vectors"))
-        rows = model.describe_rows(model.item(history.values), *described)
-        items = ItemVectors(rows, {"history": torch.arange(len(rows), device=rows.device)})
-    return model._embed_events(batch, history, items)
+def _read_columns(model: Retrieval, events: SequenceBatch) -> tuple[dict[str, Tensor], list[int]]:
+    """The columns that the model reads, and the number of events of each sample."""
+    history = find_sequence(events, "history")
+    columns = {n: find_sequence(events, n, history).values for n in list_columns(model)}
+    return columns, history.host_lengths.tolist()

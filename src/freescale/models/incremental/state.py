@@ -74,11 +74,15 @@ class HistoryState:
 
     def write(self, columns: dict[str, Tensor], count: int) -> None:
         """Writes `count` events behind the others. They count when they are computed."""
+        self.reserve(count)
+        for name, values in columns.items():
+            self.columns[name][self.length : self.length + count] = values
+
+    def reserve(self, count: int) -> None:
+        """Makes room for `count` events behind the others."""
         stop = self.length + count
         if stop > self.capacity:
             self._grow(min(self.limit, max(stop, 2 * self.capacity, FIRST_CAPACITY)))
-        for name, values in columns.items():
-            self.columns[name][self.length : stop] = values
 
     def _grow(self, capacity: int) -> None:
         for name, old in self.columns.items():
