@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.command import freescale
+from helpers.weights import read_weights
 from integration.slurm_cluster import INTERFACE, Cluster, find_missing, open_cluster
-from safetensors.torch import load_file
 
 from freescale.data.synthetic.generate import generate
 
@@ -61,16 +60,6 @@ def wait_end(cluster: Cluster, job: str) -> dict[str, str]:
 def find_steps(run: Path) -> list[int]:
     names = (path.name for path in (run / "checkpoints").glob("step-*"))
     return sorted(int(name.removeprefix("step-")) for name in names)
-
-
-def read_weights(run: Path, out: Path) -> dict[str, bytes]:
-    done = freescale("export", run, "--out", out)
-    assert done.returncode == 0, done.stderr
-    tensors = {}
-    for path in sorted(out.rglob("*.safetensors")):
-        tensors |= load_file(path)
-    assert tensors
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.fixture(scope="module")
