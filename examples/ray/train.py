@@ -1,4 +1,6 @@
-"""freescale.Trainer under Ray Train: python examples/ray/train.py --data histories.parquet --folder /shared/run
+"""freescale.Trainer under Ray Train:
+
+    python examples/ray/train.py --data histories.parquet --folder /shared/runs/first
 
 Ray starts the ranks, reports metrics, and starts them again after a failure; the run continues from
 its own last checkpoint.
@@ -41,9 +43,7 @@ class ReportToRay(Callback):
 def train(settings: dict[str, Any]) -> None:
     """On every rank."""
     config = freescale.RunConfig.from_settings(settings["options"])
-    freescale.Trainer(
-        config, settings["folder"], resume="auto", callbacks=[ReportToRay()]
-    ).train()
+    freescale.Trainer(config, settings["folder"], resume="auto", callbacks=[ReportToRay()]).train()
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--gpus", action="store_true", help="a GPU for each rank")
     parser.add_argument("--failures", type=int, default=3, help="lost ranks that Ray starts again")
-    parser.add_argument("--options", default="{}", help='of training, as \'{"epochs": 3}\'')
+    parser.add_argument("--options", default="{}", help="of training, as '{\"epochs\": 3}'")
     given = parser.parse_args()
     options = {**json.loads(given.options), "data": given.data}
     result = TorchTrainer(

@@ -1,4 +1,6 @@
-"""A search for settings with Optuna: python examples/search/search.py --data ratings.csv --folder runs/search
+"""A search for settings with Optuna:
+
+    python examples/search/search.py --data ratings.csv --folder runs/search
 
 Each trial is a run of its own, named trial-NUMBER. Trials that do worse than the median of the
 others at the same evaluation end early. Start the same command again, also at the same time on
@@ -51,7 +53,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the runs and the study")
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--metric", default="ndcg@10")
-    parser.add_argument("--options", default="{}", help='of all runs, as \'{"epochs": 3}\'')
+    parser.add_argument("--options", default="{}", help="of all runs, as '{\"epochs\": 3}'")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     fixed = {**json.loads(given.options), "data": given.data}
@@ -59,9 +61,7 @@ def main() -> None:
     def objective(trial: optuna.Trial) -> float:
         config = freescale.RunConfig.from_settings({**fixed, **suggest(trial)})
         watch = Pruning(trial, given.metric)
-        freescale.Trainer(
-            config, given.folder / f"trial-{trial.number}", callbacks=[watch]
-        ).train()
+        freescale.Trainer(config, given.folder / f"trial-{trial.number}", callbacks=[watch]).train()
         if watch.pruned:
             raise optuna.TrialPruned
         return watch.best

@@ -7,17 +7,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from freescale_bench.common.hosts import Network, open_hosts, run_ip
+from freescale_bench.common.hosts import Network
+
+from integration.named_hosts import list_programs, open_named_hosts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip")
-INTERFACE = "eth0"  # of every node
 _CONTROLLER = "controller"
 _GONE = 10  # seconds of silence after which a node is lost
 
@@ -122,37 +122,25 @@ class Cluster:
         self._start(node, *self.enter(node), *words)
 
     def _environment(self) -> dict[str, str]:
-        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
-        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": programs}
+        own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": list_programs()}
+        return {**os.environ, **own}
 
 
 @contextmanager
 def open_cluster(folder: Path, count: int) -> Iterator[Cluster]:
     """A cluster of `count` nodes with two processors and eight pretended GPUs each."""
     nodes = [f"node{place}" for place in range(1, count + 1)]
-    with open_hosts(count + 1, rate="1gbit") as network:
+    with open_named_hosts([*nodes, _CONTROLLER]) as network:
         for file, text in _configure(folder, nodes).items():
             (folder / file).write_text(text)
-        hosts = "127.0.0.1 localhost\n" + "".join(
-            f"10.99.0.{place} {name}\n" for place, name in enumerate([*nodes, _CONTROLLER], 1)
-        )
         for number in range(8):  # Slurm looks whether they exist
             (folder / f"gpu{number}").touch()
-        own = [Path("/etc/netns") / name for name in network.names]
-        for path in own:  # `ip netns exec` mounts it over /etc
-            path.mkdir(parents=True)
-            (path / "hosts").write_text(hosts)
-        for name, device in zip(network.names, network.devices, strict=True):
-            run_ip(f"-n {name} link set {device} down")
-            run_ip(f"-n {name} link set {device} name {INTERFACE} up")
         cluster = Cluster(folder, network, nodes)
         try:
             cluster.start()
             yield cluster
         finally:
             cluster.close()
-            for path in own:
-                shutil.rmtree(path)
 
 
 def _configure(folder: Path, nodes: list[str]) -> dict[str, str]:
@@ -182,19 +170,16 @@ def _configure(folder: Path, nodes: list[str]) -> dict[str, str]:
         "ReturnToService": 2,
         "KillWait": 60,
         "MinJobAge": 3600,
-        "NodeName": f"{','.join(nodes)} CPUs=2 RealMemory=2000 Gres=gpu:8 State=UNKNOWN",
-        "PartitionName": "all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO",
     }
     addresses = "".join(
         f"NodeName={name} NodeAddr=10.99.0.{place} CPUs=2 RealMemory=2000 Gres=gpu:8\n"
         for place, name in enumerate(nodes, 1)
     )
-    del settings["NodeName"]
-    partition = settings.pop("PartitionName")
+    partition = "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
     lines = [f"{name}={value}\n" for name, value in settings.items()]
     gres = "".join(f"NodeName={name} Name=gpu File={folder}/gpu[0-7]\n" for name in nodes)
     return {
-        "slurm.conf": "".join([*lines, addresses, f"PartitionName={partition}\n"]),
+        "slurm.conf": "".join([*lines, addresses, partition]),
         "gres.conf": gres,
         "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
     }
@@ -209,7 +194,7 @@ def suppress_gone() -> Iterator[None]:
         pass
 
 
-def _wait(condition, seconds: float) -> None:
+def _wait(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"it did not come in {seconds:.0f} s"

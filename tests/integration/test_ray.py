@@ -34,7 +34,14 @@ OPTIONS = {
 
 def start(folder: Path, run: Path) -> subprocess.Popen[str]:
     command = [sys.executable, ROOT / "examples" / "ray" / "train.py", "--ranks", "2"]
-    command += ["--data", folder / "data.parquet", "--folder", run, "--options", json.dumps(OPTIONS)]
+    command += [
+        "--data",
+        folder / "data.parquet",
+        "--folder",
+        run,
+        "--options",
+        json.dumps(OPTIONS),
+    ]
     told = {
         "PYTHONPATH": str(ROOT / "src"),
         "OMP_NUM_THREADS": "1",
@@ -79,7 +86,9 @@ def test_a_worker_is_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.kill(find_workers()[0], signal.SIGKILL)
     told, _ = process.communicate(timeout=300)
     assert process.returncode == 0, told
-    restarts = [line for line in (killed / "metrics.jsonl").read_text().splitlines() if "restart" in line]
+    restarts = [
+        line for line in (killed / "metrics.jsonl").read_text().splitlines() if "restart" in line
+    ]
     assert restarts, told
     weights = [read_weights(run, folder / f"export-{run.name}") for run in (whole, killed)]
     assert weights[0] == weights[1]

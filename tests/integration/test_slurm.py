@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from helpers.weights import read_weights
-from integration.slurm_cluster import INTERFACE, Cluster, find_missing, open_cluster
+from integration.named_hosts import INTERFACE
+from integration.slurm_cluster import Cluster, find_missing, open_cluster
 
 from freescale.data.synthetic.generate import generate
 
