@@ -37,6 +37,7 @@ _EXPORTS = {
     "freescale.train.evaluate": "evaluate",
     "freescale.train.export": "export",
     "freescale.train.progress": "ConsoleProgress",
+    "freescale.train.trackers": "MLflowLog WandbLog",
     "freescale.train.trainer": "Trainer",
     "freescale.transport.api": "Transport TransportError",
     "freescale.transport.connect": "connect",

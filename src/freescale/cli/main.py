@@ -8,6 +8,7 @@ import click
 
 from freescale import __version__
 from freescale.cli.checkpoints import checkpoints
+from freescale.cli.compare import compare
 from freescale.cli.data import generate, inspect
 from freescale.cli.demo import demo
 from freescale.cli.doctor import doctor
@@ -49,6 +50,6 @@ def main() -> None:
 
 # In the order in which people need them.
 main.add_section("Get started", doctor, demo)
-main.add_section("Train a model", inspect, train, evaluate, checkpoints, report)
+main.add_section("Train a model", inspect, train, evaluate, checkpoints, report, compare)
 main.add_section("Use a model", recommend, serve, export)
 main.add_section("Generate, plan and measure", generate, simulate, bench)

@@ -181,3 +181,6 @@ class TrainConfig(Checked):
         minimum=0,
     )
     tensorboard: bool = _output_option(False, "write TensorBoard events too")
+    tracker: str | None = _output_option(
+        None, "send metrics and settings there, too", choices=("mlflow", "wandb")
+    )

@@ -1,4 +1,4 @@
-"""Shows a run in the terminal and in TensorBoard."""
+"""Shows a run in the terminal."""
 
 from __future__ import annotations
 
@@ -136,33 +136,6 @@ class ConsoleProgress(Callback):
     def _print(self, line: str) -> None:
         # an error message may contain brackets, which are not markup
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-class TensorBoardLog(Callback):
-    """Writes TensorBoard events into the run's folder, on rank 0."""
-
-    def __init__(self) -> None:
-        self._writer: Any = None
-
-    def on_start(self, trainer: RunView) -> None:
-        if trainer.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(trainer.folder / "tensorboard"))
-
-    def on_log(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
-        if self._writer:
-            for name in ("loss", "samples_per_second"):
-                self._writer.add_scalar(name, entry[name], entry["step"])
-
-    def on_evaluation(self, trainer: RunView, metrics: Metrics, part: str) -> None:
-        if self._writer:
-            for name, value in metrics["model"].items():
-                self._writer.add_scalar(f"{part}/{name}", value, trainer.step)
-
-    def on_end(self, trainer: RunView, results: Mapping[str, Any]) -> None:
-        if self._writer:
-            self._writer.close()
 
 
 def describe_run(trainer: RunView) -> list[str]:

@@ -30,7 +30,6 @@ from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.position import Position, count_steps
-from freescale.train.progress import TensorBoardLog
 from freescale.train.resume import begin_or_resume, complete_run, give_up_later, has_snapshot
 from freescale.train.run import Run
 from freescale.train.run_folder import RunFolder
@@ -38,6 +37,7 @@ from freescale.train.run_state import RunState
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.finite_check import NotFinite
 from freescale.train.state.snapshots import Snapshots
+from freescale.train.trackers import TRACKERS, TensorBoardLog
 from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.train.update import check_new_data, keep_origin
 from freescale.transport.api import Transport
@@ -124,6 +124,7 @@ class Trainer:
         self.state = RunState(self.checkpoints, self.model, self.optimizer, self.position)
         own: list[Callback] = [MetricsLog(self.run_folder), DeviceFigures(settings.profile_steps)]
         own += [TensorBoardLog()] if settings.tensorboard else []
+        own += [TRACKERS[settings.tracker]()] if settings.tracker else []
         self.callbacks = CallbackList([*own, *callbacks], self)
         return Run(
             config,
