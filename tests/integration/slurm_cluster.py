@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -188,10 +188,8 @@ def _configure(folder: Path, nodes: list[str]) -> dict[str, str]:
 @contextmanager
 def suppress_gone() -> Iterator[None]:
     """A process may end while it is looked at."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         yield
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        pass
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 from freescale_bench.common.hosts import can_open_hosts
-from integration.named_hosts import INTERFACE, list_programs, open_named_hosts
 
 from freescale.data.synthetic.generate import generate
+from integration.named_hosts import INTERFACE, list_programs, open_named_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "kubernetes" / "train.yaml"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from helpers.weights import read_weights
-from integration.named_hosts import INTERFACE
-from integration.slurm_cluster import Cluster, find_missing, open_cluster
 
 from freescale.data.synthetic.generate import generate
+from integration.named_hosts import INTERFACE
+from integration.slurm_cluster import Cluster, find_missing, open_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [
