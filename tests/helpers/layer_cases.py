@@ -106,12 +106,17 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
 
 
 def whole(
-    dtype, dropout, device="cpu", planner=triton_attention_plan.plan_attention, widths=(32, 64)
+    dtype,
+    dropout,
+    device="cpu",
+    planner=triton_attention_plan.plan_attention,
+    widths=(32, 64),
+    wide=False,
 ):
     """A layer in Triton (or in the version of the plan) against plain torch in float64. Half
     precision uses autocast."""
     torch.manual_seed(0)
-    options = dict(width=48, heads=2, max_length=80, dropout=dropout)
+    options = dict(width=48, heads=2, max_length=80, dropout=dropout, wide=wide)
     options |= dict(zip(("d_qk", "d_v"), widths, strict=True))
     module = HSTULayer(
         number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options
@@ -149,6 +154,7 @@ WHOLE = {
     # the interpreter has no products in bfloat16
     "layer, dropout, half precision": dict(dtype="float16", dropout=0.25),
     "layer, heads of other widths": dict(dtype="float32", dropout=0.25, widths=(25, 50)),
+    "layer, wide, dropout": dict(dtype="float32", dropout=0.25, wide=True),
 }
 
 
@@ -227,6 +233,15 @@ FUSED = {
     "fused, half precision": dict(dtype="float16", dropout=0.25),
     "fused, heads of other widths": dict(
         dtype="float32", dropout=0.25, layers=2, widths=(25, 50), lengths=(9, 0, 1, 5)
+    ),
+    "fused, wide, dropout, parts": dict(
+        dtype="float32", dropout=0.25, parts=2, layers=2, candidates=True, wide=True
+    ),
+    "fused, wide": dict(dtype="float32", candidates=True, layers=2, wide=True),
+    "fused, wide, recomputed": dict(dtype="float32", dropout=0.25, checkpoint=True, wide=True),
+    "fused, wide, half precision": dict(dtype="float16", dropout=0.25, layers=2, wide=True),
+    "fused, wide, heads of other widths": dict(
+        dtype="float32", dropout=0.25, layers=2, widths=(25, 35), lengths=(9, 0, 1, 5), wide=True
     ),
 }
 

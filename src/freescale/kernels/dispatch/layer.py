@@ -55,7 +55,9 @@ def gated_norm(plan: Plan, x: Tensor, gate: Tensor, *parameters: Any, **options:
     return compute(x, gate, *parameters, **options)
 
 
-def fits_fused_layer(plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype) -> bool:
+def fits_fused_layer(
+    plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype, wide: bool = False
+) -> bool:
     """Whether whole layers of this batch can run fused, in Triton or C.
 
     Args:
@@ -63,9 +65,10 @@ def fits_fused_layer(plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype)
         x: [tokens, width].
         gate_width: Width of the gates.
         dtype: Of the products.
+        wide: Whether the layers are wide. Those run in plain torch on a CPU.
     """
     fits = _fits_triton(plan, x) and gate_width <= triton.MAX_WIDTH
-    return (plan.tokens > 0 and fits) or native.fits(plan, x, dtype)
+    return (plan.tokens > 0 and fits) or (not wide and native.fits(plan, x, dtype))
 
 
 def run_layers(x: Tensor, layers: Sequence[LayerParameters], **options: Any) -> Tensor:

@@ -44,6 +44,23 @@ def gated_norm(
     return gated.to(dtype)
 
 
+PART = 1 << 21  # distance between the streams of a wide layer's columns, beyond all streams
+
+
+def wide_gate(
+    x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, *,
+    keys: Tensor | None = None, stream: int = 0, keep: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """As `gated_norm`, but [tokens, 3 * width]: the gate, x and layer_norm(x) * gate side by side,
+    each with draws of its own."""
+    parts = [gate, x, F.layer_norm(x, weight.shape, weight, bias, eps) * gate]
+    if keys is not None:
+        for number, part in enumerate(parts):
+            mask = draw_keep_mask(derive(keys, stream + number * PART), part.shape[1], keep)
+            parts[number] = part * mask.to(part.dtype).mul_(1 / keep)
+    return torch.cat(parts, dim=1).to(dtype)
+
+
 STREAM = 1 << 20  # number of the draw from a key, beyond those of the layers
 
 
