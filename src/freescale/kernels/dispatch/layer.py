@@ -43,6 +43,18 @@ def layer_norm(plan: Plan, x: Tensor, *parameters: Any) -> Tensor:
     return compute(x, *parameters)
 
 
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`layer.reference.layer_norm` in the dtype of x, in Triton on a GPU."""
+    fits = runs_triton(x.device) and x.dtype in triton.DTYPES and x.shape[1] <= triton.MAX_WIDTH
+    compute = triton.layer_norm if fits else reference.layer_norm
+    return compute(x, weight, bias, eps, x.dtype)
+
+
+def swish_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`layer.reference.swish_norm` in the dtype of x."""
+    return reference.swish_norm(x, weight, bias, eps, x.dtype)
+
+
 def silu_split(plan: Plan, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """`layer.reference.silu_split`, in the version that fits `plan` and x."""
     compute = triton.silu_split if _fits_triton(plan, x, widest=None) else reference.silu_split

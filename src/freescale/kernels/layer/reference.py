@@ -44,6 +44,12 @@ def gated_norm(
     return gated.to(dtype)
 
 
+def swish_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x [tokens, width] -> x * sigmoid(layer_norm(x)), in `dtype`."""
+    normed = F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps)
+    return (x * normed.sigmoid()).to(dtype)
+
+
 PART = 1 << 21  # distance between the streams of a wide layer's columns, beyond all streams
 
 

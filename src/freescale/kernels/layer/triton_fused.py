@@ -266,8 +266,8 @@ class _Layer(torch.autograd.Function):
                 silu_backward_kernel, (sums.count, blocks),
                 grad_v, grad_q, grad_k, projected, grad_projected, sums.parts,
                 tokens, sums.rows // silu["R"], **sums.place(AT="projection_bias"),
-                SILU=not options.wide, FIRST=gated_width, FIRST_WIDTH=columns[1], SECOND_WIDTH=columns[2],
-                THIRD_WIDTH=columns[3], **silu,
+                SILU=not options.wide, FIRST=gated_width, FIRST_WIDTH=columns[1],
+                SECOND_WIDTH=columns[2], THIRD_WIDTH=columns[3], **silu,
             )  # fmt: skip
             grad_projection = _multiply(grad_projected.t(), normal, ctx.dtypes[0])
             grad_normal = torch.mm(grad_projected, projection)

@@ -23,7 +23,6 @@ from freescale.kernels.layer.triton_kernels import (
     _statistics,
 )
 
-
 PART = tl.constexpr(reference.PART)
 
 
