@@ -50,9 +50,10 @@ class SummedTasks(nn.Module):
         return sum(losses.values()), predictions
 
 
-def build_dlrm_hstu(folder: Path) -> nn.Module:
-    """Builds a small DlrmHSTU in float32 without dropout, with the features and tasks of its
-    configuration for MovieLens-1M."""
+def open_public(folder: Path) -> None:
+    """Makes the package of `folder` importable."""
+    if not (folder / "generative_recommenders").is_dir():
+        raise ValueError(f"{folder} has no folder generative_recommenders: name a clone of it")
     stand_in = ModuleType("torchrec.modules.sorted_index_select")
     stand_in.maybe_sorted_index_select = (  # type: ignore[attr-defined]
         lambda values, index, _: values.index_select(0, index)
@@ -60,6 +61,12 @@ def build_dlrm_hstu(folder: Path) -> nn.Module:
     sys.modules.setdefault(stand_in.__name__, stand_in)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def build_dlrm_hstu(folder: Path) -> nn.Module:
+    """Builds a small DlrmHSTU in float32 without dropout, with the features and tasks of its
+    configuration for MovieLens-1M."""
+    open_public(folder)
     from generative_recommenders.common import HammerKernel
     from generative_recommenders.dlrm_v3.configs import get_hstu_configs
     from generative_recommenders.modules.dlrm_hstu import DlrmHSTU
