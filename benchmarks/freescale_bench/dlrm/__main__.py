@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.what == "step":
         from freescale_bench.dlrm.step import bench_step
 
-        return bench_step(options.device, options.samples, options.public, options.trial, to)
+        bench_step(options.device, options.samples, options.public, options.trial, to)
+        return 0
     if options.public is None:
         parser.error("parity needs --public FOLDER, a clone of meta-recsys/generative-recommenders")
     from freescale_bench.common.torchrec import require_torchrec
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_torchrec()
     from freescale_bench.dlrm.parity import bench_parity
 
-    return bench_parity(options.public, options.trial, to)
+    bench_parity(options.public, options.trial, to)
+    return 0
 
 
 if __name__ == "__main__":

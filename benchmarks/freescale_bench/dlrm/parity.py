@@ -1,5 +1,5 @@
-"""Parity of `DlrmRanking` with the public DlrmHSTU: copied weights, the same batches, in plain torch
-on a CPU, in float32. Logits, losses, and gradients of all parameters.
+"""Parity of `DlrmRanking` with the public DlrmHSTU: copied weights, the same batches, in plain
+torch on a CPU, in float32. Logits, losses, and gradients of all parameters.
 
 The public attention is divided by the batch's longest sample: every batch has a history of full
 length. In plain torch the public model has as many time buckets as it has columns, less one, which
@@ -16,39 +16,35 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from freescale_bench.common.results import Destination, Row, at_most, write
+from freescale_bench.common.results import Destination, Row, Target, make_claims, write
 from freescale_bench.dlrm.public import Inputs, build_public, convert_batch, pair_parameters
 from freescale_bench.dlrm.shapes import SMALL, TASK, Shape, build_model, make_batch
 
 # as wide as the real one, with few rows and short histories
 WIDE = replace(SMALL, name="dlrm_v4_hstu, short", width=512, heads=4, layers=3, longest=120)
 BATCHES, SAMPLES = 3, 8
-TARGETS = {"logits": 1e-5, "loss": 1e-5, "gradients": 1e-4}
+TARGETS = (
+    Target("logits", "largest difference of a logit", 10, "millionths", at_least=False),
+    Target("loss", "largest difference of a loss", 10, "millionths", at_least=False),
+    Target(
+        "gradients", "largest difference of a gradient, of its parameter's largest", 100,
+        "millionths", at_least=False,
+    ),
+)  # fmt: skip
 
 
-def bench_parity(folder: Path, trial: bool, to: Destination) -> int:
+def bench_parity(folder: Path, trial: bool, to: Destination) -> None:
     rows: list[Row] = []
     for shape in (SMALL,) if trial else (SMALL, WIDE):
         shape = replace(shape, time_buckets=shape.width - 1, positions=8192)
         rows += compare(shape, folder)
     for row in rows:
         print(row, flush=True)
-    claims = [
-        at_most(text, target, max(row[name] for row in rows), unit)
-        for (name, target), (text, unit) in zip(
-            TARGETS.items(),
-            (
-                ("largest difference of a logit", ""),
-                ("largest difference of a loss", ""),
-                ("largest difference of a gradient, of its parameter's largest", ""),
-            ),
-            strict=True,
-        )
-    ]
+    figures = {each.figure: 1e6 * max(row[each.figure] for row in rows) for each in TARGETS}
     if not trial:
+        claims = make_claims(TARGETS, figures)
         command, packages = "freescale bench dlrm parity --public FOLDER", ("torchrec",)
         write("dlrm-parity", "cpu", command, rows, claims, (*packages, "fbgemm-gpu-cpu"), to=to)
-    return 0
 
 
 def compare(shape: Shape, folder: Path) -> list[Row]:

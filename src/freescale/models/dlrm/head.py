@@ -98,6 +98,13 @@ class DlrmRanking(Ranking):
         self.candidate_network = make_network((width + side, head_hidden, width), judging)
         self.judge = make_network((width, head_hidden, len(self.tasks)), judging, norm=False)
 
+    @property
+    def input_weights(self) -> int:
+        """Weights of the networks that make a token of an event."""
+        networks = [self.content, *([] if self.additional is None else [self.additional])]
+        parameters = [p for network in networks for p in network.parameters()]
+        return sum(parameter.numel() for parameter in parameters if parameter.ndim == 2)
+
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         losses = super().forward(batch)
         return {task: self.loss_scale * loss for task, loss in losses.items()}
