@@ -15,6 +15,7 @@ from freescale.kernels.attention import triton_plan as triton_attention_plan
 from freescale.kernels.layer import reference as layer
 from freescale.kernels.layer import triton as triton_layer
 from freescale.kernels.layer import triton_fused as fused_layer
+from freescale.kernels.layer import triton_positions
 from freescale.models.hstu import HSTU, HSTULayer
 from freescale.random import derive, draw_keep_mask
 
@@ -24,7 +25,7 @@ CASES = {
     f"{piece}, {tokens} x {width}, {dtype}": dict(
         piece=piece, tokens=tokens, width=width, dtype=dtype
     )
-    for piece in ("layer_norm", "gated_norm", "dropout", "silu_split")
+    for piece in ("layer_norm", "swish_norm", "gated_norm", "dropout", "silu_split")
     for tokens, width in SIZES
     for dtype in ("float32", "bfloat16")
     if dtype == "float32" or width == 100
@@ -65,9 +66,10 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
 
     def run(module, exact):
         target = torch.float64 if exact else getattr(torch, out or dtype)
-        if piece == "layer_norm":
+        if piece in ("layer_norm", "swish_norm"):
             leaves = {"x": x, "weight": weight, "bias": bias}
-            function = lambda **leaf: module.layer_norm(**leaf, eps=1e-6, dtype=target)  # noqa: E731
+            compute = getattr(module, piece)
+            function = lambda **leaf: compute(**leaf, eps=1e-6, dtype=target)  # noqa: E731
         elif piece == "silu_split":
             leaves = {"x": wide}
             function = lambda x: torch.cat(module.silu_split(x, sizes), 1)  # noqa: E731
@@ -246,9 +248,48 @@ FUSED = {
 }
 
 
+def encode(dtype, dropout, tokens=21, width=40, device="cpu"):
+    """Inputs with the rows of positions and times, against the reference in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return drawn(*shape, dtype="float32", device=device, generator=generator)
+
+    x, tables = draw(tokens, width).to(getattr(torch, dtype)), draw(12, width)
+    slope = draw(tokens, width)
+    places, buckets = (torch.randint(0, 6, (tokens,), generator=generator) for _ in range(2))
+    keys = derive(5, torch.arange(tokens)).to(device)
+
+    def run(module, exact):
+        leaves = [
+            (leaf.double() if exact else leaf).detach().requires_grad_()
+            for leaf in (x, tables[:7], tables[7:])
+        ]
+        index = places.to(device), buckets.clamp(max=4).to(device)
+        options = {"scale": 3.0, "keep": 1 - dropout}
+        out = module.add_encodings(*leaves, *index, keys if dropout else None, **options)
+        grads = torch.autograd.grad(out, leaves, slope.to(out.dtype))
+        assert all(one.dtype == leaf.dtype for one, leaf in zip(grads, leaves, strict=True))
+        return [out.detach(), *grads]
+
+    pairs = zip(run(triton_positions, False), run(layer, True), strict=True)
+    return {
+        str(number): ((mine.double() - value).norm() / value.norm()).item()
+        for number, (mine, value) in enumerate(pairs)
+    }
+
+
+ENCODED = {
+    "encodings": dict(dtype="float32", dropout=0.0),
+    "encodings, dropout": dict(dtype="float32", dropout=0.25),
+    "encodings, half precision": dict(dtype="float16", dropout=0.25),
+}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     found = {case: compare(**options) for case, options in CASES.items()}
     found |= {case: whole(**options) for case, options in WHOLE.items()}
+    found |= {case: encode(**options) for case, options in ENCODED.items()}
     print(json.dumps(found | {case: fused(**options) for case, options in FUSED.items()}))

@@ -1,5 +1,6 @@
 """The public DlrmHSTU (meta-recsys/generative-recommenders) with the features of dlrm_v4_hstu, its
-batches, and which of its parameters are whose here. Needs TorchRec and fbgemm."""
+batches, and which of its parameters are whose here. Needs TorchRec and fbgemm, or what
+`public_step` has in their place."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from freescale.batch import SequenceBatch
+from freescale_bench.common.public import open_public
 from freescale_bench.dlrm.shapes import TASK, Shape
-from freescale_bench.torchrec.dlrm_hstu import open_public
 
 _ITEM = ("item", "artist", "album")
 _OFFERED = tuple(f"offered_{name}" for name in _ITEM)
@@ -27,10 +28,10 @@ class Inputs(NamedTuple):
 
 
 def build_public(
-    shape: Shape, folder: Path, *, device: str = "cpu", bf16: bool = False
+    shape: Shape, folder: Path, *, device: str = "cpu", bf16: bool = False, tables: bool = True
 ) -> nn.Module:
     """Builds the model without dropout, in plain torch on a CPU and with its Triton kernels on a
-    GPU. `folder` contains generative_recommenders."""
+    GPU. `folder` contains generative_recommenders. Without `tables`, rows are inputs."""
     open_public(folder)
     from generative_recommenders.common import HammerKernel
     from generative_recommenders.modules.dlrm_hstu import DlrmHSTU, DlrmHSTUConfig
@@ -66,26 +67,50 @@ def build_public(
     )
     features = [[name, offered] for name, offered in zip(_ITEM, _OFFERED)]
     features += [[name] for name in context]
-    tables = {
+    each = zip(features, (*shape.rows, *shape.context), strict=True) if tables else ()
+    configs = {
         names[0]: EmbeddingConfig(
             name=names[0], num_embeddings=rows, embedding_dim=shape.width, feature_names=names
         )
-        for names, rows in zip(features, (*shape.rows, *shape.context), strict=True)
+        for names, rows in each
     }
     torch.manual_seed(0)
-    model = DlrmHSTU(config, tables, is_inference=False, bf16_training=bf16)
+    kind = {"is_inference": False, "bf16_training": bf16, "is_dense": not tables}
+    model = DlrmHSTU(config, configs, **kind)
     model.set_hammer_kernel(HammerKernel.TRITON if device == "cuda" else HammerKernel.PYTORCH)
     if bf16:
         model.set_training_dtype(torch.bfloat16)
-    collection = model._embedding_collection.to_empty(device=device)
-    for weight in collection.parameters():
-        nn.init.normal_(weight, std=0.02)
+    if tables:
+        for weight in model._embedding_collection.to_empty(device=device).parameters():
+            nn.init.normal_(weight, std=0.02)
     found: nn.Module = model.to(device)
     return found
 
 
 def convert_batch(shape: Shape, batch: SequenceBatch) -> Inputs:
     """The same samples as the public model reads them."""
+    history, candidates = (
+        KeyedJaggedTensor(
+            list(part),
+            torch.cat([values for values, _ in part.values()]),
+            lengths=torch.cat([lengths for _, lengths in part.values()]),
+        )
+        for part in split_batch(shape, batch)
+    )
+    return Inputs(history, candidates)
+
+
+def name_inputs(shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The features of `split_batch` that are ids of rows, and the others."""
+    rows = (*_ITEM, *_OFFERED, *_name_context(shape))
+    return rows, ("time", "action", "watched", "now", "labels", "watch")
+
+
+Columns = dict[str, tuple[Tensor, Tensor]]  # values and lengths by feature
+
+
+def split_batch(shape: Shape, batch: SequenceBatch) -> tuple[Columns, Columns]:
+    """The features of histories and context, and those of candidates."""
     sequences, device = batch.sequences, batch.device
     history, ones = sequences["history"], batch.candidates["candidates"].counts
     firsts = list(accumulate(shape.rows[1:-1], initial=0))
@@ -109,12 +134,10 @@ def convert_batch(shape: Shape, batch: SequenceBatch) -> Inputs:
         "labels": sequences["labels"].values[:, 0].long(),
         "watch": torch.zeros_like(ones, device=device),
     }
+    past = {name: (values, history.lengths) for name, values in of_events.items()}
+    past |= {name: (values, ones) for name, values in context.items()}
     # the first feature of a candidate says how many there are
-    lengths = {name: history.lengths for name in of_events} | dict.fromkeys(context, ones)
-    return Inputs(
-        _key({**of_events, **context}, list(lengths.values())),
-        _key(offered, [ones] * len(offered)),
-    )
+    return past, {name: (values, ones) for name, values in offered.items()}
 
 
 def pair_parameters(model: nn.Module, public: nn.Module, shape: Shape) -> Iterator[tuple[str, Any]]:
@@ -188,9 +211,3 @@ def _split(codes: Tensor, names: tuple[str, ...], firsts: list[int]) -> dict[str
     """codes [n, places] of one table -> ids [n] of each place's own table."""
     columns = codes.unbind(1)
     return {n: column - first for n, column, first in zip(names, columns, firsts, strict=True)}
-
-
-def _key(values: dict[str, Tensor], lengths: list[Tensor]) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        list(values), torch.cat(list(values.values())), lengths=torch.cat(lengths)
-    )

@@ -102,7 +102,8 @@ def draw_lengths(shape: Shape, samples: int, mixed: bool, seed: int) -> NDArray[
     of 2,695 and mean of 4,763 events a user, cut at the longest."""
     if not mixed:
         return np.full(samples, shape.longest)
-    drawn = np.random.default_rng(seed).lognormal(np.log(2695), 1.067, samples)
+    median = 2695 * shape.longest / FULL.longest
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.067, samples)
     found: NDArray[np.int64] = drawn.astype(np.int64).clip(1, shape.longest)
     return found
 

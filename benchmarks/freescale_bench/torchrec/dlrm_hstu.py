@@ -1,20 +1,16 @@
-"""The unmodified DlrmHSTU of meta-recsys/generative-recommenders, and its batches.
-
-The package is loaded from its folder. It needs a newer TorchRec than CPUs have, for one function. A
-plain function with the same values replaces it.
-"""
+"""The unmodified DlrmHSTU of meta-recsys/generative-recommenders, and its batches."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from freescale_bench.common.public import open_public
 
 _CONTEXT = ("user_id", "sex", "age_group", "occupation", "zip_code")
 _HISTORY = ("movie_id", "movie_rating", "action_timestamp", "item_weights", "dummy_watch_time")
@@ -48,19 +44,6 @@ class SummedTasks(nn.Module):
     def forward(self, batch: Samples) -> tuple[Tensor, Any]:
         _, _, losses, predictions, *_ = self.model(batch.history, batch.candidates)
         return sum(losses.values()), predictions
-
-
-def open_public(folder: Path) -> None:
-    """Makes the package of `folder` importable."""
-    if not (folder / "generative_recommenders").is_dir():
-        raise ValueError(f"{folder} has no folder generative_recommenders: name a clone of it")
-    stand_in = ModuleType("torchrec.modules.sorted_index_select")
-    stand_in.maybe_sorted_index_select = (  # type: ignore[attr-defined]
-        lambda values, index, _: values.index_select(0, index)
-    )
-    sys.modules.setdefault(stand_in.__name__, stand_in)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 def build_dlrm_hstu(folder: Path) -> nn.Module:

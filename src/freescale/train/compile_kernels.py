@@ -115,6 +115,8 @@ def call_kernels(
                 batch = add_features(batch, tables, config.model.task)
             batch = batch.to(device)
             call_model(module, batch, config, device)
+            if config.model.head == "dlrm":  # the sums over its events may also be short
+                call_model(module, batch.slice(0, 2), config, device)
             if getattr(module, "capturable", False):  # padded batches have weights
                 weights = torch.ones(batch.sequences["history"].values.shape[0], device=device)
                 lengths = batch.sequences["history"].lengths

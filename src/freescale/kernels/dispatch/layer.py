@@ -45,14 +45,25 @@ def layer_norm(plan: Plan, x: Tensor, *parameters: Any) -> Tensor:
 
 def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`layer.reference.layer_norm` in the dtype of x, in Triton on a GPU."""
-    fits = runs_triton(x.device) and x.dtype in triton.DTYPES and x.shape[1] <= triton.MAX_WIDTH
-    compute = triton.layer_norm if fits else reference.layer_norm
+    compute = triton.layer_norm if _fits_rows(x) else reference.layer_norm
     return compute(x, weight, bias, eps, x.dtype)
 
 
 def swish_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """`layer.reference.swish_norm` in the dtype of x."""
-    return reference.swish_norm(x, weight, bias, eps, x.dtype)
+    """`layer.reference.swish_norm` in the dtype of x, in Triton on a GPU."""
+    compute = triton.swish_norm if _fits_rows(x) else reference.swish_norm
+    return compute(x, weight, bias, eps, x.dtype)
+
+
+def add_encodings(x: Tensor, position: Tensor, *rows: Any, **options: Any) -> Tensor:
+    """`layer.reference.add_encodings`, in Triton on a GPU."""
+    fits = _fits_rows(x) and position.dtype in triton.DTYPES
+    compute = triton_positions.add_encodings if fits else reference.add_encodings
+    return compute(x, position, *rows, **options)
+
+
+def _fits_rows(x: Tensor) -> bool:
+    return runs_triton(x.device) and x.dtype in triton.DTYPES and x.shape[1] <= triton.MAX_WIDTH
 
 
 def silu_split(plan: Plan, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

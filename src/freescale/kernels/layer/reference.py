@@ -104,6 +104,22 @@ def add_positions(
     return drop_inputs(inputs, token_keys, keep), token_keys
 
 
+def add_encodings(
+    x: Tensor,  # [tokens, width]
+    position: Tensor,  # [positions, width]
+    time: Tensor,  # [buckets, width], in the same dtype
+    places: Tensor,  # [tokens] int64
+    buckets: Tensor,  # [tokens] int64
+    token_keys: Tensor | None,  # [tokens] int64: random keys; None: no dropout
+    *,
+    scale: float = 1.0,
+    keep: float = 1.0,
+) -> Tensor:
+    """scale * x plus a row of each table, in their dtype, after dropout as of `add_positions`."""
+    rows = F.embedding(places, position) + F.embedding(buckets, time)
+    return drop_inputs(x.to(position.dtype) * scale + rows, token_keys, keep)
+
+
 def drop_inputs(x: Tensor, token_keys: Tensor | None, keep: float) -> Tensor:
     """x [tokens, width] with dropout as a function of the tokens' random keys."""
     if token_keys is None or keep == 1:

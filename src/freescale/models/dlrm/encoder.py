@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from freescale.batch import HostSizes
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
-from freescale.kernels.dispatch.rows import read_rows
-from freescale.kernels.layer.reference import compute_positions, derive_token_keys, drop_inputs
+from freescale.kernels.dispatch.layer import add_encodings
+from freescale.kernels.layer.reference import compute_positions, derive_token_keys
 from freescale.models.dlrm.networks import find_time_buckets
 from freescale.models.hstu import HSTU
 
@@ -85,11 +85,13 @@ class DlrmHSTU(HSTU):
             slots < self.context, slots, backwards.clamp(max=self.position.shape[0] - 1)
         )
         buckets = find_time_buckets(now - timestamps, self.time.shape[0] - 1)
-        inputs = x.to(self.position.dtype) * self.input_scale
-        inputs = inputs + (read_rows(self.position, places) + read_rows(self.time, buckets))
         chosen = self._choose_keys(keys, lengths)
         token_keys = None if chosen is None else derive_token_keys(chosen, lengths, slots)
-        return drop_inputs(inputs, token_keys, 1 - self.input_dropout), token_keys
+        inputs = add_encodings(
+            x, self.position, self.time, places, buckets, token_keys, scale=self.input_scale,
+            keep=1 - self.input_dropout,
+        )  # fmt: skip
+        return inputs, token_keys
 
 
 def _draw_rows(rows: int, count: int, width: int) -> nn.Parameter:
