@@ -7,6 +7,8 @@ Uninitialised memory is NaN here.
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from unittest import mock
 
 import torch
 
@@ -18,6 +20,7 @@ from freescale.kernels.layer import triton_fused as fused_layer
 from freescale.kernels.layer import triton_positions
 from freescale.models.hstu import HSTU, HSTULayer
 from freescale.random import derive, draw_keep_mask
+from helpers import dlrm_cases
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 SIZES = [(0, 32), (1, 32), (37, 3), (37, 100), (21, 512)]  # tokens, width
@@ -286,10 +289,37 @@ ENCODED = {
 }
 
 
+def dlrm(dropout):
+    """A DLRM in Triton, layers and all, against plain torch in float64."""
+    batch = dlrm_cases.make_batch(lengths=(9, 0, 4), counts=(2, 1, 1))
+
+    def run(on_gpu, to):
+        model = dlrm_cases.make_model(dropout=dropout).to(to).train()
+        with ExitStack() as stack:
+            if on_gpu:
+                for name in ("layer.runs_triton", "attention.is_on_gpu"):
+                    target = f"freescale.kernels.dispatch.{name}"
+                    stack.enter_context(mock.patch(target, lambda device: True))
+            logits = model._compute_logits(batch)
+        named = dict(model.named_parameters())
+        grads = torch.autograd.grad(logits.square().sum(), list(named.values()))
+        return dict(zip(["logits", *named], [logits.detach(), *grads], strict=True))
+
+    ours, exact = run(True, torch.float32), run(False, torch.float64)
+    return {
+        name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
+        for name, value in exact.items()
+    }
+
+
+DLRM = {"dlrm": dict(dropout=0.0), "dlrm, dropout": dict(dropout=0.25)}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     found = {case: compare(**options) for case, options in CASES.items()}
     found |= {case: whole(**options) for case, options in WHOLE.items()}
     found |= {case: encode(**options) for case, options in ENCODED.items()}
+    found |= {case: dlrm(**options) for case, options in DLRM.items()}
     print(json.dumps(found | {case: fused(**options) for case, options in FUSED.items()}))

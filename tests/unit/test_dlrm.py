@@ -20,8 +20,19 @@ from helpers.dlrm_cases import (
 from torch.nn import functional as F
 
 import freescale
+from freescale.balance.cost import CostModel
 from freescale.batch import Nested
-from freescale.models import DlrmHSTU, DlrmRanking, FeatureTables
+from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from freescale.models import (
+    HSTU,
+    DlrmHSTU,
+    DlrmRanking,
+    FeatureTables,
+    Retrieval,
+    start_histories,
+)
+from freescale.train.build import build_balancer, build_module
+from freescale.train.build_balancer import count_extra_work
 from freescale.transport.local import LocalTransport
 
 CASES = {
@@ -144,3 +155,58 @@ class TestRefusals:
         too_long = torch.zeros(MAX_LENGTH + 1, 8).double()
         with pytest.raises(ValueError, match="max_length"):
             encoder(too_long, torch.tensor([MAX_LENGTH + 1]), None, torch.arange(MAX_LENGTH + 1))
+
+
+class TestSettings:
+    def configure(self, candidates=1, **model):
+        options = {"task": "ranking", "labels": "like", "head": "dlrm", "width": 16} | model
+        return RunConfig(
+            DataConfig(data="x", candidates=candidates, max_length=20),
+            ModelConfig(**options),
+            TrainConfig(balance="greedy"),
+        )
+
+    def test_sizes_follow_the_width(self):
+        tables = FeatureTables(ROWS, context=CONTEXT_ROWS, item_places=2, context_places=3)
+        model = build_module(self.configure(), 30, 8, tables)
+        assert type(model) is DlrmRanking and model.encoder.context == 3
+        assert model.content[0].out_features == 8 and model.judge[0].out_features == 16
+        assert model.encoder.position.shape == (28, 16)  # context, events, candidate, and none
+        assert model.encoder.max_length == 24 and model.loss_scale == 1 and model.bits == 3
+        given = {"input_hidden": 5, "head_hidden": 7, "positions": 9, "time_buckets": 4}
+        model = build_module(self.configure(**given, loss_scale=0.2), 30, 0, tables)
+        assert model.content[0].out_features == 5 and model.judge[0].out_features == 7
+        assert (len(model.encoder.position), len(model.encoder.time)) == (9, 5)
+        assert model.loss_scale == 0.2 and model.bits == 0
+
+    def test_costs_know_the_layers_and_the_networks(self):
+        tables = FeatureTables(ROWS, context=CONTEXT_ROWS, item_places=2, context_places=3)
+        config, more = self.configure(), (3, 16 * 8 * 2 + 32 * 8 + 8 * 16)
+        module = build_module(config, 30, 8, tables)
+        assert count_extra_work(module) == more
+        cost = build_balancer(config, torch.device("cpu"), *more).cost
+        usual = CostModel.of_hstu(
+            width=16, layers=2, heads=2, d_qk=8, d_v=8, tasks=1, wide=True, inputs=more[1]
+        )
+        assert cost == usual.with_prefix(3)
+
+    def test_what_does_not_go_together(self):
+        for wrong, message in (
+            ({"task": "retrieval"}, "--head dlrm judges candidates"),
+            ({"encoder": "sasrec"}, "without --encoder sasrec"),
+            ({"time_bias": True}, "without --time-bias"),
+            ({"segment": 4}, "without --segment"),
+            ({"head": "linear", "positions": 4}, "--positions is for --head dlrm"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                self.configure(**wrong)
+        tables = FeatureTables(ROWS, context=CONTEXT_ROWS, item_places=2, context_places=3)
+        with pytest.raises(ValueError, match="give --candidates 1"):
+            build_module(self.configure(candidates=2), 30, 8, tables)
+        assert build_module(self.configure(candidates=2), 30, 8).encoder.context == 0
+
+    def test_wide_layers_have_no_state_of_histories(self):
+        encoder = HSTU(width=8, layers=1, heads=2, max_length=9, time_bias=False, wide=True)
+        model = Retrieval(encoder, num_items=9).eval()
+        with pytest.raises(ValueError, match="not for wide HSTU"):
+            start_histories(model, make_batch())
