@@ -60,7 +60,7 @@ def make_batch(lengths=(9, 0, 4), counts=(1, 1, 1), seed=0):
     of_candidates = {
         "candidates_features": draw(ROWS, candidates, PLACES),
         "candidates_own": draw(4, candidates) / 3,
-        "candidate_timestamps": moments + draw(2, candidates),
+        "candidate_timestamps": moments + 400 * draw(3, candidates),
         "context_features": context,
         "labels": draw(2, candidates, len(TASKS)).float(),
     }

@@ -8,6 +8,8 @@ its kernels do not: the model here gets as many.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from freescale_bench.dlrm.shapes import SMALL, TASK, Shape, build_model, make_ba
 
 # as wide as the real one, with few rows and short histories
 WIDE = replace(SMALL, name="dlrm_v4_hstu, short", width=512, heads=4, layers=3, longest=120)
+_JUDGE = "_multitask_module._prediction_module"
 BATCHES, SAMPLES = 3, 8
 TARGETS = (
     Target("logits", "largest difference of a logit", 10, "millionths", at_least=False),
@@ -64,8 +67,8 @@ def compare(shape: Shape, folder: Path) -> list[Row]:
         batch = make_batch(shape, lengths, seed)
         theirs = _run_public(public, convert_batch(shape, batch))
         model.zero_grad(set_to_none=True)
-        logits = model._compute_logits(batch)[:, 0]
-        loss = model(batch)[TASK] / len(batch)
+        with _record_outputs(model.judge) as outputs:
+            loss = model(batch)[TASK] / len(batch)
         loss.backward()
         found = {name: find(theirs["gradients"].__getitem__) for name, find in pairs.items()}
         worst = _find_worst(model, found)
@@ -74,12 +77,12 @@ def compare(shape: Shape, folder: Path) -> list[Row]:
                 "shape": shape.name,
                 "width": shape.width,
                 "tokens": int(lengths.sum()) + SAMPLES * (len(shape.context) + 1),
-                "logits": _differ(logits, theirs["logits"]),
+                "logits": _differ(outputs[0], theirs["logits"]),
                 "loss": _differ(loss, theirs["loss"]),
                 "gradients": worst[0],
                 "worst_parameter": worst[1],
                 "parameters": len(pairs),
-                "largest_logit": float(logits.detach().abs().max()),
+                "largest_logit": float(outputs[0].abs().max()),
             }
         )
     return rows
@@ -92,16 +95,22 @@ def _disturb(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        model.get_parameter("_multitask_module._prediction_module.2.weight").mul_(8)
+        model.get_parameter(f"{_JUDGE}.2.weight").mul_(8)
+
+
+@contextmanager
+def _record_outputs(judge: nn.Module) -> Iterator[list[Tensor]]:
+    """Yields the list that the logits of one task go to."""
+    found: list[Tensor] = []
+    hook = judge.register_forward_hook(lambda *call: found.append(call[2].detach()[:, 0]))
+    yield found
+    hook.remove()
 
 
 def _run_public(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    logits: list[Tensor] = []
-    judge: nn.Module = model._multitask_module._prediction_module  # type: ignore[union-attr,assignment]
-    hook = judge.register_forward_hook(lambda *call: logits.append(call[2].detach()[:, 0]))
     model.train().zero_grad(set_to_none=True)
-    losses = model(*inputs)[2]
-    hook.remove()
+    with _record_outputs(model.get_submodule(_JUDGE)) as logits:
+        losses = model(*inputs)[2]
     losses[TASK].backward()
     named = dict(model.named_parameters())
     zeros = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}

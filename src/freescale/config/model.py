@@ -49,7 +49,7 @@ class ModelConfig(Checked):
         minimum=1,
     )
     time_buckets: int = option(
-        2048, "roots of the minutes before a request that are told apart, with --head dlrm",
+        2048, "buckets of the time before a request, by the root of its minutes, with --head dlrm",
         minimum=1,
     )  # fmt: skip
     loss_scale: float = option(1.0, "factor of every task's loss, with --head dlrm", above=0.0)
