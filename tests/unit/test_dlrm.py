@@ -31,6 +31,7 @@ from freescale.models import (
     Retrieval,
     start_histories,
 )
+from freescale.recommend.padded import PaddedEncoder
 from freescale.train.build import build_balancer, build_module
 from freescale.train.build_balancer import count_extra_work
 from freescale.transport.local import LocalTransport
@@ -210,3 +211,5 @@ class TestSettings:
         model = Retrieval(encoder, num_items=9).eval()
         with pytest.raises(ValueError, match="not for wide HSTU"):
             start_histories(model, make_batch())
+        with pytest.raises(ValueError, match="wide HSTU has no portable form"):
+            PaddedEncoder(encoder)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from freescale.batch import SequenceBatch, compute_offsets
 from freescale_bench.common.results import Row
+from freescale_bench.dlrm.measure import ADAM, Data, time_steps
 from freescale_bench.dlrm.shapes import TASK, Shape
-from freescale_bench.dlrm.step import ADAM, Data, time_steps
 
 
 def measure_public(shape: Shape, data: Sequence[Data], folder: Path, device: str) -> list[Row]:
