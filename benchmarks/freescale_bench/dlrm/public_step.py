@@ -27,7 +27,7 @@ def measure_public(shape: Shape, data: Sequence[Data], folder: Path, device: str
 
     on_gpu = device == "cuda"
     model = build_public(shape, folder, device=device, bf16=on_gpu, tables=False)
-    optimizer = torch.optim.Adam(model.parameters(), fused=on_gpu, **ADAM)  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam(model.parameters(), fused=on_gpu, **ADAM)
     rows = []
     for each in data:
         windows, more = time_steps(_train(shape, model, optimizer, each, device), on_gpu)

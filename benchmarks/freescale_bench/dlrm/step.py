@@ -18,7 +18,7 @@ import freescale
 from freescale.pipeline.dense.adamw import AdamW
 from freescale.pipeline.pipeline import Pipeline
 from freescale.transport.api import Transport
-from freescale_bench.common.ranks import get_gpu_name, open_rank
+from freescale_bench.common.ranks import get_gpu_name, open_rank, require_gpu
 from freescale_bench.common.results import Destination, Row, at_least, write
 from freescale_bench.dlrm.measure import ADAM, Data, time_steps
 from freescale_bench.dlrm.public_step import measure_public
@@ -32,23 +32,33 @@ SAMPLES = 128
 def bench_step(
     device: str, samples: int | None, public: Path | None, trial: bool, to: Destination
 ) -> None:
+    require_gpu(device)
     if device == "cpu" and not trial:
         raise ValueError("the model is for a GPU: --device cuda, or --trial for tiny sizes")
     shape = SMALL if trial else FULL.divide(PARTS)
     count = samples or (4 if trial else SAMPLES)
     data = [Data.make(shape, count, mixed, device == "cuda") for mixed in (False, True)]
-    rows: list[Row] = []
     with open_rank(device, LIMIT) as (transport, _):
-        rows += _measure_here(shape, data, transport)
+        rows = _measure_here(shape, data, transport)
+    if not trial:  # kept if the public model fails
+        _write(rows, device, to)
+    if public is None:
+        return
     gc.collect()  # the tables
     if device == "cuda":
         torch.cuda.empty_cache()
-    if public is not None:
-        rows += measure_public(shape, data[:1], public, device)
-    for row in rows:
-        print({name: value for name, value in row.items() if name != "slowest_kernels"}, flush=True)
-    if trial:
-        return
+    for row in measure_public(shape, data[:1], public, device):
+        rows.append(_show(row))
+    if not trial:
+        _write(rows, device, to)
+
+
+def _show(row: Row) -> Row:
+    print({name: value for name, value in row.items() if name != "slowest_kernels"}, flush=True)
+    return row
+
+
+def _write(rows: Sequence[Row], device: str, to: Destination) -> None:
     first = rows[0]
     claims = [
         at_least("TFLOP/s at 4,096 tokens, by MLPerf's formula", 400, first["tflop_per_s"], ""),
@@ -74,8 +84,9 @@ def _measure_here(shape: Shape, data: Sequence[Data], transport: Transport) -> l
     for each in data:
         steps = pipeline.run(each.repeat())
         windows, more = time_steps(steps, on_gpu)
-        rows.append({"arm": "freescale", **each.describe(shape, windows), **more})
-        rows[-1]["loss"] = [result.loss for result in steps][-1]
+        row = {"arm": "freescale", **each.describe(shape, windows), **more}
+        row["loss"] = [result.loss for result in steps][-1]
+        rows.append(_show(row))
         pipeline.flush()
     rows[0]["rows"] = {spec.name: spec.rows for spec in sharded.tables.specs.values()}
     pipeline.close()
