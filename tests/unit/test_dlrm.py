@@ -134,6 +134,8 @@ class TestRefusals:
         for tables in (FeatureTables(ROWS, event=3), FeatureTables(ROWS, user=3)):
             with pytest.raises(ValueError, match="reads features of items and of requests"):
                 make_model(tables=tables)
+        with pytest.raises(ValueError, match="a table of 20 rows with 0 places"):
+            make_model(tables=FeatureTables(ROWS, context=CONTEXT_ROWS, context_places=CONTEXT))
         with pytest.raises(ValueError, match="3 tokens of context, but requests have 2"):
             make_model(
                 tables=FeatureTables(

@@ -62,6 +62,12 @@ class DlrmRanking(Ranking):
                 "a DLRM reads features of items and of requests: leave features of events and "
                 "vectors of items out, and give attributes of users with the requests"
             )
+        for rows, places in ((tables.item, tables.item_places), (tables.context, encoder.context)):
+            if bool(rows) != bool(places):
+                raise ValueError(
+                    f"a table of {rows} rows with {places} places: FeatureTables needs item_places "
+                    "with item, and context_places with context"
+                )
         if encoder.context != tables.context_places:
             raise ValueError(
                 f"the encoder has {encoder.context} tokens of context, but requests have "
