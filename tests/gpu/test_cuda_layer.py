@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import layer_cases
+from helpers import dlrm_cases, layer_cases
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.kernels.attention import plan as attention_plan
@@ -30,7 +30,9 @@ def poisoned():
     "tokens, width",
     [*layer_cases.SIZES, (5000, 128), (70_001, 256), (999, 1024), (333, 1000), (77, 4096)],
 )
-@pytest.mark.parametrize("piece", ["layer_norm", "gated_norm", "dropout", "silu_split"])
+@pytest.mark.parametrize(
+    "piece", ["layer_norm", "swish_norm", "gated_norm", "dropout", "silu_split"]
+)
 def test_equals_the_plain_one(poisoned, piece, tokens, width, dtype):
     found = layer_cases.compare(piece, tokens, width, dtype, device="cuda", sliced=tokens % 2 == 1)
     limit = layer_cases.LIMITS[dtype]
@@ -104,7 +106,44 @@ def test_more_elements_than_32_bits_can_count():
     )
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wide_layers_equal_the_plain_ones(poisoned, dtype, recompute):
+    found = layer_cases.fused(
+        dtype, dropout=0.25, candidates=True, layers=3, wide=True, checkpoint=recompute,
+        device="cuda",
+    )  # fmt: skip
+    limit = 1e-5 if dtype == "float32" else 3e-2
+    assert found.pop("same bits") and all(error < limit for error in found.values()), found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_encodings_equal_the_plain_ones(poisoned, dtype, dropout):
+    found = layer_cases.encode(dtype, dropout, tokens=5001, width=512, device="cuda")
+    assert all(error < layer_cases.LIMITS[dtype] for error in found.values()), found
+
+
 # ---- nothing is read from the device
+
+
+def test_a_step_of_a_dlrm_reads_nothing_from_the_device():
+    model = dlrm_cases.make_model(dropout=0.2).float().train()
+    expected = model.eval()._compute_logits(dlrm_cases.make_batch(seed=0))
+    model.train().cuda()
+    for number in range(3):
+        there = dlrm_cases.make_batch(seed=number % 2).pin_memory().to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        if number == 2:  # by then everything is compiled
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                sum(model(there).values()).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    found = model.eval()._compute_logits(dlrm_cases.make_batch(seed=0).to("cuda"))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-4)
 
 
 def batch(seed):

@@ -7,6 +7,8 @@ Uninitialised memory is NaN here.
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from unittest import mock
 
 import torch
 
@@ -15,8 +17,10 @@ from freescale.kernels.attention import triton_plan as triton_attention_plan
 from freescale.kernels.layer import reference as layer
 from freescale.kernels.layer import triton as triton_layer
 from freescale.kernels.layer import triton_fused as fused_layer
+from freescale.kernels.layer import triton_positions
 from freescale.models.hstu import HSTU, HSTULayer
 from freescale.random import derive, draw_keep_mask
+from helpers import dlrm_cases
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 SIZES = [(0, 32), (1, 32), (37, 3), (37, 100), (21, 512)]  # tokens, width
@@ -24,7 +28,7 @@ CASES = {
     f"{piece}, {tokens} x {width}, {dtype}": dict(
         piece=piece, tokens=tokens, width=width, dtype=dtype
     )
-    for piece in ("layer_norm", "gated_norm", "dropout", "silu_split")
+    for piece in ("layer_norm", "swish_norm", "gated_norm", "dropout", "silu_split")
     for tokens, width in SIZES
     for dtype in ("float32", "bfloat16")
     if dtype == "float32" or width == 100
@@ -65,9 +69,10 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
 
     def run(module, exact):
         target = torch.float64 if exact else getattr(torch, out or dtype)
-        if piece == "layer_norm":
+        if piece in ("layer_norm", "swish_norm"):
             leaves = {"x": x, "weight": weight, "bias": bias}
-            function = lambda **leaf: module.layer_norm(**leaf, eps=1e-6, dtype=target)  # noqa: E731
+            compute = getattr(module, piece)
+            function = lambda **leaf: compute(**leaf, eps=1e-6, dtype=target)  # noqa: E731
         elif piece == "silu_split":
             leaves = {"x": wide}
             function = lambda x: torch.cat(module.silu_split(x, sizes), 1)  # noqa: E731
@@ -106,12 +111,17 @@ def compare(piece, tokens, width, dtype, out=None, sliced=False, parts=None, dev
 
 
 def whole(
-    dtype, dropout, device="cpu", planner=triton_attention_plan.plan_attention, widths=(32, 64)
+    dtype,
+    dropout,
+    device="cpu",
+    planner=triton_attention_plan.plan_attention,
+    widths=(32, 64),
+    wide=False,
 ):
     """A layer in Triton (or in the version of the plan) against plain torch in float64. Half
     precision uses autocast."""
     torch.manual_seed(0)
-    options = dict(width=48, heads=2, max_length=80, dropout=dropout)
+    options = dict(width=48, heads=2, max_length=80, dropout=dropout, wide=wide)
     options |= dict(zip(("d_qk", "d_v"), widths, strict=True))
     module = HSTULayer(
         number=3, position_bias=False, time_bias=False, num_time_buckets=1, **options
@@ -149,6 +159,7 @@ WHOLE = {
     # the interpreter has no products in bfloat16
     "layer, dropout, half precision": dict(dtype="float16", dropout=0.25),
     "layer, heads of other widths": dict(dtype="float32", dropout=0.25, widths=(25, 50)),
+    "layer, wide, dropout": dict(dtype="float32", dropout=0.25, wide=True),
 }
 
 
@@ -228,7 +239,80 @@ FUSED = {
     "fused, heads of other widths": dict(
         dtype="float32", dropout=0.25, layers=2, widths=(25, 50), lengths=(9, 0, 1, 5)
     ),
+    "fused, wide, dropout, parts": dict(
+        dtype="float32", dropout=0.25, parts=2, layers=2, candidates=True, wide=True
+    ),
+    "fused, wide": dict(dtype="float32", candidates=True, layers=2, wide=True),
+    "fused, wide, recomputed": dict(dtype="float32", dropout=0.25, checkpoint=True, wide=True),
+    "fused, wide, half precision": dict(dtype="float16", dropout=0.25, layers=2, wide=True),
+    "fused, wide, heads of other widths": dict(
+        dtype="float32", dropout=0.25, layers=2, widths=(25, 35), lengths=(9, 0, 1, 5), wide=True
+    ),
 }
+
+
+def encode(dtype, dropout, tokens=21, width=40, device="cpu"):
+    """Inputs with the rows of positions and times, against the reference in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return drawn(*shape, dtype="float32", device=device, generator=generator)
+
+    x, tables = draw(tokens, width).to(getattr(torch, dtype)), draw(12, width)
+    slope = draw(tokens, width)
+    places, buckets = (torch.randint(0, 6, (tokens,), generator=generator) for _ in range(2))
+    keys = derive(5, torch.arange(tokens)).to(device)
+
+    def run(module, exact):
+        leaves = [
+            (leaf.double() if exact else leaf).detach().requires_grad_()
+            for leaf in (x, tables[:7], tables[7:])
+        ]
+        index = places.to(device), buckets.clamp(max=4).to(device)
+        options = {"scale": 3.0, "keep": 1 - dropout}
+        out = module.add_encodings(*leaves, *index, keys if dropout else None, **options)
+        grads = torch.autograd.grad(out, leaves, slope.to(out.dtype))
+        assert all(one.dtype == leaf.dtype for one, leaf in zip(grads, leaves, strict=True))
+        return [out.detach(), *grads]
+
+    pairs = zip(run(triton_positions, False), run(layer, True), strict=True)
+    return {
+        str(number): ((mine.double() - value).norm() / value.norm()).item()
+        for number, (mine, value) in enumerate(pairs)
+    }
+
+
+ENCODED = {
+    "encodings": dict(dtype="float32", dropout=0.0),
+    "encodings, dropout": dict(dtype="float32", dropout=0.25),
+    "encodings, half precision": dict(dtype="float16", dropout=0.25),
+}
+
+
+def dlrm(dropout):
+    """A DLRM in Triton, layers and all, against plain torch in float64."""
+    batch = dlrm_cases.make_batch(lengths=(9, 0, 4), counts=(2, 1, 1))
+
+    def run(on_gpu, to):
+        model = dlrm_cases.make_model(dropout=dropout).to(to).train()
+        with ExitStack() as stack:
+            if on_gpu:
+                for name in ("layer.runs_triton", "attention.is_on_gpu"):
+                    target = f"freescale.kernels.dispatch.{name}"
+                    stack.enter_context(mock.patch(target, lambda device: True))
+            logits = model._compute_logits(batch)
+        named = dict(model.named_parameters())
+        grads = torch.autograd.grad(logits.square().sum(), list(named.values()))
+        return dict(zip(["logits", *named], [logits.detach(), *grads], strict=True))
+
+    ours, exact = run(True, torch.float32), run(False, torch.float64)
+    return {
+        name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
+        for name, value in exact.items()
+    }
+
+
+DLRM = {"dlrm": dict(dropout=0.0), "dlrm, dropout": dict(dropout=0.25)}
 
 
 if __name__ == "__main__":
@@ -236,4 +320,6 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
     found = {case: compare(**options) for case, options in CASES.items()}
     found |= {case: whole(**options) for case, options in WHOLE.items()}
+    found |= {case: encode(**options) for case, options in ENCODED.items()}
+    found |= {case: dlrm(**options) for case, options in DLRM.items()}
     print(json.dumps(found | {case: fused(**options) for case, options in FUSED.items()}))

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from freescale_bench.train.flops import count_flops, count_flops_as_nvidia
+from freescale_bench.dlrm.shapes import FULL
+from freescale_bench.train.flops import (
+    count_flops,
+    count_flops_as_mlperf,
+    count_flops_as_nvidia,
+)
 from freescale_bench.train.measure import read_waits
 from freescale_bench.train.shapes import SHAPES
 
@@ -30,6 +35,16 @@ def test_nvidias_formula_gives_the_figure_that_nvidia_publishes() -> None:
     # 63.89 TFLOP with 3 contextual tokens, which see each other: 0.05 more than without
     counted = count_flops_as_nvidia(np.full(32, 4099), 1024, 8, 4) / 1e12
     assert counted == pytest.approx(63.85, abs=0.01)
+
+
+def test_mlperfs_formula_gives_the_figure_that_mlperf_publishes() -> None:
+    counted = count_flops_as_mlperf(np.array([4096]), FULL.width, FULL.layers, FULL.heads)
+    assert counted / 1e9 == pytest.approx(315.7, abs=0.05) and FULL.tokens == 4096
+    # 3.5 and 3 times the operations of the tokens one by one, as by the other formula
+    wide = 2 * 2 * 4096 * 512 * 512 * 3 * 3  # two parts more of the output projection
+    assert counted - wide == pytest.approx(
+        count_flops(np.array([4096]), FULL.width, FULL.layers, FULL.heads), rel=1e-3
+    )
 
 
 def test_union_counts_time_once() -> None:

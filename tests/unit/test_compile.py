@@ -134,6 +134,7 @@ class SomeFeatures:
 
     item_rows, event_rows, user_rows, context_rows = 50, 50, 50, 50
     user_places, vector_widths = (1, 2), (24,)
+    item_places = context_places = 2
 
 
 @pytest.mark.parametrize("task", ["retrieval", "ranking"])
@@ -153,6 +154,33 @@ def test_what_is_compiled_covers_features(task):
         call_kernels(config, False, CPU)
     assert len(needed) > 50 and not list_missing(needed, beforehand)
     assert list_missing(needed, plain)  # those of the prefix
+
+
+class FeaturesOfDlrm(SomeFeatures):
+    event_rows, user_rows, user_places, vector_widths = 0, 0, (), ()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_what_is_compiled_covers_a_dlrm(dropout):
+    config = configure("ranking", head="dlrm", dropout=dropout)
+    config = replace(config, data=replace(config.data, candidates=1))
+    with record_launches() as beforehand:
+        call_kernels(config, True, CPU, FeaturesOfDlrm())
+    tables = FeatureTables(50, context=50, item_places=2, context_places=2)
+    module = build_module(config, 50, 4, tables)
+    for name in ("item", "item_features", "context_features"):
+        setattr(module, name, torch.nn.Embedding(50, 64))
+    with record_launches() as needed:
+        for seed in range(4):
+            batch = draw_batch(config, seed)
+            actions = replace(batch.sequences["history"], values=batch.values("history") % 4)
+            columns = {**batch.sequences, "actions": actions}
+            batch = add_features(replace(batch, sequences=columns), tables, "ranking")
+            call_model(module, batch, config, CPU)
+    found = {describe_source(version.build_source()) for version in find_versions(needed, H200)}
+    for kernel in ("gate_kernel", "add_encodings_kernel", "layer_norm_kernel"):
+        assert any(each.startswith(kernel) for each in found), found
+    assert not list_missing(needed, beforehand)
 
 
 def list_missing(needed, beforehand):

@@ -146,13 +146,13 @@ def test_cost_of_a_sample():
             CostModel(*bad)
 
 
-@pytest.mark.parametrize("of", ["hstu", "sasrec"])
+@pytest.mark.parametrize("of", ["hstu", "wide hstu", "sasrec"])
 def test_cost_of_an_encoder_is_its_operations(of):
     """A multiplication with a weight is two operations, three times with the backward. So are those
     of an event with the half of all events that it sees: scores, then a sum of values."""
     shape = {"width": 12, "layers": 2}
-    if of == "hstu":
-        sizes = shape | {"heads": 3, "d_qk": 5, "d_v": 7}
+    if "hstu" in of:
+        sizes = shape | {"heads": 3, "d_qk": 5, "d_v": 7, "wide": of == "wide hstu"}
         encoder, cost, seen = HSTU(**sizes, max_length=9), CostModel.of_hstu, 3 * (5 + 7)
     else:
         sizes = shape | {"hidden": 20}
@@ -164,3 +164,6 @@ def test_cost_of_an_encoder_is_its_operations(of):
     assert found.linear == 3 * 2 * (weights + 10 * 12)
     assert found.candidate == 3 * 2 * (weights + 4 * 12)
     assert cost(**sizes) == CostModel(found.quadratic, 6.0 * weights, 6.0 * weights)
+    if "hstu" in of:
+        more = cost(**sizes, inputs=100)
+        assert more == CostModel(found.quadratic, *(6.0 * (weights + 100),) * 2)

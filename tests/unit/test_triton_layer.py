@@ -43,6 +43,16 @@ def test_fused_layers_equal_the_plain_ones(interpreted, case):
     assert holds(interpreted[case], limit), interpreted[case]
 
 
+@pytest.mark.parametrize("case", layer_cases.ENCODED)
+def test_encodings_equal_the_plain_ones(interpreted, case):
+    assert holds(interpreted[case], 1e-5 if "half" not in case else 5e-3), interpreted[case]
+
+
+@pytest.mark.parametrize("case", layer_cases.DLRM)
+def test_a_dlrm_equals_the_plain_one(interpreted, case):
+    assert holds(interpreted[case], 1e-4), interpreted[case]
+
+
 class TestBadInput:
     def refused(self, message, function=gated_norm, **changes):
         arguments = {

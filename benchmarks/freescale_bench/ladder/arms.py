@@ -80,7 +80,7 @@ def _make_balancer(workload: Workload, rung: Rung, device: torch.device | str) -
     if rung.balance == "none":
         return None
     each = workload.inner // workload.heads
-    sizes = {
+    sizes: dict[str, Any] = {
         "width": workload.inner,
         "layers": workload.layers * workload.passes,
         "heads": workload.heads,

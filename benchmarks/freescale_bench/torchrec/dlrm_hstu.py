@@ -1,20 +1,16 @@
-"""The unmodified DlrmHSTU of meta-recsys/generative-recommenders, and its batches.
-
-The package is loaded from its folder. It needs a newer TorchRec than CPUs have, for one function. A
-plain function with the same values replaces it.
-"""
+"""The unmodified DlrmHSTU of meta-recsys/generative-recommenders, and its batches."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from freescale_bench.common.public import open_public
 
 _CONTEXT = ("user_id", "sex", "age_group", "occupation", "zip_code")
 _HISTORY = ("movie_id", "movie_rating", "action_timestamp", "item_weights", "dummy_watch_time")
@@ -53,13 +49,7 @@ class SummedTasks(nn.Module):
 def build_dlrm_hstu(folder: Path) -> nn.Module:
     """Builds a small DlrmHSTU in float32 without dropout, with the features and tasks of its
     configuration for MovieLens-1M."""
-    stand_in = ModuleType("torchrec.modules.sorted_index_select")
-    stand_in.maybe_sorted_index_select = (  # type: ignore[attr-defined]
-        lambda values, index, _: values.index_select(0, index)
-    )
-    sys.modules.setdefault(stand_in.__name__, stand_in)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    open_public(folder)
     from generative_recommenders.common import HammerKernel
     from generative_recommenders.dlrm_v3.configs import get_hstu_configs
     from generative_recommenders.modules.dlrm_hstu import DlrmHSTU

@@ -87,11 +87,19 @@ class CostModel:
         d_v: int,
         negatives: int = 0,
         tasks: int = 0,
+        wide: bool = False,
+        inputs: int = 0,
     ) -> CostModel:
-        """Floating-point operations of forward and backward (three times forward), per sample."""
+        """Floating-point operations of forward and backward (three times forward), per sample.
+
+        Args:
+            wide: whether the output projection reads three parts (`HSTULayer`).
+            inputs: weights of the networks that make a token of an event.
+        """
         # per pair of positions that see each other: half of L^2, 2 operations each
         attention = layers * heads * (d_qk + d_v)
-        projections = layers * 2 * width * (2 * heads * (d_qk + d_v) + heads * d_v)
+        read = (3 if wide else 1) * heads * d_v
+        projections = layers * 2 * width * (2 * heads * (d_qk + d_v) + read) + 2 * inputs
         return CostModel._of_layers(attention, projections, width, negatives, tasks)
 
     @staticmethod

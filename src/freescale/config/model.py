@@ -27,6 +27,32 @@ class ModelConfig(Checked):
         "name (like=rating>=4)",
         common=True,
     )
+    head: str = option(
+        "linear",
+        "how a ranking model reads and judges: rows of an event summed, and a linear layer; or as "
+        "MLPerf's dlrm_v4_hstu, features side by side and small networks",
+        choices=("linear", "dlrm"),
+    )
+    input_hidden: int | None = option(
+        None,
+        "width inside the networks before the encoder, with --head dlrm (default: half of --width)",
+        minimum=1,
+    )
+    head_hidden: int | None = option(
+        None,
+        "width inside the networks after the encoder, with --head dlrm (default: --width)",
+        minimum=1,
+    )
+    positions: int | None = option(
+        None,
+        "positions that differ, counted from the candidate, with --head dlrm (default: all)",
+        minimum=1,
+    )
+    time_buckets: int = option(
+        2048, "buckets of the time before a request, by the root of its minutes, with --head dlrm",
+        minimum=1,
+    )  # fmt: skip
+    loss_scale: float = option(1.0, "factor of every task's loss, with --head dlrm", above=0.0)
     encoder: str = option("hstu", "what reads the history", choices=("hstu", "sasrec"))
     width: int = option(64, "width of embeddings and layers", minimum=1, common=True)
     hidden: int | None = option(
@@ -83,8 +109,9 @@ class ModelConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("position_bias", "time_bias"):
-            if getattr(self, name) is None:  # follows the encoder
-                object.__setattr__(self, name, self.encoder == "hstu")
+            if getattr(self, name) is None:  # follows the encoder and the head
+                follows = self.encoder == "hstu" and self.head != "dlrm"
+                object.__setattr__(self, name, follows)
         owners = {
             "--position-bias": ("hstu", self.position_bias),
             "--time-bias": ("hstu", self.time_bias),
@@ -97,3 +124,28 @@ class ModelConfig(Checked):
                     f"--encoder {self.encoder} has no {flag}: leave it out, or choose "
                     f"--encoder {owner}"
                 )
+        if self.head == "dlrm":
+            self._check_dlrm()
+        else:
+            self._refuse_sizes_of_dlrm()
+
+    def _check_dlrm(self) -> None:
+        if self.task != "ranking":
+            raise ValueError("--head dlrm judges candidates: give --task ranking with it")
+        given = {
+            "--encoder sasrec": self.encoder != "hstu",
+            "--segment": self.segment is not None,
+            "--position-bias": self.position_bias,
+            "--time-bias": self.time_bias,
+        }
+        for flag, there in given.items():
+            if there:
+                raise ValueError(
+                    f"--head dlrm has an encoder of its own kind, without {flag}: leave it out"
+                )
+
+    def _refuse_sizes_of_dlrm(self) -> None:
+        for name in ("input_hidden", "head_hidden", "positions", "time_buckets", "loss_scale"):
+            if getattr(self, name) != getattr(type(self), name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is for --head dlrm: leave it out, or choose that head")

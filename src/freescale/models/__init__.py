@@ -1,5 +1,6 @@
 """Sequence recommenders as plain modules: nothing here knows that it may be distributed."""
 
+from freescale.models.dlrm import DlrmHSTU, DlrmRanking
 from freescale.models.encoder import Encoder
 from freescale.models.features import (
     FeatureTables,
@@ -21,6 +22,8 @@ from freescale.models.segments import Memory, SegmentedHSTU, split_history
 
 __all__ = [
     "HSTU",
+    "DlrmHSTU",
+    "DlrmRanking",
     "Encoder",
     "FeatureTables",
     "HistoryState",

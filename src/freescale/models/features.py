@@ -29,6 +29,8 @@ class FeatureTables:
     # one tensor per vector feature: [items + 1, width], zeros in the last row
     vectors: Sequence[Tensor] = ()
     context: int = 0
+    item_places: int = 0  # columns of codes of an item, over all its features
+    context_places: int = 0
 
 
 NO_FEATURES = FeatureTables()

@@ -214,7 +214,7 @@ class Ranking(SequenceHead):
         if not tasks or len(set(tasks)) != len(tasks):
             raise ValueError(f"tasks must be different names, at least one, not {list(tasks)}")
         self.tasks = tuple(tasks)
-        self.judge = nn.Linear(encoder.width, len(self.tasks))
+        self.judge: nn.Module = nn.Linear(encoder.width, len(self.tasks))
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         candidates = find_candidates(batch).outer
@@ -274,6 +274,15 @@ class Ranking(SequenceHead):
     ) -> tuple[Tensor, int | None]:
         """[tokens] times in the encoder's order, and their span if the host knows it."""
         past = find_sequence(batch, "timestamps", history)
+        times, span = self._find_candidate_times(batch, history, candidates)
+        both = torch.cat([past.values, times])
+        return torch.empty_like(both).index_copy(0, order, both), span
+
+    def _find_candidate_times(
+        self, batch: SequenceBatch, history: Jagged, candidates: Nested
+    ) -> tuple[Tensor, int | None]:
+        """[candidates] times, and the span of all times if the host knows it."""
+        past = find_sequence(batch, "timestamps", history)
         span = measure_time_span(past)
         if "candidate_timestamps" in batch.sequences:
             given = find_sequence(batch, "candidate_timestamps", candidates.outer)
@@ -286,5 +295,4 @@ class Ranking(SequenceHead):
             )
         else:
             times = past.values.new_zeros(candidates.lengths.numel())
-        both = torch.cat([past.values, times])
-        return torch.empty_like(both).index_copy(0, order, both), span
+        return times, span

@@ -25,6 +25,7 @@ class HSTU(Encoder):
 
     Histories go up to `max_length`. `checkpoint` recomputes each layer's activations in backward;
     gradients are the same to the bit. Dropout applies in training mode and needs the samples' keys.
+    `wide` layers are those of DLRM models (`HSTULayer`).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class HSTU(Encoder):
         num_time_buckets: int = 128,
         checkpoint: bool = ModelConfig.recompute,
         reach: int | None = None,
+        wide: bool = False,
     ) -> None:
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
         d_v = width // heads if d_v is None and heads > 0 else d_v
@@ -63,12 +65,14 @@ class HSTU(Encoder):
         self.num_time_buckets = num_time_buckets
         self.has_position_bias = position_bias
         self.has_time_bias = time_bias
+        self.wide = wide
         self.layers = nn.ModuleList(
             HSTULayer(
                 number=number,
                 position_bias=position_bias,
                 time_bias=time_bias,
                 reach=reach,
+                wide=wide,
                 **shape,
             )
             for number in range(layers)
@@ -106,8 +110,9 @@ class HSTU(Encoder):
         have another order than those of `forward`."""
         plan = self._plan_attention(lengths, None, timestamps, host)
         dtype = get_product_dtype(self.position)
-        fused = fits_fused_layer(plan, x, self.heads * self.widths[1], dtype)
-        if options or fused or x.is_cuda or self.training or type(self) is not HSTU:
+        fused = fits_fused_layer(plan, x, self.heads * self.widths[1], dtype, self.wide)
+        plain = type(self) is HSTU and not self.wide
+        if options or fused or x.is_cuda or self.training or not plain:
             options["host"] = host
             return super().encode_last(x, lengths, keys, timestamps, **options)
         timestamps = self._check_inputs(x, timestamps)
@@ -180,7 +185,7 @@ class HSTU(Encoder):
         d_qk, d_v = self.widths
         dtype = get_product_dtype(self.position)
         alone = earlier is None and prefix is None
-        if alone and fits_fused_layer(plan, x, self.heads * d_v, dtype):
+        if alone and fits_fused_layer(plan, x, self.heads * d_v, dtype, self.wide):
             return run_layers(
                 x,
                 [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
@@ -194,6 +199,7 @@ class HSTU(Encoder):
                 keys=token_keys,
                 keep=1 - self.dropout,
                 recompute=self.checkpoint and torch.is_grad_enabled(),
+                wide=self.wide,
             )
         events = x.shape[0]
         if prefix is not None:

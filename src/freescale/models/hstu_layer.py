@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.attention import hstu_attention
 from freescale.kernels.dispatch.layer import gated_norm, layer_norm, silu_split
 from freescale.kernels.layer.parameters import LayerParameters
+from freescale.kernels.layer.reference import wide_gate
 
 EPS = 1e-6  # of both norms
 # Initial std of the projection. Small gates and values let the residual stream dominate at first,
@@ -43,7 +44,8 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
     if not served or x.shape[0] < linear.out_features:
         out: Tensor = linear(x)
         return out
-    return torch.addmm(linear.bias, x, linear.weight.t().contiguous())
+    matrix = linear.weight.t().contiguous()
+    return x @ matrix if linear.bias is None else torch.addmm(linear.bias, x, matrix)
 
 
 class InputNorm(nn.LayerNorm):
@@ -69,6 +71,18 @@ class GatedNorm(nn.LayerNorm):
         return gated_norm(plan, x, gate, *parameters, keys=keys, stream=stream, keep=keep)
 
 
+class WideGate(GatedNorm):
+    """As `GatedNorm`, for a wide layer: three times as many columns. In plain torch: on GPUs wide
+    layers are fused, unless something other than events attends."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, gate: Tensor, plan: AttentionPlan | TilePlan, *drawn: Any
+    ) -> Tensor:
+        keys, stream, keep = drawn
+        parameters = self.weight, self.bias, self.eps, get_product_dtype(self.weight)
+        return wide_gate(x, gate, *parameters, keys=keys, stream=stream, keep=keep)
+
+
 class Earlier(Protocol):
     """Attention to earlier segments of the histories. Its result is added to the layer's own."""
 
@@ -89,7 +103,11 @@ class Before(Protocol):
 
 
 class HSTULayer(nn.Module):
-    """LayerNorm, projection to u, v, q, k, attention, gate, dropout, output projection; adds x."""
+    """LayerNorm, projection to u, v, q, k, attention, gate, dropout, output projection; adds x.
+
+    A `wide` layer is that of DLRM models: SiLU applies to u alone, and the output projection, which
+    has no bias, reads u and the attention as well as their product.
+    """
 
     def __init__(
         self,
@@ -105,9 +123,11 @@ class HSTULayer(nn.Module):
         time_bias: bool,
         num_time_buckets: int,
         reach: int | None = None,  # largest distance between two tokens; None: max_length
+        wide: bool = False,
     ) -> None:
         super().__init__()
         self.number = number
+        self.wide = wide
         self.heads = heads
         self.d_qk = d_qk
         self.d_v = d_v
@@ -115,8 +135,8 @@ class HSTULayer(nn.Module):
         self.dropout = dropout
         self.input_norm = InputNorm(width, eps=EPS)
         self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
-        self.attention_norm = GatedNorm(heads * d_v, eps=EPS)
-        self.output = nn.Linear(heads * d_v, width)
+        self.attention_norm = (WideGate if wide else GatedNorm)(heads * d_v, eps=EPS)
+        self.output = nn.Linear((3 if wide else 1) * heads * d_v, width, bias=not wide)
         self.position_bias = (
             nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
         )
@@ -124,7 +144,8 @@ class HSTULayer(nn.Module):
         nn.init.normal_(self.projection.weight, std=PROJECTION_STD)
         nn.init.zeros_(self.projection.bias)
         nn.init.xavier_uniform_(self.output.weight)
-        nn.init.zeros_(self.output.bias)
+        if self.output.bias is not None:
+            nn.init.zeros_(self.output.bias)
         for bias in (self.position_bias, self.time_bias):
             if bias is not None:
                 nn.init.normal_(bias, std=0.02)
@@ -156,7 +177,12 @@ class HSTULayer(nn.Module):
         prefix: Before | None = None,
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
-        u, v, q, k = silu_split(plan, project(self.projection, self.input_norm(x, plan)), sizes)
+        projected = project(self.projection, self.input_norm(x, plan))
+        if self.wide:
+            u, v, q, k = torch.split(projected, sizes, dim=1)
+            u = F.silu(u)
+        else:
+            u, v, q, k = silu_split(plan, projected, sizes)
         q, k = (part.view(x.shape[0], self.heads, self.d_qk) for part in (q, k))
         v = v.view(x.shape[0], self.heads, self.d_v)
         whole = q, k, v
@@ -183,7 +209,7 @@ class HSTULayer(nn.Module):
         gated = self.attention_norm(
             attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout
         )
-        return x + project(self.output, gated)  # gated is [tokens, heads * d_v]
+        return x + project(self.output, gated)  # gated is [tokens, heads * d_v], or three times
 
     def compute_last(self, x: Tensor, lengths: Tensor, timestamps: Tensor | None) -> Tensor:
         """[samples, width]: as `forward` in evaluation mode, for the last token of each sample

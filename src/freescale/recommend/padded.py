@@ -71,9 +71,11 @@ class PaddedEncoder(nn.Module):
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        if not isinstance(encoder, HSTU | SASRec):
+        wide = isinstance(encoder, HSTU) and encoder.wide
+        if wide or not isinstance(encoder, HSTU | SASRec):
             raise ValueError(
-                f"{type(encoder).__name__} has no portable form; HSTU, SegmentedHSTU and SASRec do"
+                f"{'wide ' * wide}{type(encoder).__name__} has no portable form; HSTU, "
+                "SegmentedHSTU and SASRec do"
             )
         self.position = encoder.position
         self.scale, self.longest = encoder.input_scale, encoder.max_length

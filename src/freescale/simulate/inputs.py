@@ -56,6 +56,8 @@ def build_model(config: SimulateConfig, network: Network, trained: RunConfig | N
         return Model(*shape, usual, config.cap, row_optimizer=config.row_optimizer)
     precision, data = trained.train.precision, trained.data
     heads = len(trained.label_names) * (config.width + 1)
+    if trained.model.head == "dlrm":
+        raise ValueError("runs with --head dlrm cannot be simulated yet: describe a workload")
     dense = heads + sum(parameter.numel() for parameter in build_encoder(trained).parameters())
     negatives = choose_negatives(data.negatives, data.negatives_per)
     features, prefix = load_features(trained, prepare_data(trained)), 0

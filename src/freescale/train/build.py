@@ -12,12 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from freescale.balance.balancer import Balancer
-from freescale.balance.cost import CostModel
-from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
-from freescale.data.batches.negatives import choose_negatives
 from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.features.prepare import prepare_features
 from freescale.data.features.sources import list_event_columns
@@ -30,6 +26,7 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
+from freescale.models.dlrm import DlrmHSTU
 from freescale.models.encoder import Encoder
 from freescale.models.features import FeatureTables
 from freescale.models.heads import Ranking, Retrieval
@@ -39,7 +36,8 @@ from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.adamw import AdamW
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
-from freescale.segments import Segments
+from freescale.train.build_balancer import build_balancer, count_extra_work
+from freescale.train.build_dlrm import build_dlrm, build_dlrm_encoder
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.sample_ranks import SampleRanks
@@ -195,20 +193,24 @@ def build_module(
     """Builds the model as a plain module. Its tables are on the meta device until `parallelize`."""
     model = config.model
     torch.manual_seed(config.train.seed)
-    encoder = build_encoder(config)
+    tables = features or FeatureTables()
+    encoder = build_encoder(config, tables.context_places)
     sizes: dict[str, Any] = {
         "num_items": num_items,
         "num_actions": num_actions,
-        "feature_tables": features or FeatureTables(),
+        "feature_tables": tables,
         "table_device": "meta",
     }
+    if isinstance(encoder, DlrmHSTU):
+        return build_dlrm(config, encoder, **sizes)
     if model.task == "ranking":
         return Ranking(encoder, tasks=config.label_names, **sizes)
     return Retrieval(encoder, temperature=model.temperature, **sizes)
 
 
-def build_encoder(config: RunConfig) -> Encoder:
-    """Builds the encoder of `--encoder` and its options."""
+def build_encoder(config: RunConfig, context: int = 0) -> Encoder:
+    """Builds the encoder of `--encoder` and its options. `context`: places of a request's features,
+    which are tokens with --head dlrm."""
     model = config.model
     shared: dict[str, Any] = {
         "width": model.width,
@@ -223,46 +225,13 @@ def build_encoder(config: RunConfig) -> Encoder:
     }
     if model.encoder == "sasrec":
         return SASRec(**shared, hidden=model.hidden)
+    if model.head == "dlrm":
+        return build_dlrm_encoder(config, context, **shared)
     shared |= {"position_bias": model.position_bias, "time_bias": model.time_bias}
     if model.segment is None:
         return HSTU(**shared)
     names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
     return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
-
-
-# Cost of moving samples, however few: about 2 ms of one CPU core, in floating-point operations.
-_PRICE_OF_MOVES = 4e7
-
-
-def build_balancer(config: RunConfig, device: torch.device, prefix: int = 0) -> Balancer | None:
-    """Builds the balancer; None without balancing. Costs follow from the model's shapes and the
-    tokens of a `prefix`. Unless they adapt, assignments depend on the data alone."""
-    if config.train.balance == "none":
-        return None
-    model = config.model
-    negatives = choose_negatives(config.data.negatives, config.data.negatives_per)
-    shape: dict[str, int] = {
-        "width": model.width,
-        "layers": model.layers,
-        "negatives": negatives if model.task == "retrieval" else 0,
-        "tasks": len(config.label_names),
-    }
-    head = model.width // model.heads
-    cost = (
-        CostModel.of_sasrec(**shape, hidden=model.hidden)
-        if model.encoder == "sasrec"
-        else CostModel.of_hstu(**shape, heads=model.heads, d_qk=head, d_v=head)
-    )
-    partitioner = find_partitioner(config.train.balance, device)
-    segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
-    return Balancer(
-        partitioner,
-        cost.with_prefix(prefix) if prefix else cost,
-        config.train.balance_cap,
-        adapt=config.train.balance_adapt,
-        segments=segments,
-        least_gain=_PRICE_OF_MOVES if device.type == "cpu" else 0.0,
-    )
 
 
 def build_reducer(config: RunConfig) -> Thresholding | None:
@@ -274,7 +243,13 @@ def build_reducer(config: RunConfig) -> Thresholding | None:
 def size_tables(features: Features) -> FeatureTables:
     """The tables of features, without vectors."""
     rows = features.item_rows, features.event_rows, features.user_rows
-    return FeatureTables(*rows, features.user_places, context=features.context_rows)
+    return FeatureTables(
+        *rows,
+        features.user_places,
+        context=features.context_rows,
+        item_places=features.item_places,
+        context_places=features.context_places,
+    )
 
 
 def build_model(config: RunConfig, data: Histories, transport: Transport) -> ShardedModel:
@@ -356,9 +331,7 @@ def build_pipeline(
         clip=train.clip,
         precision=train.precision,
         learning_rate=build_learning_rate(train.warmup, train.decay, total),
-        balance=build_balancer(
-            config, model.transport.device, len(getattr(model.module, "user_places", ()))
-        ),
+        balance=build_balancer(config, model.transport.device, *count_extra_work(model.module)),
         reducer=build_reducer(config),
         dense_sums=train.dense_sums,
         task_weights=config.task_weights,

@@ -115,6 +115,8 @@ def call_kernels(
                 batch = add_features(batch, tables, config.model.task)
             batch = batch.to(device)
             call_model(module, batch, config, device)
+            if config.model.head == "dlrm":  # the sums over its events may also be short
+                call_model(module, batch.slice(0, 2), config, device)
             if getattr(module, "capturable", False):  # padded batches have weights
                 weights = torch.ones(batch.sequences["history"].values.shape[0], device=device)
                 lengths = batch.sequences["history"].lengths
@@ -132,12 +134,13 @@ def add_features(batch: SequenceBatch, tables: FeatureTables, task: str) -> Sequ
     """Adds what the model reads of features to a batch with the items that `build_batch` makes."""
     history = batch.sequences["history"]
     one = torch.ones_like(history.values)[:, None]
+    requests = one.expand(-1, max(1, tables.context_places))
     sequences, dense = dict(batch.sequences), dict(batch.dense)
     if tables.event:
         sequences["event_features"] = replace(history, values=one)
     if tables.context:
         like = batch.sequences["labels"] if task == "ranking" else history
-        sequences["context_features"] = replace(like, values=one[: like.values.shape[0]])
+        sequences["context_features"] = replace(like, values=requests[: like.values.shape[0]])
     if tables.user:
         dense["user_features"] = torch.ones(len(batch), sum(tables.user_places)).long()
     batch = replace(batch, sequences=sequences, dense=dense)
@@ -145,7 +148,8 @@ def add_features(batch: SequenceBatch, tables: FeatureTables, task: str) -> Sequ
         return batch
 
     def find(ids: Tensor) -> dict[str, Tensor]:
-        found = {"features": torch.ones_like(ids)[..., None], "own": torch.ones(ids.shape)}
+        codes = torch.ones_like(ids)[..., None].expand(*ids.shape, max(1, tables.item_places))
+        found = {"features": codes, "own": torch.ones(ids.shape)}
         return found | ({"vectors": ids} if tables.vectors else {})
 
     return join_items(batch, find)

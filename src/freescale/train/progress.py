@@ -149,12 +149,14 @@ def describe_run(trainer: RunView) -> list[str]:
     items = f"{data.num_items:,} items"
     if data.any_ids:
         items = f"{data.num_items:,} different item ids" if data.num_items else "any item ids"
+    wide = trainer.config.model.head == "dlrm" and transport.device.type == "cpu"
     ranks = f"{transport.world} rank{'s' * (transport.world > 1)}"
     return [
         f"{data.num_samples:,} users, {items}{drawn}",
         f"{ranks} on {transport.device.type}, global batch {data.global_batch}, schedule "
         f"{settings.schedule}, balance {settings.balance}",
         f"{parameters:,} dense parameters{about}",
+        *(["the layers of --head dlrm run in plain torch: their kernels are for GPUs"] * wide),
         transport.about,
         *trainer.pipeline.describe_choices(),
         *trainer.model.tables.describe(),

@@ -176,6 +176,13 @@ class Features(Protocol):
     def user_places(self) -> tuple[int, ...]:
         """Places of each feature of the users."""
 
+    @property
+    def item_places(self) -> int:
+        """Places of all features of an item; 0: items have none."""
+
+    @property
+    def context_places(self) -> int: ...
+
     def find_users(self, samples: NDArray[np.int64]) -> Tensor:
         """Samples [n] of the histories file -> rows [n, places] int64 of user features."""
 

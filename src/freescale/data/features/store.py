@@ -89,6 +89,14 @@ class FeatureStore(Features):
         return tuple(fitted.places for fitted in self.user)
 
     @property
+    def item_places(self) -> int:
+        return sum(fitted.places for fitted in self.item)
+
+    @property
+    def context_places(self) -> int:
+        return sum(fitted.places for fitted in self.context)
+
+    @property
     def vocabulary(self) -> Path | None:
         path = self.folder / VOCABULARY
         return path if path.is_file() else None

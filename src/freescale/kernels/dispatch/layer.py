@@ -43,6 +43,29 @@ def layer_norm(plan: Plan, x: Tensor, *parameters: Any) -> Tensor:
     return compute(x, *parameters)
 
 
+def norm_rows(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`layer.reference.layer_norm` in the dtype of x, in Triton on a GPU."""
+    compute = triton.layer_norm if _fits_rows(x) else reference.layer_norm
+    return compute(x, weight, bias, eps, x.dtype)
+
+
+def swish_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`layer.reference.swish_norm` in the dtype of x, in Triton on a GPU."""
+    compute = triton.swish_norm if _fits_rows(x) else reference.swish_norm
+    return compute(x, weight, bias, eps, x.dtype)
+
+
+def add_encodings(x: Tensor, position: Tensor, *rows: Any, **options: Any) -> Tensor:
+    """`layer.reference.add_encodings`, in Triton on a GPU."""
+    fits = _fits_rows(x) and position.dtype in triton.DTYPES
+    compute = triton_positions.add_encodings if fits else reference.add_encodings
+    return compute(x, position, *rows, **options)
+
+
+def _fits_rows(x: Tensor) -> bool:
+    return runs_triton(x.device) and x.dtype in triton.DTYPES and x.shape[1] <= triton.MAX_WIDTH
+
+
 def silu_split(plan: Plan, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """`layer.reference.silu_split`, in the version that fits `plan` and x."""
     compute = triton.silu_split if _fits_triton(plan, x, widest=None) else reference.silu_split
@@ -55,7 +78,9 @@ def gated_norm(plan: Plan, x: Tensor, gate: Tensor, *parameters: Any, **options:
     return compute(x, gate, *parameters, **options)
 
 
-def fits_fused_layer(plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype) -> bool:
+def fits_fused_layer(
+    plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype, wide: bool = False
+) -> bool:
     """Whether whole layers of this batch can run fused, in Triton or C.
 
     Args:
@@ -63,9 +88,10 @@ def fits_fused_layer(plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype)
         x: [tokens, width].
         gate_width: Width of the gates.
         dtype: Of the products.
+        wide: Whether the layers are wide. Those run in plain torch on a CPU.
     """
     fits = _fits_triton(plan, x) and gate_width <= triton.MAX_WIDTH
-    return (plan.tokens > 0 and fits) or native.fits(plan, x, dtype)
+    return (plan.tokens > 0 and fits) or (not wide and native.fits(plan, x, dtype))
 
 
 def run_layers(x: Tensor, layers: Sequence[LayerParameters], **options: Any) -> Tensor:

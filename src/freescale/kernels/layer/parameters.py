@@ -25,8 +25,8 @@ class LayerParameters(NamedTuple):
     projection_bias: Tensor
     gate_weight: Tensor  # [heads d_v]
     gate_bias: Tensor
-    output: Tensor  # [width, heads d_v]
-    output_bias: Tensor  # [width]: added with the product, by the next layer
+    output: Tensor  # [width, heads d_v], of a wide layer [width, 3 heads d_v]
+    output_bias: Tensor | None  # [width]: added with the product, by the next layer
     position_bias: Tensor | None
     time_bias: Tensor | None
 
@@ -45,6 +45,7 @@ class LayerOptions:
     keys: Tensor | None  # [tokens] int64: random keys; None: no dropout
     keep: float  # share of the elements that is kept
     recompute: bool  # whether backward recomputes a layer's activations
+    wide: bool = False  # SiLU of the gate alone, and `wide_gate` before the output
 
     @property
     def kernel_widths(self) -> tuple[int, int]:

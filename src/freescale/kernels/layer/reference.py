@@ -44,6 +44,29 @@ def gated_norm(
     return gated.to(dtype)
 
 
+def swish_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x [tokens, width] -> x * sigmoid(layer_norm(x)), in `dtype`."""
+    normed = F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps)
+    return (x * normed.sigmoid()).to(dtype)
+
+
+PART = 1 << 21  # distance between the streams of a wide layer's columns, beyond all streams
+
+
+def wide_gate(
+    x: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype, *,
+    keys: Tensor | None = None, stream: int = 0, keep: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """As `gated_norm`, but [tokens, 3 * width]: the gate, x and layer_norm(x) * gate side by side,
+    each with draws of its own."""
+    parts = [gate, x, F.layer_norm(x, weight.shape, weight, bias, eps) * gate]
+    if keys is not None:
+        for number, part in enumerate(parts):
+            mask = draw_keep_mask(derive(keys, stream + number * PART), part.shape[1], keep)
+            parts[number] = part * mask.to(part.dtype).mul_(1 / keep)
+    return torch.cat(parts, dim=1).to(dtype)
+
+
 STREAM = 1 << 20  # number of the draw from a key, beyond those of the layers
 
 
@@ -79,6 +102,22 @@ def add_positions(
     token_keys = None if keys is None else derive_token_keys(keys, lengths, slots)
     inputs = x.to(position.dtype) * scale + position[positions]
     return drop_inputs(inputs, token_keys, keep), token_keys
+
+
+def add_encodings(
+    x: Tensor,  # [tokens, width]
+    position: Tensor,  # [positions, width]
+    time: Tensor,  # [buckets, width], in the same dtype
+    places: Tensor,  # [tokens] int64
+    buckets: Tensor,  # [tokens] int64
+    token_keys: Tensor | None,  # [tokens] int64: random keys; None: no dropout
+    *,
+    scale: float = 1.0,
+    keep: float = 1.0,
+) -> Tensor:
+    """scale * x plus a row of each table, in their dtype, after dropout as of `add_positions`."""
+    rows = F.embedding(places, position) + F.embedding(buckets, time)
+    return drop_inputs(x.to(position.dtype) * scale + rows, token_keys, keep)
 
 
 def drop_inputs(x: Tensor, token_keys: Tensor | None, keep: float) -> Tensor:

@@ -42,7 +42,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
     _check(dtype, weight, bias, x=x)
     require_gpu(x.device, "kernels.layer.reference")
     out: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, float(eps), dtype
+        x, weight, bias, float(eps), dtype, False
+    )
+    return out
+
+
+def swish_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """As the reference."""
+    _check(dtype, weight, bias, x=x)
+    require_gpu(x.device, "kernels.layer.reference")
+    out: Tensor = _LayerNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, float(eps), dtype, True
     )
     return out
 
@@ -149,19 +159,20 @@ class _Parts:
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, dtype):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, eps, dtype, swish):  # type: ignore[no-untyped-def]
         from freescale.kernels.layer.triton_kernels import layer_norm_kernel
 
         x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         mean, inverse = _allocate_statistics(x)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
+        ctx.swish = swish
         if out.numel():
             shape = choose_shape(FORWARD, x.shape[1])
             with use_device(x.device):
                 launch_kernel(
                     layer_norm_kernel, (count_blocks(x.shape[0], shape["R"]),), x, weight, bias,
-                    out, mean, inverse, x.shape[0], eps, **shape,
+                    out, mean, inverse, x.shape[0], eps, SWISH=swish, **shape,
                 )  # fmt: skip
         return out
 
@@ -171,14 +182,15 @@ class _LayerNorm(torch.autograd.Function):
 
         x, weight, bias, mean, inverse = ctx.saved_tensors
         if not x.numel():
-            return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias), None, None
+            return *map(torch.zeros_like, (x, weight, bias)), None, None, None
         grad_x, parts = torch.empty_like(x), _Parts(x)
         with use_device(x.device):
             launch_kernel(
-                layer_norm_backward_kernel, (parts.count,), grad.contiguous(), x, weight, mean,
-                inverse, grad_x, *parts.sums, x.shape[0], parts.steps, **parts.shape,
+                layer_norm_backward_kernel, (parts.count,), grad.contiguous(), x, weight, bias,
+                mean, inverse, grad_x, *parts.sums, x.shape[0], parts.steps, SWISH=ctx.swish,
+                **parts.shape,
             )  # fmt: skip
-        return grad_x, *parts.sum_up(weight, bias), None, None
+        return grad_x, *parts.sum_up(weight, bias), None, None, None
 
 
 class _GatedNorm(torch.autograd.Function):

@@ -9,6 +9,10 @@ and in the products' dtype for its matrix products. Gradients of vectors are sum
 tokens, in an order that depends only on their number. Gradients of matrices leave the product in
 the parameters' dtype. The same inputs give the same bits.
 
+A wide layer has no SiLU launch: values, queries and keys are columns of the projection, and their
+gradients are copied back into its columns. Its gate writes three times as many columns, and its
+product has no bias.
+
 The projection pads heads of other widths than the attention's kernels with columns of zeros: its
 matrix gets rows of zeros behind the values, queries and keys of each head. After the attention the
 padding is cut off, so the gated norm does not see it.
@@ -29,6 +33,7 @@ from freescale.kernels.attention.triton import (
     attend,
     cut_heads,
     differentiate_attention,
+    make_readable,
     pad_heads,
 )
 from freescale.kernels.jit.launch import (
@@ -187,21 +192,24 @@ class _Layer(torch.autograd.Function):
             tokens, options.eps, **shape,
         )  # fmt: skip
         projected = torch.addmm(copied[1], normal, copied[0].t())
-        active = _empty((tokens, total - gated_width), dtype, x)
-        silu = _choose_silu_shape(columns[1:])
-        grid = count_blocks(tokens, silu["R"]), count_blocks(total - gated_width, silu["C"])
-        launch_kernel(
-            silu_kernel, grid, projected, active, tokens, FIRST=gated_width, TOTAL=total, **silu
-        )
+        if options.wide:
+            active = projected[:, gated_width:]
+        else:
+            active = _empty((tokens, total - gated_width), dtype, x)
+            silu = _choose_silu_shape(columns[1:])
+            grid = count_blocks(tokens, silu["R"]), count_blocks(total - gated_width, silu["C"])
+            launch_kernel(
+                silu_kernel, grid, projected, active, tokens, FIRST=gated_width, TOTAL=total, **silu
+            )
         inputs = *_split_heads(active, options), (position_bias, time_bias)
         attended = cut_heads(attend(*inputs, *options.attention), options.d_v)
-        gated = _empty((tokens, gated_width), dtype, x)
+        gated = _empty((tokens, (3 if options.wide else 1) * gated_width), dtype, x)
         shape = choose_shape(FORWARD, gated_width)
         launch_kernel(
             gate_kernel, (count_blocks(tokens, shape["R"]),),
             attended, projected, options.keys, gate_weight, gate_bias, gated,
             gate_means, gate_inverses, tokens, options.eps, **choose_draws(number, options.keep),
-            TOTAL=total, **shape,
+            WIDE=options.wide, TOTAL=total, **shape,
         )  # fmt: skip
         product = torch.mm(gated, copied[2].t())
         ctx.save_for_backward(
@@ -210,6 +218,7 @@ class _Layer(torch.autograd.Function):
         )  # fmt: skip
         ctx.options, ctx.number = options, number
         ctx.added = None if added is None else added.dtype
+        ctx.biased = added_bias is not None
         ctx.dtypes = [weight.dtype for weight in (projection, projection_bias, output)]
         return total_x, product
 
@@ -244,7 +253,7 @@ class _Layer(torch.autograd.Function):
                 grad_gated, attended, projected, options.keys, gate_weight, gate_bias,
                 gate_means, gate_inverses, grad_attended, grad_projected, sums.parts,
                 tokens, sums.rows // shape["R"], **choose_draws(ctx.number, options.keep),
-                TOTAL=total, **shape, **sums.place(
+                WIDE=options.wide, TOTAL=total, **shape, **sums.place(
                     WEIGHT_AT="gate_weight", BIAS_AT="gate_bias", GATE_AT="projection_bias"
                 ),
             )  # fmt: skip
@@ -257,8 +266,8 @@ class _Layer(torch.autograd.Function):
                 silu_backward_kernel, (sums.count, blocks),
                 grad_v, grad_q, grad_k, projected, grad_projected, sums.parts,
                 tokens, sums.rows // silu["R"], **sums.place(AT="projection_bias"),
-                FIRST=gated_width, FIRST_WIDTH=columns[1], SECOND_WIDTH=columns[2],
-                THIRD_WIDTH=columns[3], **silu,
+                SILU=not options.wide, FIRST=gated_width, FIRST_WIDTH=columns[1],
+                SECOND_WIDTH=columns[2], THIRD_WIDTH=columns[3], **silu,
             )  # fmt: skip
             grad_projection = _multiply(grad_projected.t(), normal, ctx.dtypes[0])
             grad_normal = torch.mm(grad_projected, projection)
@@ -268,7 +277,7 @@ class _Layer(torch.autograd.Function):
             launch_kernel(
                 add_norm_backward_kernel, (sums.count,),
                 grad_normal, above, x, input_weight, means, inverses, grad_x, grad_added,
-                sums.parts, tokens, sums.rows // shape["R"], ADDED=ctx.added is not None,
+                sums.parts, tokens, sums.rows // shape["R"], ADDED=ctx.biased,
                 **sums.place(WEIGHT_AT="input_weight", BIAS_AT="input_bias", ADDED_AT="added_bias"),
                 **shape,
             )  # fmt: skip
@@ -278,7 +287,8 @@ class _Layer(torch.autograd.Function):
                 grad_projection = grad_projection.index_select(0, rows)
                 found["projection_bias"] = found["projection_bias"].index_select(0, rows)
         grad_added = grad_x if grad_added is None else grad_added
-        added = (grad_added, found["added_bias"].to(x.dtype)) if ctx.added else (None, None)
+        grad_bias = found["added_bias"].to(x.dtype) if ctx.biased else None
+        added = (grad_added if ctx.added else None, grad_bias)
         norm = (found[name].to(input_weight.dtype) for name in ("input_weight", "input_bias"))
         return (
             grad_x, *added, *norm, grad_projection, found["projection_bias"].to(ctx.dtypes[1]),
@@ -300,7 +310,7 @@ class _AddProduct(torch.autograd.Function):
             add_norm_kernel, (count_blocks(tokens, shape["R"]),),
             x, added, added_bias, None, None, total, None, None, None, tokens, 0.0, **shape,
         )  # fmt: skip
-        ctx.added, ctx.bias = added.dtype, added_bias.dtype
+        ctx.added, ctx.bias = added.dtype, None if added_bias is None else added_bias.dtype
         return total
 
     @staticmethod
@@ -308,6 +318,8 @@ class _AddProduct(torch.autograd.Function):
         from freescale.kernels.layer.triton_fused_kernels import add_norm_backward_kernel
 
         above, (tokens, width) = above.contiguous(), above.shape
+        if ctx.bias is None:
+            return above, above.to(ctx.added), None
         with use_device(above.device):
             sums = _Sums(tokens, above.device, 1, added_bias=width)
             grad_added = None if ctx.added == above.dtype else _empty(above.shape, ctx.added, above)
@@ -324,7 +336,8 @@ class _AddProduct(torch.autograd.Function):
 
 
 def _split_heads(active: Tensor, options: LayerOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """[tokens, columns of v, q, k] -> queries, keys and values [tokens, heads, d]."""
+    """[tokens, columns of v, q, k] -> queries, keys and values [tokens, heads, d]. Those of a wide
+    layer are copied if its gate has an odd width."""
     v, q, k = torch.split(active, list(options.columns[1:]), dim=1)
-    q, k, v = (part.view(len(active), options.heads, -1) for part in (q, k, v))
+    q, k, v = (make_readable(part.view(len(active), options.heads, -1)) for part in (q, k, v))
     return q, k, v

@@ -22,6 +22,8 @@ from freescale.kernels.layer.triton_kernels import (
     _statistics,
 )
 
+PART = tl.constexpr(1 << 21)  # as in layer.reference
+
 
 @triton.jit
 def _load_vector(vector, column, WIDTH: tl.constexpr):
@@ -52,7 +54,8 @@ def add_norm_kernel(
     values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
     if added is not None:
         values += tl.load(added + place, mask=there, other=0.0).to(tl.float32)
-        values += _load_vector(added_bias, column, WIDTH)[None, :]
+        if added_bias is not None:
+            values += _load_vector(added_bias, column, WIDTH)[None, :]
         tl.store(total + place, values.to(total.dtype.element_ty), mask=there)
         # the norm sees the stored values, as in backward
         values = values.to(total.dtype.element_ty).to(tl.float32)
@@ -132,19 +135,22 @@ def silu_kernel(
 @triton.jit
 def _silu_gradient(
     grad, x, out, parts, column, tokens, steps,
-    SUMS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, FIRST: tl.constexpr,
-    WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    SUMS: tl.constexpr, AT: tl.constexpr, SILU: tl.constexpr, TOTAL: tl.constexpr,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """grad [tokens, WIDTH] belongs to the columns from FIRST of x and out [tokens, TOTAL]."""
+    """grad [tokens, WIDTH] belongs to the columns from FIRST of x and out [tokens, TOTAL]. Without
+    SILU it is copied."""
     part = tl.program_id(0).to(tl.int64)
     total = tl.zeros([R, C], tl.float32)
     for step in range(steps):
         row = (part * steps + step) * R + tl.arange(0, R)
         there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
         place = row[:, None] * TOTAL + FIRST + column[None, :]
-        values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-        slope = tl.load(grad + row[:, None] * WIDTH + column[None, :], mask=there, other=0.0)
-        result = slope.to(tl.float32) * _silu_slope(values, _sigmoid(values))
+        result = tl.load(grad + row[:, None] * WIDTH + column[None, :], mask=there, other=0.0)
+        result = result.to(tl.float32)
+        if SILU:
+            values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+            result *= _silu_slope(values, _sigmoid(values))
         tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
         total += result
     _store_sum(parts, column, tl.sum(total, 0), SUMS, AT + FIRST, WIDTH)
@@ -153,8 +159,9 @@ def _silu_gradient(
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def silu_backward_kernel(
     first_grad, second_grad, third_grad, x, out, parts, tokens, steps,
-    SUMS: tl.constexpr, AT: tl.constexpr, FIRST: tl.constexpr, FIRST_WIDTH: tl.constexpr,
-    SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    SUMS: tl.constexpr, AT: tl.constexpr, SILU: tl.constexpr, FIRST: tl.constexpr,
+    FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Programs (p, c): a part of the tokens, C columns of one of the three pieces after the FIRST
     columns of x. Blocks of columns are numbered piece by piece."""
@@ -168,30 +175,39 @@ def silu_backward_kernel(
     if block < second:
         _silu_gradient(
             first_grad, x, out, parts, block * C + column, tokens, steps,
-            SUMS, AT, total, FIRST, FIRST_WIDTH, R, C,
+            SUMS, AT, SILU, total, FIRST, FIRST_WIDTH, R, C,
         )  # fmt: skip
     elif block < third:
         _silu_gradient(
             second_grad, x, out, parts, (block - second) * C + column, tokens, steps,
-            SUMS, AT, total, second_start, SECOND_WIDTH, R, C,
+            SUMS, AT, SILU, total, second_start, SECOND_WIDTH, R, C,
         )  # fmt: skip
     else:
         _silu_gradient(
             third_grad, x, out, parts, (block - third) * C + column, tokens, steps,
-            SUMS, AT, total, third_start, THIRD_WIDTH, R, C,
+            SUMS, AT, SILU, total, third_start, THIRD_WIDTH, R, C,
         )  # fmt: skip
 
 
 # ---- gated norm
 
 
+@triton.jit
+def _drop(values, keys, row, tokens, layer, threshold, share, R: tl.constexpr, W: tl.constexpr):
+    if keys is not None:
+        kept = _kept(keys, row, tokens, layer, threshold, R, W)
+        values = tl.where(kept, values * share, 0.0)
+    return values
+
+
 @triton.jit(do_not_specialize=["tokens", "layer", "threshold"])
 def gate_kernel(
     x, gate, keys, weight, bias, out, means, inverses, tokens, eps, layer, threshold, share,
-    TOTAL: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    WIDE: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """out = norm(x) * SiLU(gate) after dropout, with share = 1 / kept share. gate is the first
-    columns of [tokens, TOTAL]. keys is None without dropout."""
+    """out = norm(x) * SiLU(gate) after dropout, with share = 1 / kept share; if WIDE, [tokens, 3 *
+    WIDTH], behind SiLU(gate) and x. gate is the first columns of [tokens, TOTAL]. keys is None
+    without dropout."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -203,9 +219,17 @@ def gate_kernel(
     shift = _load_vector(bias, column, WIDTH)
     mean, inverse = _statistics(values, column, eps, WIDTH)
     result = (values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]
-    result *= opening * _sigmoid(opening)
-    if keys is not None:
-        result = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), result * share, 0.0)
+    opened = opening * _sigmoid(opening)
+    result *= opened
+    if WIDE:
+        place = row[:, None] * (3 * WIDTH) + column[None, :]
+        opened = _drop(opened, keys, row, tokens, layer, threshold, share, R, W)
+        tl.store(out + place, opened.to(out.dtype.element_ty), mask=there)
+        values = _drop(values, keys, row, tokens, layer + PART, threshold, share, R, W)
+        tl.store(out + place + WIDTH, values.to(out.dtype.element_ty), mask=there)
+        place += 2 * WIDTH
+        layer += 2 * PART
+    result = _drop(result, keys, row, tokens, layer, threshold, share, R, W)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
     tl.store(means + row, mean, mask=row < tokens)
     tl.store(inverses + row, inverse, mask=row < tokens)
@@ -216,9 +240,10 @@ def gate_backward_kernel(
     grad, x, gate, keys, weight, bias, means, inverses, grad_x, grad_gate, parts,
     tokens, steps, layer, threshold, share,
     SUMS: tl.constexpr, WEIGHT_AT: tl.constexpr, BIAS_AT: tl.constexpr, GATE_AT: tl.constexpr,
-    TOTAL: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    WIDE: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """grad_gate is the first columns of [tokens, TOTAL], like gate."""
+    """grad_gate is the first columns of [tokens, TOTAL], like gate. grad is like the `out` of
+    `gate_kernel`."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, W)
     scale = _load_vector(weight, column, WIDTH)
@@ -231,20 +256,27 @@ def gate_backward_kernel(
         there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
         place = row[:, None] * WIDTH + column[None, :]
         into = row[:, None] * TOTAL + column[None, :]
-        slope = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
+        above = row[:, None] * (3 * WIDTH) + column[None, :] if WIDE else place
+        last: tl.constexpr = 2 if WIDE else 0  # the piece of grad that belongs to the product
+        slope = tl.load(grad + above + last * WIDTH, mask=there, other=0.0).to(tl.float32)
         values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
         opening = tl.load(gate + into, mask=there, other=0.0).to(tl.float32)
         mean = tl.load(means + row, mask=row < tokens, other=0.0)
         inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
-        if keys is not None:
-            slope = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), slope * share, 0.0)
+        slope = _drop(slope, keys, row, tokens, layer + last * PART, threshold, share, R, W)
         normal = (values - mean[:, None]) * inverse[:, None]
         opened_part = _sigmoid(opening)
         opened = slope * (normal * scale[None, :] + shift[None, :])
+        if WIDE:
+            own = tl.load(grad + above, mask=there, other=0.0).to(tl.float32)
+            opened += _drop(own, keys, row, tokens, layer, threshold, share, R, W)
         opened *= _silu_slope(opening, opened_part)
         tl.store(grad_gate + into, opened.to(grad_gate.dtype.element_ty), mask=there)
         slope *= opening * opened_part
         result = _norm_gradient(slope, normal, scale, inverse, WIDTH)
+        if WIDE:
+            own = tl.load(grad + above + WIDTH, mask=there, other=0.0).to(tl.float32)
+            result += _drop(own, keys, row, tokens, layer + PART, threshold, share, R, W)
         tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=there)
         weight_sum += slope * normal
         bias_sum += slope

@@ -101,8 +101,9 @@ def _silu_slope(x, part):
 @triton.jit(do_not_specialize=["tokens"])
 def layer_norm_kernel(
     x, weight, bias, out, means, inverses, tokens, eps,
-    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    SWISH: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
+    """SWISH: out = x * sigmoid(norm), instead of the norm."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -112,6 +113,8 @@ def layer_norm_kernel(
     shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     mean, inverse = _statistics(values, column, eps, WIDTH)
     result = (values - mean[:, None]) * inverse[:, None] * scale[None, :] + shift[None, :]
+    if SWISH:
+        result = values * _sigmoid(result)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
     tl.store(means + row, mean, mask=row < tokens)
     tl.store(inverses + row, inverse, mask=row < tokens)
@@ -119,13 +122,15 @@ def layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def layer_norm_backward_kernel(
-    grad, x, weight, means, inverses, grad_x, weight_parts, bias_parts, tokens, steps,
-    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    grad, x, weight, bias, means, inverses, grad_x, weight_parts, bias_parts, tokens, steps,
+    SWISH: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """A program handles `steps` tiles in a row and stores its own sums for weight and bias."""
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, W)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if SWISH:
+        shift = tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     weight_sum = tl.zeros([R, W], tl.float32)
     bias_sum = tl.zeros([R, W], tl.float32)
     for step in range(steps):
@@ -137,11 +142,14 @@ def layer_norm_backward_kernel(
         mean = tl.load(means + row, mask=row < tokens, other=0.0)
         inverse = tl.load(inverses + row, mask=row < tokens, other=0.0)
         normal = (values - mean[:, None]) * inverse[:, None]
-        tl.store(
-            grad_x + place,
-            _norm_gradient(slope, normal, scale, inverse, WIDTH).to(grad_x.dtype.element_ty),
-            mask=there,
-        )
+        if SWISH:
+            opened = _sigmoid(normal * scale[None, :] + shift[None, :])
+            own = slope * opened
+            slope = own * values * (1 - opened)
+            result = own + _norm_gradient(slope, normal, scale, inverse, WIDTH)
+        else:
+            result = _norm_gradient(slope, normal, scale, inverse, WIDTH)
+        tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=there)
         weight_sum += slope * normal
         bias_sum += slope
     tl.store(weight_parts + part * WIDTH + column, tl.sum(weight_sum, 0), mask=column < WIDTH)

@@ -20,6 +20,7 @@ from freescale.kernels.jit.launch import (
 )
 from freescale.kernels.layer.reference import STREAM
 from freescale.kernels.layer.triton import choose_draws
+from freescale.kernels.row_sums.triton import sum_by_row
 
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
 
@@ -34,6 +35,61 @@ def add_positions(
         x, position, plan, keys, float(scale), float(keep)
     )
     return out, token_keys
+
+
+def add_encodings(
+    x: Tensor, position: Tensor, time: Tensor, places: Tensor, buckets: Tensor,
+    token_keys: Tensor | None, *, scale: float = 1.0, keep: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """As the reference."""
+    require_gpu(x.device, "kernels.layer.reference")
+    drawn = None if keep == 1 else token_keys
+    out: Tensor = _AddEncodings.apply(  # type: ignore[no-untyped-call]
+        x, position, time, places, buckets, drawn, float(scale), float(keep)
+    )
+    return out
+
+
+class _AddEncodings(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, position, time, places, buckets, token_keys, scale, keep):  # type: ignore[no-untyped-def]
+        from freescale.kernels.layer.triton_positions_kernels import add_encodings_kernel
+
+        tokens, shape = x.shape[0], FORWARD.shape(x.shape[1])
+        ctx.dtype, ctx.scale, ctx.keep = x.dtype, scale, keep
+        ctx.counts = position.shape[0], time.shape[0]
+        ctx.save_for_backward(places, buckets, token_keys)
+        out = torch.empty(x.shape, dtype=position.dtype, device=x.device)
+        with use_device(x.device):
+            launch_kernel(
+                add_encodings_kernel, (count_blocks(tokens, shape["R"]),),
+                x.contiguous(), position.contiguous(), time.contiguous(), places, buckets,
+                token_keys, out, tokens, scale, **choose_draws(STREAM, keep), **shape,
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        from freescale.kernels.layer.triton_positions_kernels import drop_gradient_kernel
+
+        places, buckets, token_keys = ctx.saved_tensors
+        grad, tokens, shape = grad.contiguous(), grad.shape[0], BACKWARD.shape(grad.shape[1])
+        if token_keys is None:
+            grad_x = (grad * ctx.scale).to(ctx.dtype)
+        else:
+            dropped, grad_x = torch.empty_like(grad), torch.empty_like(grad, dtype=ctx.dtype)
+            with use_device(grad.device):
+                launch_kernel(
+                    drop_gradient_kernel, (count_blocks(tokens, shape["R"]),),
+                    grad, token_keys, dropped, grad_x, tokens, ctx.scale,
+                    **choose_draws(STREAM, ctx.keep), **shape,
+                )  # fmt: skip
+            grad = dropped
+        rows = (
+            sum_by_row(grad, index.to(torch.int32), count)
+            for index, count in zip((places, buckets), ctx.counts, strict=True)
+        )
+        return grad_x, *rows, *[None] * 5
 
 
 class _AddPositions(torch.autograd.Function):

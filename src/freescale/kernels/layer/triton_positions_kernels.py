@@ -53,6 +53,28 @@ def add_positions_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def add_encodings_kernel(
+    x, position, time, places, buckets, token_keys, out, tokens, scale, layer, threshold, share,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """R tokens per program. token_keys is None without dropout."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
+    inside = row < tokens
+    there = inside[:, None] & (column < WIDTH)[None, :]
+    own = row[:, None] * WIDTH + column[None, :]
+    result = tl.load(x + own, mask=there, other=0.0).to(tl.float32) * scale
+    place = tl.load(places + row, mask=inside, other=0)[:, None] * WIDTH + column[None, :]
+    bucket = tl.load(buckets + row, mask=inside, other=0)[:, None] * WIDTH + column[None, :]
+    encoding = tl.load(position + place, mask=there, other=0.0).to(tl.float32)
+    result += encoding + tl.load(time + bucket, mask=there, other=0.0).to(tl.float32)
+    if token_keys is not None:
+        kept = _kept(token_keys, row, tokens, layer, threshold, R, W)
+        result = tl.where(kept, result * share, 0.0)
+    tl.store(out + own, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def drop_gradient_kernel(
     grad, token_keys, out, scaled, tokens, scale, layer, threshold, share,
     WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,

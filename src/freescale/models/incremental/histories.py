@@ -105,9 +105,11 @@ def _check_model(model: Retrieval) -> HSTU | SASRec:
     if not isinstance(model, Retrieval):
         raise ValueError(f"histories grow for a Retrieval model, not for {type(model).__name__}")
     encoder = model.encoder
-    if not (type(encoder) is HSTU or type(encoder) is SASRec):
+    wide = isinstance(encoder, HSTU) and encoder.wide
+    if wide or not (type(encoder) is HSTU or type(encoder) is SASRec):
         raise ValueError(
-            f"histories grow for the encoders HSTU and SASRec, not for {type(encoder).__name__}; "
+            "histories grow for the encoders HSTU and SASRec, not for "
+            f"{'wide ' * wide}{type(encoder).__name__}; "
             "SegmentedHSTU has `compress`"
         )
     if model.training:

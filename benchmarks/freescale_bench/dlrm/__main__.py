@@ -1,0 +1,42 @@
+"""MLPerf's dlrm_v4_hstu: the model against the public one, and its speed on a GPU.
+
+parity  logits, losses and gradients of `DlrmRanking` and of the public DlrmHSTU with the same
+        weights (--public FOLDER, which contains generative_recommenders); needs TorchRec
+step    samples/s and TFLOP/s of training steps with tables an eighth as long as the real ones, for
+        samples of 4,096 tokens and of mixed lengths; with --public, of the public model too"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from freescale_bench.common.options import make_parser, read_destination, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("dlrm", __doc__)
+    parser.add_argument("what", choices=("parity", "step"))
+    parser.add_argument("--public", type=Path, help="folder with the public model's package")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="step")
+    parser.add_argument("--samples", type=int, help="step: of a batch of long ones (128)")
+    parser.add_argument("--trial", action="store_true", help="tiny sizes; writes no result")
+    options = parser.parse_args(arguments)
+    to = read_destination(options)
+    if options.what == "step":
+        from freescale_bench.dlrm.step import bench_step
+
+        bench_step(options.device, options.samples, options.public, options.trial, to)
+        return 0
+    if options.public is None:
+        parser.error("parity needs --public FOLDER, a clone of meta-recsys/generative-recommenders")
+    from freescale_bench.common.torchrec import require_torchrec
+
+    require_torchrec()
+    from freescale_bench.dlrm.parity import bench_parity
+
+    bench_parity(options.public, options.trial, to)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

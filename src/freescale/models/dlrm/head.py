@@ -1,0 +1,234 @@
+"""The head of a DLRM with HSTU: networks make tokens of events, of candidates and of the request's
+context, and judge what the encoder makes of a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from freescale.batch import HostSizes, Jagged, Nested, SequenceBatch, compute_offsets, concat_ranges
+from freescale.kernels.dispatch.rows import read_rows
+from freescale.models.columns import find_candidates, find_sequence
+from freescale.models.dlrm.encoder import DlrmHSTU
+from freescale.models.dlrm.networks import (
+    CYCLES,
+    EPS,
+    RowNorm,
+    find_phases,
+    make_linear,
+    make_network,
+)
+from freescale.models.features import NO_FEATURES, FeatureTables
+from freescale.models.heads import Ranking
+from freescale.models.segments import Memory
+from freescale.models.sequence_head import to_at_least_float32
+
+ACTION_WIDTH, ACTION_STD = 8, 0.1  # of the vector of each bit of an action
+
+
+class DlrmRanking(Ranking):
+    """Several binary tasks on candidates, as in MLPerf's dlrm_v4_hstu.
+
+    Reads the columns of `Ranking`. Features are not summed but stand side by side: "history" and
+    "candidates" with "NAME_features" [., places], "actions" as bits, "timestamps" and
+    "candidate_timestamps" in seconds. "context_features" [candidates, places] are tokens before the
+    history, one for each place, which is why candidates of a sample must share them. A candidate is
+    a single item. Row 0 of a feature is a row like others.
+
+    The summed loss of each task is multiplied by `loss_scale`. The public model multiplies the
+    mean, which is the same: training divides the sum by the number of candidates.
+    """
+
+    encoder: DlrmHSTU
+
+    def __init__(
+        self,
+        encoder: DlrmHSTU,
+        *,
+        num_items: int,
+        tasks: Sequence[str],
+        num_actions: int = 0,
+        feature_tables: FeatureTables = NO_FEATURES,
+        table_device: str | None = None,
+        input_hidden: int,  # of the networks before the encoder
+        head_hidden: int,  # of the networks after it
+        loss_scale: float = 1.0,
+    ) -> None:
+        tables = feature_tables
+        if tables.event or tables.user or tables.vectors:
+            raise ValueError(
+                "a DLRM reads features of items and of requests: leave features of events and "
+                "vectors of items out, and give attributes of users with the requests"
+            )
+        for rows, places in ((tables.item, tables.item_places), (tables.context, encoder.context)):
+            if bool(rows) != bool(places):
+                raise ValueError(
+                    f"a table of {rows} rows with {places} places: FeatureTables needs item_places "
+                    "with item, and context_places with context"
+                )
+        if encoder.context != tables.context_places:
+            raise ValueError(
+                f"the encoder has {encoder.context} tokens of context, but requests have "
+                f"{tables.context_places} places"
+            )
+        super().__init__(
+            encoder,
+            num_items=num_items,
+            tasks=tasks,
+            feature_tables=tables,
+            table_device=table_device,
+        )
+        width, self.loss_scale = encoder.width, loss_scale
+        side = tables.item_places * width
+        inside = nn.init.xavier_normal_
+        self.content = make_network((width, input_hidden, width), inside)
+        self.additional = make_network((side, input_hidden, width), inside) if side else None
+        self.bits = (num_actions - 1).bit_length() if num_actions else 0
+        if self.bits:
+            wide = self.bits * ACTION_WIDTH
+            self.action_bits = nn.Parameter(torch.empty(self.bits, ACTION_WIDTH))
+            self.no_action = nn.Parameter(torch.empty(1, wide))  # of a candidate
+            for parameter in (self.action_bits, self.no_action):
+                nn.init.normal_(parameter, std=ACTION_STD)
+            self.action_network = make_network((wide, input_hidden, width), inside)
+        if encoder.context:
+            self.context_weight = nn.Parameter(torch.empty(encoder.context, width, width))
+            self.context_bias = nn.Parameter(torch.zeros(encoder.context, width))
+            nn.init.normal_(self.context_weight, std=width**-0.5)
+        self.time_network = nn.Sequential(
+            make_linear(width + 2 * len(CYCLES), width, inside), RowNorm(width, eps=EPS)
+        )
+        judging = nn.init.xavier_uniform_
+        self.candidate_network = make_network((width + side, head_hidden, width), judging)
+        self.judge = make_network((width, head_hidden, len(self.tasks)), judging, norm=False)
+
+    @property
+    def input_weights(self) -> int:
+        """Weights of the networks that make a token of an event."""
+        networks = [self.content, *([] if self.additional is None else [self.additional])]
+        parameters = [p for network in networks for p in network.parameters()]
+        return sum(parameter.numel() for parameter in parameters if parameter.ndim == 2)
+
+    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
+        losses = super().forward(batch)
+        return {task: self.loss_scale * loss for task, loss in losses.items()}
+
+    def _compute_logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+        if memory is not None:
+            raise ValueError("a DLRM encoder has no segments, and so no memory of them")
+        history, candidates = find_sequence(batch, "history"), find_candidates(batch)
+        _require_single_items(candidates)
+        vectors, side = self._read(batch, "history")
+        offered, offered_side = self._read(batch, "candidates")
+        past, present = self._embed_actions(batch, history)
+        x = self._embed(vectors, side, past)
+        parts = [x, self._embed(offered, offered_side, present)]
+        context = self._embed_requests(batch, candidates)
+        parts += [] if context is None else [context.to(x.dtype)]
+        order, places = self._order(history, candidates)
+        x = torch.cat(parts)
+        x = torch.empty_like(x).index_copy(0, order, x)
+        given, _ = self._find_candidate_times(batch, history, candidates)
+        times = torch.cat([find_sequence(batch, "timestamps", history).values, given])
+        before = times.new_zeros(order.numel() - times.numel())  # of context
+        times = torch.empty_like(order).index_copy(0, order, torch.cat([times, before]))
+        counts, on_host = candidates.counts, candidates.outer.host_lengths
+        host = HostSizes(history.host_lengths + on_host + self.encoder.context, on_host)
+        lengths = history.lengths + counts + self.encoder.context
+        outputs = self.encoder(x, lengths, batch.keys, times, counts, host)
+        found = outputs.index_select(0, places)
+        found = self.time_network(torch.cat([found, find_phases(given).to(found.dtype)], dim=1))
+        item = self.candidate_network(_join(offered, offered_side))
+        return to_at_least_float32(self.judge(found * item))
+
+    def _read(self, batch: SequenceBatch, name: str) -> tuple[Tensor, Tensor | None]:
+        """The rows of a batch feature's items [n, width], as much as they count, and those of their
+        features [n, places * width]."""
+        rows: Tensor = self.item(batch.values(name))
+        if f"{name}_own" in batch:
+            rows = rows * batch.values(f"{name}_own").to(rows.dtype)[:, None]
+        if self.item_features is None:
+            return rows, None
+        found: Tensor = self.item_features(batch.values(f"{name}_features"))
+        return rows, found.flatten(1)
+
+    def _embed(self, rows: Tensor, side: Tensor | None, action: Tensor | None) -> Tensor:
+        """The tokens [n, width] of events or candidates."""
+        x: Tensor = self.content(rows)
+        if self.additional is not None:
+            x = x + self.additional(side)
+        return x if action is None else x + action
+
+    def _embed_actions(
+        self, batch: SequenceBatch, history: Jagged
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The vectors of the events' actions [events, width], and that of a candidate [1, width].
+        They depend on the bits alone, so the network computes each combination once."""
+        if not self.bits:
+            return None, None
+        codes = torch.arange(1 << self.bits, device=self.no_action.device)
+        marks = (codes[:, None] >> torch.arange(self.bits, device=codes.device)) & 1
+        inputs = (marks[..., None] * self.action_bits).flatten(1)
+        vectors = self.action_network(torch.cat([inputs, self.no_action]))
+        actions = find_sequence(batch, "actions", history).values & (len(codes) - 1)
+        return read_rows(vectors, actions), vectors[-1:]
+
+    def _embed_requests(self, batch: SequenceBatch, candidates: Nested) -> Tensor | None:
+        """The tokens of the requests' context [samples * places, width], if there is any. A sample
+        without a candidate has those of empty rows, which nothing reads."""
+        if self.context_features is None:
+            return None
+        codes = find_sequence(batch, "context_features", candidates.outer)
+        rows: Tensor = self.context_features(codes.values)  # [candidates, places, width]
+        counts = candidates.outer.host_lengths
+        if not bool((counts == 1).all()):
+            _require_shared(codes, candidates)
+            first = compute_offsets(candidates.counts)[:-1]
+            rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+            last = rows.shape[0] - 1
+            rows = rows.index_select(0, torch.where(candidates.counts > 0, first, last))
+        bias = self.context_bias[:, None]
+        tokens = torch.baddbmm(bias, rows.transpose(0, 1), self.context_weight)
+        return tokens.transpose(0, 1).reshape(-1, self.encoder.width)
+
+    def _order(self, history: Jagged, candidates: Nested) -> tuple[Tensor, Tensor]:
+        """The encoder's places of events, candidates and context [tokens], and of the candidates
+        alone."""
+        context, counts = self.encoder.context, candidates.counts
+        lengths = history.lengths + counts + context
+        starts = compute_offsets(lengths)[:-1]
+        events = concat_ranges(starts + context, history.lengths, history.values.shape[0])
+        after = starts + context + history.lengths
+        places = concat_ranges(after, counts, candidates.lengths.numel())
+        before = starts[:, None] + torch.arange(context, device=starts.device)
+        return torch.cat([events, places, before.flatten()]), places
+
+
+def _join(rows: Tensor, side: Tensor | None) -> Tensor:
+    return rows if side is None else torch.cat([rows, side], dim=1)
+
+
+def _require_single_items(candidates: Nested) -> None:
+    lengths = candidates.inner.host_lengths
+    if bool((lengths != 1).any()):
+        number = int((lengths != 1).nonzero()[0])
+        raise ValueError(
+            f"a candidate of a DLRM is one item, but candidate {number} of the batch has "
+            f"{int(lengths[number])}"
+        )
+
+
+def _require_shared(codes: Jagged, candidates: Nested) -> None:
+    """Raises ValueError if candidates of a sample differ in their context."""
+    values = (codes if codes.host is None else codes.host).values.cpu()
+    counts = candidates.outer.host_lengths
+    first = torch.repeat_interleave(compute_offsets(counts)[:-1], counts)
+    differ = (values != values[first]).any(dim=1)
+    if bool(differ.any()):
+        sample = int(torch.repeat_interleave(torch.arange(len(counts)), counts)[differ][0])
+        raise ValueError(
+            f"the candidates of sample {sample} differ in their context, which a DLRM reads before "
+            "the history: give one candidate a sample (--candidates 1)"
+        )

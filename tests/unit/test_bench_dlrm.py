@@ -1,0 +1,42 @@
+"""`freescale bench dlrm`: its sizes, its batches, and what stands in for fbgemm."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from freescale_bench.dlrm.public_step import dense_to_jagged, jagged_to_padded_dense
+from freescale_bench.dlrm.shapes import FULL, SMALL, build_model, draw_lengths, make_batch
+
+from freescale.batch import compute_offsets
+
+
+def test_tables_and_lengths_are_those_of_mlperf() -> None:
+    assert sum(FULL.rows) + sum(FULL.context) == 293_051_712  # 600 GB of 512 floats each
+    eighth = FULL.divide(8)
+    assert 8 * (sum(eighth.rows) + sum(eighth.context)) - 293_051_712 in range(8 * 11)
+    lengths = draw_lengths(FULL, 100_000, True, 0)
+    assert abs(np.median(lengths) - 2695) < 40 and lengths.max() == FULL.longest
+    assert set(draw_lengths(FULL, 5, False, 0)) == {FULL.longest}
+
+
+def test_a_batch_is_one_the_model_reads() -> None:
+    batch = make_batch(SMALL, draw_lengths(SMALL, 6, True, 0), 0)
+    for name, rows in (("item_features", sum(SMALL.rows[1:])), ("context", sum(SMALL.context))):
+        column = batch.values("history_features" if name[0] == "i" else "context_features")
+        assert column.min() >= 0 and column.max() < rows
+    history, times = batch.sequences["history"], batch.values("timestamps")
+    now = torch.repeat_interleave(batch.values("candidate_timestamps"), history.lengths)
+    assert (times < now).all()
+    for part in torch.split(times, history.lengths.tolist()):
+        assert (part.diff() > 0).all()
+    loss = build_model(SMALL)(batch)["listen_plus"]
+    assert 0 < float(loss.detach()) / len(batch) < 1
+
+
+def test_stand_ins_pad_and_cut() -> None:
+    lengths = torch.tensor([2, 0, 3])
+    values, offsets = torch.arange(10.0).view(5, 2) + 1, compute_offsets(lengths)
+    padded = jagged_to_padded_dense(values, [offsets], [3])
+    assert padded[0].tolist() == [[1, 2], [3, 4], [0, 0]] and not padded[1].any()
+    assert padded[2].tolist() == [[5, 6], [7, 8], [9, 10]]
+    assert torch.equal(dense_to_jagged(padded, [offsets])[0], values)
