@@ -18,6 +18,7 @@ FORMATS = (
     "movielens",
     "amazon",
     "kuairand",
+    "yambda",
 )
 
 

@@ -15,12 +15,16 @@ from freescale.data.features.attributes import AttributeFile, infer_kind, open_a
 from freescale.data.features.inference import Column, complete_kinds
 from freescale.data.features.store import list_stored
 from freescale.data.histories import is_histories
+from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.ingest.layouts import Layout
+from freescale.data.ingest.prepare import make_folder
 from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.ingest.tables import lay_out, read_tables
+from freescale.data.ingest.yambda import MAPPINGS, is_yambda, write_items
 from freescale.data.values import decode_text
 
 LISTS = ("multi", "vector")  # kinds of several values, which events do not have
+ITEMS = "items.parquet"  # made of Yambda's mappings
 _SAMPLED = 1 << 20  # rows of the interactions by which kinds are inferred
 
 
@@ -49,7 +53,8 @@ def open_sources(config: DataConfig, cache: Path) -> Sources:
     if not (first.is_parquet and is_histories(first.path)):
         events, layout = first, lay_out(first, config.format, parse_columns(config.columns))
     attributes = {}
-    for source, path in (("item", config.items), ("user", config.users)):
+    items = config.items or find_mapped_items(config.data, cache)
+    for source, path in (("item", items), ("user", config.users)):
         if path is None:
             continue
         files = find_files(path, cache)
@@ -60,9 +65,25 @@ def open_sources(config: DataConfig, cache: Path) -> Sources:
     return Sources(events, layout, attributes)
 
 
+def find_mapped_items(data: str, cache: Path) -> str | None:
+    """The file with artist and album of each item of Yambda, in the cache; None for other data."""
+    folder = Path(data)
+    if not is_yambda(folder):
+        return None
+    paths = [folder / name for name in MAPPINGS.values()]
+    digests = read_contents(paths, cache / "digests", lambda share: None)
+    name = f"yambda-{compute_digest(*(content.digest for content in digests))}"
+
+    def write(target: Path) -> None:
+        write_items(folder, target / ITEMS)
+
+    return str(make_folder(cache, name, f"the items of {data}", write) / ITEMS)
+
+
 def get_request(config: DataConfig) -> Request:
     """The features that a run uses."""
-    given = [s for s, path in (("item", config.items), ("user", config.users)) if path is not None]
+    has_items = config.items is not None or is_yambda(Path(config.data))
+    given = [s for s, there in (("item", has_items), ("user", config.users is not None)) if there]
     return request_features(config.features, config.schema, given)
 
 

@@ -58,6 +58,10 @@ class Layout:
     declared: Mapping[str, str] = field(default_factory=dict)  # RecBole's types, from the header
 
     @property
+    def is_parquet(self) -> bool:
+        return self.format in ("parquet", "yambda")
+
+    @property
     def is_json(self) -> bool:
         return self.separator == b"{"
 
