@@ -20,7 +20,7 @@ from freescale.data.batches.loader import Histories
 from freescale.data.batches.negatives import choose_negatives
 from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.features.prepare import prepare_features
-from freescale.data.features.sources import list_event_columns
+from freescale.data.features.sources import list_event_columns, refuse_leaks
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
@@ -117,6 +117,9 @@ def load_features(
         trained=statistics,
         continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
     )
+    if store is not None:
+        columns = {label.column for label in config.labels}
+        refuse_leaks([each.feature for each in store.context], config.model.task, columns)
     share = config.data.id_dropout
     if share and (store is None or not store.item_rows):
         raise ValueError(

@@ -24,8 +24,9 @@ from freescale.data.values import BadValue, decode_text
 EVENTS = "multi_event.parquet"
 MAPPINGS = {kind: f"{kind}_item_mapping.parquet" for kind in ("artist", "album")}
 ROLES = {"user": "uid", "item": "item_id", "time": "timestamp"}
-READ = ("event_type", "played_ratio_pct", "is_organic")
-MADE = ("action", "listen_plus", "is_organic")  # columns that are made of these
+ORGANIC = "is_organic"
+READ = ("event_type", "played_ratio_pct", ORGANIC)
+MADE = ("action", "listen_plus", ORGANIC)  # columns that are made of these
 KINDS = ("listen", "like", "dislike", "unlike", "undislike")
 LISTEN_PLUS, LIKE, SKIP = 1, 2, 4  # actions; the three other kinds of events are 0
 LISTENED = 50.0  # percent of a track from which on a listen counts as listen_plus
