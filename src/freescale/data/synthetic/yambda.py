@@ -103,8 +103,8 @@ def generate_yambda(
     folder.mkdir(parents=True, exist_ok=True)
     full = explain_full_disk(folder, f"generating {folder}", "make room, or name another folder")
     with full, workspace(folder, "generate") as made:
-        for kind, name in MAPPINGS.items():
-            pq.write_table(catalogue.make_mapping(kind), made / name)
+        for owner, name in MAPPINGS.items():
+            pq.write_table(catalogue.make_mapping(owner), made / name)
         step, counts = max(1, int(_BLOCK / lengths.mean)), np.zeros((2, _BINS), np.int64)
         kinds: NDArray[Any] = np.zeros(len(KINDS), np.int64)
         with pq.ParquetWriter(made / EVENTS, _SCHEMA) as writer:
@@ -247,13 +247,13 @@ def _choose_kinds(
     likes = LIKE * chance / listened
     others = (1 - LISTEN_PLUS - SKIP - LIKE) * (1 - chance) / (1 - listened)
     other = 2 + np.searchsorted(np.cumsum(_DISLIKED), second, "right")
-    return np.where(first < likes, 1, np.where(first < likes + others, other, 0))
+    return np.asarray(np.where(first < likes, 1, np.where(first < likes + others, other, 0)))
 
 
 def _make_ends(count: int, power: float) -> NDArray[np.float64]:
     """[count]: ends of intervals of [0, 1) whose lengths are Zipf distributed."""
     mass = np.arange(1, count + 1, dtype=np.float64) ** -power
-    ends = np.cumsum(mass) / mass.sum()
+    ends: NDArray[np.float64] = np.cumsum(mass) / mass.sum()
     ends[-1] = 1.0
     return ends
 
