@@ -188,4 +188,8 @@ class TrainConfig(Checked):
         "steps that torch's profiler sees on GPUs, for the report: device busy, launches; 0: none",
         minimum=0,
     )
+    mlperf_log: str | None = _output_option(
+        None,
+        "file for MLPerf's log of a ranking run, which then ends at a validation AUC of 0.75",
+    )
     tensorboard: bool = _output_option(False, "write TensorBoard events too")
