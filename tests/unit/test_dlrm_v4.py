@@ -20,9 +20,9 @@ FEATURES = (
     "user*artist*hour=cross:400"
 )
 SMALL = {
-    "features": FEATURES, "width": 8, "layers": 1, "heads": 2, "max_length": 20, "steps": 6,
-    "global_batch": 16, "epochs": 2, "evaluate_every": 1, "device": "cpu", "profile_steps": 0,
-    "checkpoint_every": 100,
+    "features": FEATURES, "num_items": 301, "width": 8, "layers": 1, "heads": 2, "max_length": 20,
+    "steps": 6, "global_batch": 16, "epochs": 2, "evaluate_every": 1, "device": "cpu",
+    "profile_steps": 0, "checkpoint_every": 100,
 }  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def test_a_small_run_of_the_recipe_writes_the_log(data, tmp_path):
     last = entries[-1]
     assert last["key"] == "run_stop" and last["metadata"]["status"] == "aborted"
     values = [e["value"] for e in entries if e["key"] == "eval_accuracy"]
-    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    aucs = [e["validation"]["model"]["auc/listen_plus"] for e in told if "validation" in e]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    aucs = [e["validation"]["model"]["auc/listen_plus"] for e in lines if "validation" in e]
     assert values == aucs
 
 

@@ -50,10 +50,10 @@ def test_dlrm_v4():
     assert data.max_length + 8 + data.candidates <= 4096 and data.max_length // 3 == 1362
     features = parse_features(data.features)
     assert [feature.name for feature in features[:3]] == ["artist", "album", "user"]
-    sizes = {feature.name: feature.rows for feature in features[2:]}
-    tables = {"item": 9_390_624, "artist": 1_293_395, "album": 3_367_692}
-    assert sum(sizes.values()) + sum(tables.values()) == 293_051_712
-    assert list(sizes) == [
+    sizes = {feature.name: feature.rows for feature in features}
+    assert (data.num_items, sizes["artist"], sizes["album"]) == (9_390_624, 1_293_395, 3_367_692)
+    assert sum(sizes.values()) + data.num_items == 293_051_712
+    assert list(sizes)[2:] == [
         *("user", "user*artist", "user*album", "user*hour", "item*hour", "artist*hour"),
         *("user*is_organic", "user*artist*hour"),
     ]
