@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -142,3 +144,13 @@ def test_an_auc_below_the_target_ends_nothing(data, tmp_path, auc):
     log.on_evaluation(run, {"model": {"auc/listen_plus": auc}}, "validation")
     found = read_log(tmp_path / "log")
     assert [e["key"] for e in found][-1] == "block_start" and found[2]["value"] in (None, auc)
+
+
+def test_the_guide_generates_data(tmp_path, monkeypatch, capsys):
+    page = Path(__file__).parents[2] / "docs" / "guide" / "dlrm_v4.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, str(page), "exec"), {})
+    words = capsys.readouterr().out.split()
+    assert words[-3:] == ["rowwise_adagrad", "24000", "32"] and 0.7 < float(words[6]) < 1
+    assert (tmp_path / "small" / "truth.json").is_file()
