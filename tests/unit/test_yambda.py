@@ -99,6 +99,8 @@ def test_the_last_row_of_a_mapping_counts(folder, tmp_path):
         )
     )
     assert rows == {3: (2, None), 4: (1, 9), 5: (None, 8), 20: (6, None)}
+    kinds = [found.infer(name, columns[name]).feature for name in ("artist", "album")]
+    assert [(each.kind, each.rows) for each in kinds] == [("id", 0), ("id", 0)]  # no amounts
     own = tmp_path / "own.csv"
     own.write_text("item_id,mood\n3,1\n")
     given = open_sources(DataConfig(data=str(folder), items=str(own)), tmp_path / "cache")

@@ -68,7 +68,11 @@ def open_sources(config: DataConfig, cache: Path) -> Sources:
         if len(files) > 1:
             raise ValueError(f"--{source}s {path}: {len(files)} files; give one")
         name = f"{source}_id" if layout is None else layout.roles[source]
-        attributes[source] = open_attributes(files[0], source, name)
+        opened = open_attributes(files[0], source, name)
+        if source == "item" and config.items is None:  # numbers that are no amounts
+            ids = replace(opened.layout, declared=dict.fromkeys(MAPPINGS, "id"))
+            opened = replace(opened, layout=ids)
+        attributes[source] = opened
     return Sources(events, layout, attributes)
 
 
