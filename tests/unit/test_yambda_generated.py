@@ -81,7 +81,7 @@ def test_tastes_and_the_artist_of_the_mapping_explain_what_is_listened_to(made, 
     artist[items.column("item_id").to_numpy()] = items.column("artist").to_numpy()
     table = read_events(folder).filter(read_events(folder).column("played_ratio_pct").is_valid())
     users, listened = table.column("uid").to_numpy(), table.column("item_id").to_numpy()
-    catalogue = yambda._Catalogue(150, 2000, 1.0, 4)
+    catalogue = yambda._Catalogue(2000, 1.0, 4)
     tastes = catalogue.draw_vectors("taste", torch.arange(151))[users]
     known = artist[listened] > 0
     score = (tastes * catalogue.styles[artist[listened] - 1]).sum(1)[known]

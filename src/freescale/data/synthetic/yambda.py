@@ -99,7 +99,7 @@ def generate_yambda(
     if not 0 <= hot_album <= 1:
         raise ValueError(f"hot_album is {hot_album}; it is a share, from 0 to 1")
     lengths = LengthDistribution.from_options("lognormal", median, sigma, 0.0, cap)
-    catalogue = _Catalogue(users, items or max(1, round(ITEMS * users)), popularity, seed)
+    catalogue = _Catalogue(items or max(1, round(ITEMS * users)), popularity, seed)
     folder.mkdir(parents=True, exist_ok=True)
     full = explain_full_disk(folder, f"generating {folder}", "make room, or name another folder")
     with full, workspace(folder, "generate") as made:
@@ -146,7 +146,7 @@ _SCHEMA = pa.schema(
 class _Catalogue:
     """Items with their artists and albums. Ids begin with 1."""
 
-    def __init__(self, users: int, items: int, popularity: float, seed: int) -> None:
+    def __init__(self, items: int, popularity: float, seed: int) -> None:
         self.items, self.seed = items, seed
         scale = items / ITEMS
         self.artists, self.albums = (max(2, round(scale * each)) for each in (ARTISTS, ALBUMS))
