@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.config import RunConfig, SimulateConfig
-from freescale.config.features import parse_features
+from freescale.config.features import REQUEST, Feature, parse_features
 from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.embedding.optimizers import choose_row_optimizer
 from freescale.embedding.placement import count_state_bytes
@@ -89,18 +89,23 @@ def list_tables(recipe: RunConfig) -> list[TableSpec]:
     feature."""
     features = parse_features(recipe.data.features)
     sized = all(feature.rows and feature.kind in ("id", "cross") for feature in features)
-    if recipe.data.num_items is None or not sized:
+    both = {_describes_items(feature) for feature in features} == {True, False}
+    if recipe.data.num_items is None or not (sized and both):
         raise ValueError(
             f"recipe {recipe.model.recipe}: the sizes of its tables follow from data; name "
-            "num_items and the rows of each feature (column=id:ROWS), as dlrm-v4 does"
+            "num_items and, as dlrm-v4 does, the rows of features of items (artist=id:ROWS) and "
+            "requests (user*artist=cross:ROWS)"
         )
     rows = {"item": recipe.data.num_items, "item_features": 1, "context_features": 1}
     for feature in features:
-        own = feature.kind == "id" and feature.name != "user"
-        name = "item_features" if own else "context_features"
-        rows[name] += feature.rows + (feature.kind == "id")
+        name = "item_features" if _describes_items(feature) else "context_features"
+        rows[name] += feature.rows + (feature.kind == "id")  # one for ids without a row
     width = recipe.model.width
     return [TableSpec(name, count, width, torch.float32, (name,)) for name, count in rows.items()]
+
+
+def _describes_items(feature: Feature) -> bool:
+    return feature.kind == "id" and feature.name not in REQUEST
 
 
 def count_flops(recipe: RunConfig, tokens: int = COUNTED_TOKENS) -> float:
@@ -182,20 +187,20 @@ def _simulate(
 ) -> dict[str, Any]:
     """The figures of a step, as ledger.json."""
     rows = {spec.name: spec.rows for spec in specs}
-    of_items = [feature for feature in parse_features(recipe.data.features) if feature.kind == "id"]
-    described, requests = len(of_items) - 1, len(parse_features(recipe.data.features))
-    requests -= described
-    crosses = PooledFeatures(requests, 1, rows["context_features"] // requests, config.popularity)
-    pooled = _SeveralFeatures(
-        described, TOKENS - _OTHERS, rows["item_features"] // described, config.popularity, crosses
-    )
+    features = parse_features(recipe.data.features)
+    described = sum(map(_describes_items, features))
+    requested, events = len(features) - described, TOKENS - _OTHERS
+    power = config.popularity
+    crosses = PooledFeatures(requested, 1, rows["context_features"] // requested, power)
+    of_events = rows["item_features"] // described
+    pooled = _SeveralFeatures(described, events, of_events, power, crosses)
     source = GeneratedWorkload(
         recipe.train.global_batch // cluster.gpus * cluster.gpus,
         median=TOKENS,
         sigma=0.0,
         cap=COUNTED_TOKENS,
         items=rows["item"],
-        popularity=config.popularity,
+        popularity=power,
         collisions=None,
         seed=config.seed,
         pooled=pooled,
