@@ -52,6 +52,14 @@ def mix_in_place(numbers: NDArray[np.uint64]) -> None:
             numbers *= factor
 
 
+def derive_array(keys: NDArray[np.int64], counters: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`derive` of one counter, by numpy."""
+    numbers = keys.view(np.uint64) * np.uint64(_GOLDEN & _UNSIGNED) + np.uint64(1)
+    numbers += counters.view(np.uint64)
+    mix_in_place(numbers)
+    return numbers.view(np.int64)
+
+
 def derive(key: Tensor | int, *counters: Tensor | int) -> Tensor:
     """A new key from a key and counters, in order; arguments broadcast."""
     result = key

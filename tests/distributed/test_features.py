@@ -136,7 +136,8 @@ def build(
 
 
 def train(transport, settings, task, steps=4, **options):
-    data = open_data(settings, transport, task=task, labels="click" if task == "ranking" else "")
+    ranking = {"labels": "click", "features": f"{FEATURES},user*category*hour=cross:997"}
+    data = open_data(settings, transport, task=task, **(ranking if task == "ranking" else {}))
     parallel, pipeline = build(transport, data, task, **options)
     losses = [r.loss for r in pipeline.run(data.batch(number) for number in range(steps))]
     pipeline.close()

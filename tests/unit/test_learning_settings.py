@@ -91,13 +91,13 @@ def config(**settings):
 
 
 def test_settings_reach_model_rows_and_optimizers():
-    given = config(row_std=0.3, input_scale=2.0, input_dropout=0.4, beta2=0.9)
+    given = config(row_std=0.3, input_scale=2.0, input_dropout=0.4, beta1=0.8, beta2=0.9)
     data = SimpleNamespace(num_items=4000, num_actions=0, features=None)
     sharded = build_model(given, data, LocalTransport())
     encoder = sharded.module.encoder
     assert (encoder.input_scale, encoder.input_dropout) == (2.0, 0.4)
-    assert build_optimizer(given, sharded).defaults["betas"] == (0.9, 0.9)
-    assert sharded.tables.optimizers["item"].betas == (0.9, 0.9)
+    assert build_optimizer(given, sharded).defaults["betas"] == (0.8, 0.9)
+    assert sharded.tables.optimizers["item"].betas == (0.8, 0.9)
     sharded.tables.place(None)
     assert sharded.tables.get_local_rows("item")[1].std().item() == pytest.approx(0.3, rel=0.02)
     # and a setting that is left out is what its help says

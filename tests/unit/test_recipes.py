@@ -9,7 +9,9 @@ from click.testing import CliRunner
 
 from freescale.cli.main import main
 from freescale.config import RunConfig
+from freescale.config.features import parse_features
 from freescale.config.recipe import list_recipes, read_recipe
+from freescale.embedding.optimizers import Adam, RowWiseAdagrad, choose_row_optimizer
 
 
 @pytest.fixture
@@ -35,6 +37,39 @@ def test_published_settings():
         assert (model.width, model.dropout, model.temperature) == (50, 0.2, 0.05)
         assert (data.max_length, data.negatives, data.negatives_per) == (200, 128, "position")
         assert (train.global_batch, train.epochs, train.lr, train.warmup) == (128, 101, 1e-3, 0)
+
+
+def test_dlrm_v4():
+    """The settings that MLPerf fixes."""
+    config = RunConfig.from_settings({"data": "x", "recipe": "dlrm-v4"})
+    model, data, train = config.model, config.data, config.train
+    assert (model.task, config.label_names) == ("ranking", ("listen_plus",))
+    assert config.task_weights == {"listen_plus": 0.2}
+    assert (model.width, model.layers, model.heads, data.max_length) == (512, 3, 4, 4086)
+    assert (model.dropout, model.input_dropout, data.candidates) == (0.1, 0.2, 1)
+    assert data.max_length + 8 + data.candidates <= 4096 and data.max_length // 3 == 1362
+    features = parse_features(data.features)
+    assert [feature.name for feature in features[:3]] == ["artist", "album", "user"]
+    sizes = {feature.name: feature.rows for feature in features}
+    assert (data.num_items, sizes["artist"], sizes["album"]) == (9_390_624, 1_293_395, 3_367_692)
+    assert sum(sizes.values()) + data.num_items == 293_051_712
+    assert list(sizes)[2:] == [
+        *("user", "user*artist", "user*album", "user*hour", "item*hour", "artist*hour"),
+        *("user*is_organic", "user*artist*hour"),
+    ]
+    optimizer = choose_row_optimizer(train)
+    assert optimizer == RowWiseAdagrad(lr=train.lr, eps=1e-8)
+    assert train.lr == 1e-6 * train.global_batch / 8192
+    assert (train.beta1, train.beta2, train.clip, train.weight_decay) == (0.95, 0.999, 1.0, 0.0)
+    assert (train.warmup, train.decay, train.seed) == (24_000, "constant", 1)
+
+
+def test_the_settings_of_moments_reach_the_optimizers():
+    given = {"data": "x", "beta1": 0.8, "beta2": 0.7, "row_eps": 1e-3}
+    train = RunConfig.from_settings(given).train
+    assert choose_row_optimizer(train) == Adam(lr=train.row_lr, betas=(0.8, 0.7), eps=1e-3)
+    with pytest.raises(ValueError, match="--row-eps 0.001 with --row-optimizer sgd"):
+        choose_row_optimizer(RunConfig.from_settings(given | {"row_optimizer": "sgd"}).train)
 
 
 def test_full_softmax():
@@ -86,7 +121,7 @@ def test_mistakes_in_a_file(own, text, message):
 
 
 def test_there_is_none_of_that_name():
-    with pytest.raises(ValueError, match="no recipe 'hstu'; the package has hstu-large, hstu-s"):
+    with pytest.raises(ValueError, match="no recipe 'hstu'; the package has dlrm-v4, hstu-la"):
         read_recipe("hstu")
     with pytest.raises(ValueError, match="no file hstu.toml"):
         read_recipe("hstu.toml")
@@ -95,7 +130,7 @@ def test_there_is_none_of_that_name():
 def test_list():
     done = CliRunner().invoke(main, ["train", "--recipe", "list"])
     lines = done.output.splitlines()
-    assert done.exit_code == 0 and len(lines) == len(list_recipes()) == 4
+    assert done.exit_code == 0 and len(lines) == len(list_recipes()) == 5
     for line, recipe in zip(lines, list_recipes(), strict=True):
         assert line.split()[0] == recipe.name and line.endswith(recipe.description)
         assert len(line) <= 100 and recipe.description

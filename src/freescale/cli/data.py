@@ -26,10 +26,13 @@ def generate(path: Path, **given: Any) -> None:
 
     Lengths are heavy-tailed, some items are popular, and --collision sets the collision rate.
     """
+    config = GenerateConfig(**select_given(given))
+    if config.like is not None:
+        return _generate_yambda(path, config, select_given(given))
     from freescale.data.synthetic import generate as synthetic
 
-    config = GenerateConfig(**select_given(given))
-    options = asdict(config) | {"labels": config.label_names, "actions": bool(config.label_names)}
+    options = {name: value for name, value in asdict(config).items() if name not in _OF_LIKE}
+    options |= {"labels": config.label_names, "actions": bool(config.label_names)}
     with show_progress() as progress:
         report = synthetic.generate(path, progress=progress, **options)
     rate = report.measured_collision
@@ -38,6 +41,28 @@ def generate(path: Path, **given: Any) -> None:
         f"wrote {report.path}: {report.users:,} users, {report.tokens:,} events, histories of "
         f"{report.lengths['p50']:,} events (median) to {report.lengths['max']:,}{collisions}"
     )
+
+
+_OF_LIKE = ("like", "hot_album")
+_LIKE_YAMBDA = ("users", "items", "median", "sigma", "cap", "popularity", "hot_album", "seed")
+
+
+def _generate_yambda(path: Path, config: GenerateConfig, given: dict[str, Any]) -> None:
+    """Options that are not given have the statistics of Yambda as their defaults."""
+    from freescale.data.synthetic.yambda import generate_yambda
+
+    if left := sorted(given.keys() - {*_LIKE_YAMBDA, "like"}):
+        raise ValueError(f"--like yambda has no --{left[0].replace('_', '-')}; leave it out")
+    options = {name: given[name] for name in _LIKE_YAMBDA if name in given}
+    with show_progress() as progress:
+        report = generate_yambda(path, progress=progress, **{"users": config.users} | options)
+    click.echo(
+        f"wrote {path}: {report.users:,} users, {report.events:,} events, {report.items:,} items "
+        f"of {report.artists:,} artists, {report.kinds['listen_plus']:.1%} listen_plus; the best "
+        f"AUC is {report.oracle_auc:.4f}"
+    )
+    train = ["--task", "ranking", "--labels", "listen_plus", "--split", "time", "--split-time"]
+    click.echo(f"train on it: freescale train {shlex.join(['--data', str(path), *train])} 25913600")
 
 
 _BLOCKS = str.maketrans(dict.fromkeys("\u2588\u2589\u258a\u258b\u258c\u258d\u258e\u258f", "#"))

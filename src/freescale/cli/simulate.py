@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import CommandGroup
@@ -30,7 +31,8 @@ def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> 
     Shows where the time goes and what each technique gains over TorchRec.
     """
     if context.invoked_subcommand is None:
-        _simulate(gpus, given)
+        named = context.get_parameter_source("gpus") is not ParameterSource.DEFAULT
+        _simulate(gpus, given) if given["recipe"] is None else _plan(gpus if named else (), given)
 
 
 @exit_cleanly
@@ -42,6 +44,24 @@ def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
     if "run" in settings:
         settings = list_settings(read_trained_run(settings["run"])) | settings
     print_simulation(SimulateConfig(**settings), gpus)
+
+
+_OF_PLANS = (
+    *("recipe", "preset", "network", "calibration", "schedule", "balance", "transport"),
+    *("popularity", "steps", "seed", "jitter", "out"),
+)
+
+
+@exit_cleanly
+def _plan(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
+    from freescale.simulate.show import print_plans
+
+    settings = select_given(given)
+    if left := sorted(settings.keys() - {*_OF_PLANS}):
+        option = left[0].replace("_", "-")
+        raise ValueError(f"--recipe {given['recipe']} has no --{option}; leave one of them out")
+    presets = [settings["preset"]] if "preset" in settings or "network" in settings else []
+    print_plans(SimulateConfig(**settings), gpus, presets or None)
 
 
 @simulate.command()

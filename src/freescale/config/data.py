@@ -18,6 +18,7 @@ FORMATS = (
     "movielens",
     "amazon",
     "kuairand",
+    "yambda",
 )
 
 
@@ -166,6 +167,19 @@ class GenerateConfig(Checked):
     global_batch: int = option(64, "global batch that --collision refers to", minimum=1)
     ranks: int = option(1, "number of ranks that --collision refers to", minimum=1)
     labels: str = option("", "label columns to make, comma-separated (for ranking)")
+    like: str | None = option(
+        None,
+        "events in the layout of a published data set, in a folder, with its statistics, planted "
+        "preferences and the best AUC that they allow; of the other options --users, --items, "
+        "--median, --sigma, --cap, --popularity and --seed count",
+        choices=("yambda",),
+    )
+    hot_album: float = option(
+        0.0,
+        "share of the events that are of one album (with --like yambda)",
+        minimum=0.0,
+        maximum=0.3,
+    )
     seed: int = option(0, "seed of everything random")
 
     @property

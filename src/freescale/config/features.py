@@ -13,9 +13,14 @@ from typing import Any
 from freescale.config.columns import RESERVED
 from freescale.config.options import split_names
 
-KINDS = ("categorical", "multi", "numeric", "vector", "cross")
+KINDS = ("categorical", "multi", "numeric", "vector", "cross", "id")
 SOURCES = ("item", "user", "event", "context")
 OF_EVENTS = ("event", "context")  # both are columns of the interactions
+# Parts of a request's features that are of no column of the interactions; and a column of --items
+# or of the interactions, as `item:artist`.
+PART_OF = ":"
+REQUEST = ("user", "item", "hour")
+USER, ITEM, HOUR = (f"request{PART_OF}{name}" for name in REQUEST)
 AUTO, NONE = "auto", "none"
 KEPT_SCHEMA = "features/schema.toml"  # in the folder of a run: a copy of its schema
 
@@ -32,7 +37,9 @@ class Feature:
             the interactions: what describes an event, and what is known before it).
         kind: one of KINDS. None: inferred from the values.
         columns: of the source; several of a cross.
-        rows: of a cross: how many rows its combinations are hashed into.
+            Those of a request that are not all columns of the interactions: `SOURCE:COLUMN`.
+        rows: of a cross: how many rows its combinations are hashed into. Of ids: how many there
+            are; 0: as the largest one of --items says.
         buckets: of a number: buckets with about equally many training values.
         separator: between the values of a multi feature that is text.
         least: a category needs this many training items or events, else it counts as unknown.
@@ -51,6 +58,17 @@ class Feature:
     def label(self) -> str:
         return f"{self.source}.{self.name}"
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether it describes a request by several sources."""
+        return PART_OF in self.columns[0]
+
+    @property
+    def stored_columns(self) -> list[str]:
+        """Of an event or a request: the columns of the interactions that it needs."""
+        parts = (column.rpartition(PART_OF) for column in self.columns)
+        return [name for source, _, name in parts if source in ("", "event")]
+
 
 # The keys of a feature in a schema file, with their types and least values.
 _KEYS: dict[str, tuple[type, Any]] = {
@@ -61,7 +79,12 @@ _KEYS: dict[str, tuple[type, Any]] = {
     "separator": (str, None),
     "least": (int, 1),
 }
-_ONLY = {"columns": "cross", "rows": "cross", "buckets": "numeric", "separator": "multi"}
+_ONLY: dict[str, tuple[str, ...]] = {
+    "columns": ("cross",),
+    "rows": ("cross", "id"),
+    "buckets": ("numeric",),
+    "separator": ("multi",),
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +128,8 @@ def parse_features(text: str) -> tuple[Feature, ...]:
     Each part is a column, then its kind, then one number or sign: the buckets of a number, the
     separator of a multi feature, the rows of a cross. `item.`, `user.` or `event.` before a column
     says which file, if several have it; `context.` says that it describes the request. The columns
-    of a cross are joined by `*`.
+    of a cross are joined by `*`. Those of a request may be `user`, `item`, `hour` and columns of
+    --items, too: `user*artist=cross:100000`.
 
     Raises:
         ValueError: a part is not of this form, or names a feature twice.
@@ -134,16 +158,18 @@ def _parse_part(part: str) -> Feature:
         kind = kind or "cross"
     _check_columns(columns, kind, f"--features has {part!r}")
     feature = Feature(name, source or "", kind, columns)
+    if kind == "id":
+        feature = replace(feature, rows=0)
     if option is None:
         return feature
     if kind == "multi":
         return replace(feature, separator=option)
-    key = {"numeric": "buckets", "cross": "rows"}.get(kind or "")
+    key = {"numeric": "buckets", "cross": "rows", "id": "rows"}.get(kind or "")
     least = _KEYS[key][1] if key else 0
     if key is None or not option.isdecimal() or int(option) < least:
         raise ValueError(
             f"--features has {part!r}: after the kind follows the number of buckets (numeric, 2 or "
-            "more), the separator (multi) or the number of rows (cross)"
+            "more), the separator (multi) or the number of rows (cross, id)"
         )
     changed: dict[str, Any] = {key: int(option)}
     return replace(feature, **changed)
@@ -153,6 +179,8 @@ def _check_columns(columns: Sequence[str], kind: str | None, where: str) -> None
     if (len(columns) > 1) != (kind == "cross"):
         raise ValueError(f"{where}: a cross has two columns or more, other kinds have one")
     for column in columns:
+        if PART_OF in column:
+            raise ValueError(f"{where}: column {column!r} has a {PART_OF!r}; rename it")
         if column in RESERVED:
             raise ValueError(
                 f"{where}: {column!r} is a column of every history and no feature; rename the "
@@ -203,12 +231,15 @@ def _read_feature(path: Path, source: str, name: str, keys: Any) -> Feature:
     kind = keys.get("kind")
     if kind is not None and kind not in KINDS:
         raise ValueError(f"{where}: kind = {kind!r} is none of {', '.join(KINDS)}")
-    for key, owner in _ONLY.items():
-        if key in keys and kind != owner:
-            raise ValueError(f"{where}: {key} = {keys[key]!r} is a key of kind = {owner!r}")
+    for key, owners in _ONLY.items():
+        if key in keys and kind not in owners:
+            names = " or ".join(map(repr, owners))
+            raise ValueError(f"{where}: {key} = {keys[key]!r} is a key of kind = {names}")
     columns = tuple(map(str, keys.get("columns", [name])))
     _check_columns(columns, kind, where)
     others = {key: value for key, value in keys.items() if key not in ("kind", "columns")}
+    if kind == "id":
+        others.setdefault("rows", 0)
     return Feature(name, source, kind, columns, **others)
 
 
@@ -221,8 +252,10 @@ def write_schema(features: Iterable[Feature], notes: Mapping[str, str]) -> str:
         lines.append(f"[{feature.source}.{_quote(feature.name)}]")
         for key in _KEYS:
             value = getattr(feature, key)
-            if key in _ONLY and _ONLY[key] != feature.kind:
+            if key in _ONLY and (feature.kind not in _ONLY[key] or value == 0):
                 continue
+            if key == "columns":
+                value = tuple(column.rpartition(PART_OF)[2] for column in value)
             if key == "least" and value == usual[key]:
                 continue
             lines.append(f"{key} = {_format(value)}")

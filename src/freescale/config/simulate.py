@@ -18,6 +18,11 @@ class SimulateConfig(Checked):
         "folder of a run of `freescale train`: its model, data, samples of a rank, placement "
         "and schedule are taken, unless they are given",
     )
+    recipe: str | None = option(
+        None,
+        "a recipe of `freescale train` that names the sizes of its tables, as dlrm-v4: predicts "
+        "samples/s, memory and time on 8, 16, 32 and 64 H100s and H200s",
+    )
     preset: str = option(
         "paper",
         "machine: a network and a compute curve that are shipped (`--preset list` names them)",

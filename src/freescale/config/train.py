@@ -25,6 +25,9 @@ class TrainConfig(Checked):
         3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0, common=True
     )
     weight_decay: float = option(0.0, "weight decay of the dense parameters", minimum=0.0)
+    beta1: float = option(
+        0.9, "decay of the first moments of AdamW and the rows' Adam", minimum=0.0, below=1.0
+    )
     beta2: float = option(
         0.98,
         "decay of the second moments of AdamW and the rows' Adam",
@@ -39,6 +42,11 @@ class TrainConfig(Checked):
         choices=("sgd", "adagrad", "rowwise_adagrad", "adam", "counted_adam"),
     )
     row_lr: float = option(3e-3, "learning rate of table rows", minimum=0.0, common=True)
+    row_eps: float | None = option(
+        None,
+        "added to the root by the optimizer of table rows (default: 1e-10, of Adam 1e-8)",
+        above=0.0,
+    )
     warmup: int = option(0, "steps of linear learning-rate warm-up", minimum=0)
     decay: str = option(
         "constant",
@@ -179,6 +187,10 @@ class TrainConfig(Checked):
         5,
         "steps that torch's profiler sees on GPUs, for the report: device busy, launches; 0: none",
         minimum=0,
+    )
+    mlperf_log: str | None = _output_option(
+        None,
+        "file for MLPerf's log of a ranking run, which then ends at a validation AUC of 0.75",
     )
     tensorboard: bool = _output_option(False, "write TensorBoard events too")
     tracker: str | None = _output_option(

@@ -11,6 +11,7 @@ from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.interactions import read_interactions
 from freescale.data.ingest.prepare import prepare
 from freescale.data.synthetic.generate import SyntheticReport, generate
+from freescale.data.synthetic.yambda import YambdaReport, generate_yambda
 
 __all__ = [
     "FlatTable",
@@ -20,7 +21,9 @@ __all__ = [
     "SampleSpec",
     "SplitSpec",
     "SyntheticReport",
+    "YambdaReport",
     "generate",
+    "generate_yambda",
     "hash_ids",
     "prefetch",
     "prepare",

@@ -8,7 +8,7 @@ Each is a small value object: what state a row needs, and how a set of unique ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -135,7 +135,7 @@ class Adam(LazyOptimizer):
     `lr`: learning rate; `betas`: decay of the two moments; `eps` is added to the root."""
 
     kernel = "adam"
-    betas: tuple[float, float] = (0.9, TrainConfig.beta2)
+    betas: tuple[float, float] = (TrainConfig.beta1, TrainConfig.beta2)
     eps: float = 1e-8
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -175,3 +175,18 @@ ROW_OPTIMIZERS = {
     "adam": Adam,
     "counted_adam": CountedAdam,
 }
+
+
+def choose_row_optimizer(train: TrainConfig) -> RowOptimizer:
+    """The optimizer of table rows. ValueError if it has none of the settings that are given."""
+    optimizer: RowOptimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
+    if isinstance(optimizer, Adam):
+        optimizer = replace(optimizer, betas=(train.beta1, train.beta2))
+    if train.row_eps is None:
+        return optimizer
+    if not isinstance(optimizer, Adam | Adagrad | RowWiseAdagrad):
+        raise ValueError(
+            f"--row-eps {train.row_eps:g} with --row-optimizer {train.row_optimizer}, which has no "
+            "such number: leave it out"
+        )
+    return replace(optimizer, eps=train.row_eps)

@@ -78,6 +78,7 @@ class Network:
     gpu: str = "GPU"  # name of one of its ranks
     calibration: str = "h200"  # default compute curve of its ranks
     device: str = "cuda"  # of its ranks
+    memory_gb: float = 0.0  # of a GPU; 0: not known
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "cards_per_node"):
@@ -93,7 +94,7 @@ class Network:
         if not 0 <= self.incast < 1:
             share = "it is a share of bandwidth, from 0 to below 1"
             self._refuse("incast", self.incast, share)
-        for name in ("per_peer_us", "queue_ms"):
+        for name in ("per_peer_us", "queue_ms", "memory_gb"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 self._refuse(name, value, "it must be 0 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from freescale.config import SimulateConfig
+from freescale.config import RunConfig, SimulateConfig
 from freescale.report.console import print_ledger
 from freescale.simulate.calibrate import calibrate
 from freescale.simulate.network import list_presets, load_preset
+from freescale.simulate.plan import GPUS, PRESETS, describe_plans, plan_recipe
 from freescale.simulate.recovery import PARTS
 from freescale.simulate.run import Outcome, run_simulation
 from freescale.simulate.verdict import BASE, GIVEN
@@ -55,6 +57,38 @@ def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
     console.print()
     for verdict in data["verdicts"]:
         console.print(verdict, highlight=False, soft_wrap=True, style="bold")
+
+
+def print_plans(config: SimulateConfig, gpus: Sequence[int], presets: Sequence[str] | None) -> None:
+    """Predicts the training of a recipe and prints a table. None: H100s and H200s."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDE)
+    plans = plan_recipe(config, gpus or GPUS, presets or PRESETS)
+    columns = [
+        *("batch", "tables GB", "memory GB", "micro-batches", "samples/s", "TFLOP/s"),
+        *("step ms", "exposed %", "hours"),
+    ]
+    title = f"{config.recipe}, predicted; batch, GB and TFLOP/s are those of a GPU"
+    table = _make_table(title, "GPUs", columns)
+    for plan in plans:
+        cells = [f"{plan.batch:,}", f"{plan.tables_gb:.1f}"]
+        if plan.fits:
+            values = (plan.tflops, plan.step_ms, plan.exposed_percent)
+            cells += [f"{plan.memory_gb:.0f}", f"{plan.micro_batches}"]
+            cells += [f"{plan.samples_per_second:,.0f}", *(f"{value:,.1f}" for value in values)]
+            cells += [f"{plan.hours:.2f}"]
+        else:
+            cells += [f"> {plan.room_gb:.0f}", "does not fit"]
+        table.add_row(f"{plan.gpus} x {plan.gpu}", *cells)
+    console.print(table)
+    recipe = RunConfig.from_settings({"data": "-", "recipe": config.recipe})
+    for note in describe_plans(recipe):
+        _print_note(console, note)
+    if config.out:
+        folder = Path(config.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps([asdict(plan) for plan in plans], indent=1)
+        (folder / "plan.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _print_note(console: Console, note: str) -> None:

@@ -16,13 +16,13 @@ from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.features.prepare import prepare_features
-from freescale.data.features.sources import list_event_columns
+from freescale.data.features.sources import list_event_columns, refuse_leaks
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
-from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
+from freescale.embedding.optimizers import RowOptimizer, choose_row_optimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
@@ -115,6 +115,9 @@ def load_features(
         trained=statistics,
         continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
     )
+    if store is not None:
+        columns = {label.column for label in config.labels}
+        refuse_leaks([each.feature for each in store.context], config.model.task, columns)
     share = config.data.id_dropout
     if share and (store is None or not store.item_rows):
         raise ValueError(
@@ -299,11 +302,7 @@ def choose_row_std(config: RunConfig) -> float:
 
 def build_row_optimizer(config: RunConfig) -> RowOptimizer:
     """Builds the optimizer of all table rows."""
-    train = config.train
-    optimizer: RowOptimizer = ROW_OPTIMIZERS[train.row_optimizer](lr=train.row_lr)
-    if isinstance(optimizer, Adam):
-        optimizer = replace(optimizer, betas=(optimizer.betas[0], train.beta2))
-    return optimizer
+    return choose_row_optimizer(config.train)
 
 
 def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optimizer:
@@ -313,7 +312,7 @@ def build_optimizer(config: RunConfig, model: ShardedModel) -> torch.optim.Optim
     return AdamW(
         model.dense_parameters(),
         lr=train.lr,
-        betas=(0.9, train.beta2),
+        betas=(train.beta1, train.beta2),
         weight_decay=train.weight_decay,
     )
 

@@ -29,6 +29,7 @@ from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
 from freescale.train.metrics_log import MetricsLog
+from freescale.train.mlperf_log import MLPerfLog
 from freescale.train.position import Position, count_steps
 from freescale.train.resume import begin_or_resume, complete_run, give_up_later, has_snapshot
 from freescale.train.run import Run
@@ -86,6 +87,8 @@ class Trainer:
                 the model and the checkpoint do not match.
         """
         self.config = config
+        log = config.train.mlperf_log
+        self._reports = [] if log is None else [MLPerfLog(log, config)]  # its clock starts here
         # Started first: it starts up while the model is built and kernels are compiled.
         worker_server = worker_server or start_early(config)
         self.histories = histories or prepare_data(config)
@@ -125,7 +128,7 @@ class Trainer:
         own: list[Callback] = [MetricsLog(self.run_folder), DeviceFigures(settings.profile_steps)]
         own += [TensorBoardLog()] if settings.tensorboard else []
         own += [TRACKERS[settings.tracker]()] if settings.tracker else []
-        self.callbacks = CallbackList([*own, *callbacks], self)
+        self.callbacks = CallbackList([*own, *self._reports, *callbacks], self)
         return Run(
             config,
             self.histories,

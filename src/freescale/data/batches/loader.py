@@ -235,10 +235,15 @@ class Histories(GlobalBatches):
         }
         sequences["timestamps"] = _measure_span(sequences["timestamps"])
 
-        def describe(places: NDArray[np.int64], context: bool = False) -> Tensor:
+        def describe(
+            places: NDArray[np.int64],
+            context: bool = False,
+            owners: NDArray[np.int64] | None = None,
+        ) -> Tensor:
             assert self.features is not None
-            found = {name: columns[name][places] for name in self._event_columns}
-            return self.features.find_events(found, context=context)
+            known = ("item_id", "timestamp") if owners is not None else ()
+            found = {name: columns[name][places] for name in (*self._event_columns, *known)}
+            return self.features.find_events(found, context=context, samples=owners)
 
         has_context = self.features is not None and self.features.context_rows > 0
         if self.features is not None and self.features.event_rows:
@@ -250,7 +255,8 @@ class Histories(GlobalBatches):
             candidates["candidates"] = Nested(given["item_id"], ones, own_tail)
             sequences["candidate_timestamps"] = Jagged(given["timestamp"], own_tail)
             if has_context:
-                sequences["context_features"] = Jagged(describe(after, True), own_tail)
+                owners = np.repeat(samples[:own].numpy(), tail[:own])
+                sequences["context_features"] = Jagged(describe(after, True, owners), own_tail)
             labels = [given[task].to(torch.float32) for task in self.sample.tasks]
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
             weights = {task: own_tail.to(torch.float32) for task in self.sample.tasks}

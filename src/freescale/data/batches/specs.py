@@ -190,9 +190,16 @@ class Features(Protocol):
     def event_columns(self) -> tuple[str, ...]:
         """Columns of the histories file that the features of events and requests are made of."""
 
-    def find_events(self, columns: Mapping[str, NDArray[Any]], *, context: bool = False) -> Tensor:
+    def find_events(
+        self,
+        columns: Mapping[str, NDArray[Any]],
+        *,
+        context: bool = False,
+        samples: NDArray[np.int64] | None = None,
+    ) -> Tensor:
         """Columns [n] of the histories file -> rows [n, places] int64 of the features of these
-        events, or of the requests that they answer."""
+        events, or of the requests that they answer. `samples` [n]: whose they are, for features
+        that are made of several sources."""
 
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
         """Item ids [...] -> rows of their features [..., places] int64, and how much the item's own

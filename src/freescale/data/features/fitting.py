@@ -8,6 +8,7 @@ All features of a source share one table, each with a range of its rows:
     numeric             missing, then the buckets
     vector              no rows: a model reads its numbers
     cross               the hashes
+    id                  missing or beyond the table, then the ids from 0 on
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ class Fitted:
         elif feature.kind == "cross":
             keys = [read_keys(columns[name]) for name in feature.columns]
             local = (hash_keys(keys).view(np.uint64) % np.uint64(self.rows)).astype(np.int64)
+        elif feature.kind == "id":
+            ids = np.nan_to_num(read_numbers(columns[feature.columns[0]]), nan=-1.0)
+            local = place_ids(ids.astype(np.int64), self.rows)
         else:
             local = self._find_categories(read_keys(columns[feature.columns[0]]))
         return (local.astype(np.int32) + np.int32(self.first))[:, None]
@@ -111,6 +115,11 @@ class Fitted:
         return found
 
 
+def place_ids(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Ids [n] -> local rows, from 1 on; ids without a row share row 0."""
+    return np.where((ids >= 0) & (ids < rows - 1), ids + 1, _MISSING)
+
+
 def fit_feature(feature: Feature, columns: Columns, counts: NDArray[np.int64]) -> Fitted:
     """Fits one feature; its first row is 0.
 
@@ -125,6 +134,9 @@ def fit_feature(feature: Feature, columns: Columns, counts: NDArray[np.int64]) -
     name, trained = feature.columns[0], counts > 0
     if feature.kind == "cross":
         return Fitted(feature, 0, feature.rows)
+    if feature.kind == "id":
+        count = feature.rows or 1 + int(np.nan_to_num(read_numbers(columns[name]), nan=-1).max())
+        return Fitted(feature, 0, count + 1)
     if feature.kind == "vector":
         return Fitted(feature, 0, 0, places=0, width=read_vectors(columns[name]).shape[1])
     if feature.kind == "numeric":
@@ -181,6 +193,7 @@ def describe_fitted(fitted: Fitted, columns: Mapping[str, pa.Array] | None) -> s
         "numeric": f"{len(fitted.edges) + 1} buckets with about equally many training values",
         "cross": f"{fitted.rows:,} rows for all combinations",
         "vector": f"{fitted.width:,} numbers, scaled to length 1",
+        "id": f"{fitted.rows - 1:,} rows, one of each id, and one for all others",
     }[feature.kind or ""]
     cut = count_cut(fitted, columns) if columns is not None else 0
     more = f"; {cut:,} values beyond the first {fitted.places} of an item left out" if cut else ""

@@ -48,7 +48,8 @@ class Column:
 
 
 def infer_column(name: str, source: str, values: pa.Array, declared: str | None = None) -> Column:
-    """Infers the kind of a column. `declared`: the type in a header of RecBole, which decides.
+    """Infers the kind of a column. `declared`: `id`, or the type in a header of RecBole, which
+    decides.
 
     Raises:
         BadValue: a value is not of the declared type.
@@ -57,6 +58,11 @@ def infer_column(name: str, source: str, values: pa.Array, declared: str | None 
     kind = values.type
     if pa.types.is_null(kind) or not len(values) or values.null_count == len(values):
         return Column(feature, 0, 1.0, "it has no values")
+    if declared == "id":
+        missing = values.null_count / len(values)
+        return Column(
+            replace(feature, kind="id", rows=0), pc.count_distinct(values).as_py(), missing
+        )
     if declared == "float_seq":
         reason = "its lists of numbers are text; give them as lists, in Parquet or JSON lines"
         return Column(

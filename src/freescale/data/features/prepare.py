@@ -26,6 +26,7 @@ from freescale.data.batches.windows import (
     read_train_columns,
 )
 from freescale.data.features.attributes import AttributeFile, naming
+from freescale.data.features.crosses import measure_hour, write_parts
 from freescale.data.features.encoding import encode_parts, write_codes, write_vectors
 from freescale.data.features.fitting import (
     Fitted,
@@ -59,15 +60,12 @@ from freescale.data.features.store import (
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.ingest.history_builder import Progress
-from freescale.data.ingest.ids import (
-    VOCABULARY,
-    find_vocabulary,
-)
+from freescale.data.ingest.ids import VOCABULARY, find_vocabulary
 from freescale.data.ingest.prepare import make_folder
 
 Read = Callable[[Sequence[str]], dict[str, pa.Array]]  # columns of a file of attributes
 
-_VERSION = 3
+_VERSION = 4
 _EVENTS = 10  # training events with which an item's own row counts half
 _NUMBERS = 1 << 22  # training values of a number, by which its buckets are made
 
@@ -129,10 +127,8 @@ def prepare_features(
     key = compute_digest(fingerprint, str(histories.resolve()), known and known["fingerprint"])
 
     def make(folder: Path) -> None:
-        making = _Making(
-            config, histories, file, cache, split, sources, request, known, trained, continued
-        )
-        making.write(folder, fingerprint, report)
+        given = (config, histories, file, cache, split, sources, request, known, trained)
+        _Making(*given, continued).write(folder, fingerprint, report)
         for content in digests:
             content.check_unchanged()
 
@@ -171,6 +167,8 @@ class _Making:
         users = self._fit_users(out, report)
         report("fit events", 0.0)
         of_events, texts = self._fit_events()
+        attributes = self._sources.attributes.get("item")
+        write_parts(out, of_events["context"], self._file, attributes, self._item_rows)
         report("fit events", 1.0)
         about = {
             "fingerprint": fingerprint,
@@ -180,6 +178,7 @@ class _Making:
             "user": to_json(users),
             **{source: to_json(fitted) for source, fitted in of_events.items()},
             "event_texts": texts,
+            "hour": (self._statistics or {}).get("hour") or measure_hour(self._file),
             "lines": self._lines,
         }
         (out / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
@@ -189,6 +188,7 @@ class _Making:
     def _fit_items(self, out: Path, report: Progress) -> list[Fitted]:
         before = 0 if self._continued is None else int((self._statistics or {})["num_items"])
         self._num_items = max(self._file.num_items, before)
+        self._item_rows = np.zeros(0, np.int64)
         source = self._sources.attributes.get("item")
         if source is None:
             return []
@@ -213,6 +213,7 @@ class _Making:
             rows[ids] = np.arange(len(ids))
             np.save(out / LISTED, np.sort(ids))
         report("count items", 1.0)
+        self._item_rows = rows
         fitted = self._fit(source, declared, read, counts, out / CODES, rows, report)
         if fitted and self._file.any_ids:
             np.save(out / IDS, ids[rows[:-1]])
@@ -358,14 +359,16 @@ class _Making:
         declared = declare_events(self._config, self._cache)
         texts = {
             name: _read_texts(self._histories, name)
-            for each in declared if each.kind != "numeric" for name in each.columns
+            for each in declared if each.kind != "numeric" for name in each.stored_columns
         }  # fmt: skip
         if self._statistics is not None:
             return {source: from_json(self._statistics[source]) for source in OF_EVENTS}, texts
         fitted: dict[str, list[Fitted]] = {source: [] for source in OF_EVENTS}
         for feature in declared:
-            name = list_stored(feature)[0]
-            if feature.kind == "numeric":
+            name = next(iter(list_stored(feature)), "")
+            if feature.is_joined:
+                given, counts = {}, np.zeros(0, np.int64)
+            elif feature.kind == "numeric":
                 numbers = self._sample_numbers(name)
                 given = {feature.columns[0]: pa.array(numbers)}
                 counts = np.ones(len(numbers), np.int64)

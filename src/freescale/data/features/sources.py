@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,17 +10,28 @@ import pyarrow as pa
 
 from freescale.config import DataConfig
 from freescale.config.columns import parse_columns
-from freescale.config.features import OF_EVENTS, Feature, Request, request_features
+from freescale.config.features import (
+    OF_EVENTS,
+    PART_OF,
+    REQUEST,
+    Feature,
+    Request,
+    request_features,
+)
 from freescale.data.features.attributes import AttributeFile, infer_kind, open_attributes
 from freescale.data.features.inference import Column, complete_kinds
 from freescale.data.features.store import list_stored
 from freescale.data.histories import is_histories
+from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.ingest.layouts import Layout
+from freescale.data.ingest.prepare import make_folder
 from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.ingest.tables import lay_out, read_tables
+from freescale.data.ingest.yambda import MAPPINGS, is_yambda, write_items
 from freescale.data.values import decode_text
 
 LISTS = ("multi", "vector")  # kinds of several values, which events do not have
+ITEMS = "items.parquet"  # made of Yambda's mappings
 _SAMPLED = 1 << 20  # rows of the interactions by which kinds are inferred
 
 
@@ -49,20 +60,41 @@ def open_sources(config: DataConfig, cache: Path) -> Sources:
     if not (first.is_parquet and is_histories(first.path)):
         events, layout = first, lay_out(first, config.format, parse_columns(config.columns))
     attributes = {}
-    for source, path in (("item", config.items), ("user", config.users)):
+    items = config.items or find_mapped_items(config.data, cache)
+    for source, path in (("item", items), ("user", config.users)):
         if path is None:
             continue
         files = find_files(path, cache)
         if len(files) > 1:
             raise ValueError(f"--{source}s {path}: {len(files)} files; give one")
         name = f"{source}_id" if layout is None else layout.roles[source]
-        attributes[source] = open_attributes(files[0], source, name)
+        opened = open_attributes(files[0], source, name)
+        if source == "item" and config.items is None:  # numbers that are no amounts
+            ids = replace(opened.layout, declared=dict.fromkeys(MAPPINGS, "id"))
+            opened = replace(opened, layout=ids)
+        attributes[source] = opened
     return Sources(events, layout, attributes)
+
+
+def find_mapped_items(data: str, cache: Path) -> str | None:
+    """The file with artist and album of each item of Yambda, in the cache; None for other data."""
+    folder = Path(data)
+    if not is_yambda(folder):
+        return None
+    paths = [folder / name for name in MAPPINGS.values()]
+    digests = read_contents(paths, cache / "digests", lambda share: None)
+    name = f"yambda-{compute_digest(*(content.digest for content in digests))}"
+
+    def write(target: Path) -> None:
+        write_items(folder, target / ITEMS)
+
+    return str(make_folder(cache, name, f"the items of {data}", write) / ITEMS)
 
 
 def get_request(config: DataConfig) -> Request:
     """The features that a run uses."""
-    given = [s for s, path in (("item", config.items), ("user", config.users)) if path is not None]
+    has_items = config.items is not None or is_yambda(Path(config.data))
+    given = [s for s, there in (("item", has_items), ("user", config.users is not None)) if there]
     return request_features(config.features, config.schema, given)
 
 
@@ -81,6 +113,10 @@ def find_columns(sources: Sources, request: Request) -> list[Feature]:
     for feature in request.listed:
         among = [feature.source] if feature.source else list(names)
         homes = [s for s in among if set(feature.columns) <= set(every.get(s, ()))]
+        joined = None if homes else _join_parts(feature, names)
+        if joined is not None:
+            found.append(joined)
+            continue
         if not homes:
             shown = "; ".join(
                 f"{source}: {', '.join(columns)[:200] or 'none'}"
@@ -99,6 +135,27 @@ def find_columns(sources: Sources, request: Request) -> list[Feature]:
             )
         found.append(replace(feature, source=homes[0]))
     return found
+
+
+def _join_parts(feature: Feature, names: Mapping[str, Sequence[str]]) -> Feature | None:
+    """A feature of requests that is made of several sources, with the source of each part; None if
+    it is none."""
+    if feature.kind not in ("cross", "id") or feature.source not in ("", "context"):
+        return None
+    given = {"item": names.get("item", ()), "event": names["event"], "request": REQUEST}
+    parts = []
+    for column in feature.columns:
+        homes = [source for source, columns in given.items() if column in columns]
+        if not homes:
+            return None
+        if len(homes) > 1 and "request" not in homes:
+            raise ValueError(
+                f"feature {feature.name!r}: {column!r} is a column of several files; rename one"
+            )
+        parts.append(f"{homes[0]}{PART_OF}{column}")
+    if feature.kind == "id" and not feature.rows:
+        raise ValueError(f"feature {feature.name!r}: write how many ids, as {feature.name}=id:1000")
+    return replace(feature, source="context", columns=tuple(parts))
 
 
 def infer_events(sources: Sources, names: Sequence[str]) -> list[Column]:
@@ -128,6 +185,13 @@ def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
             f"{config.data}: a histories file, and event features ({features[0].name}) are made of "
             "interactions only: give those"
         )
+    outcomes = sources.layout.outcomes if sources.layout is not None else set()
+    for feature in features:
+        if feature.source == "context" and (known := outcomes & {*feature.stored_columns}):
+            raise ValueError(
+                f"feature {feature.label} describes a request by {min(known)!r}, which is known "
+                "only after it; leave it out"
+            )
     if all(feature.kind is not None for feature in features):
         return _refuse_lists(features)
     unknown = [feature.name for feature in features if feature.kind is None]
@@ -142,6 +206,22 @@ def list_event_columns(config: DataConfig, cache: Path) -> list[str]:
     """The columns of the histories file that event features need."""
     declared = declare_events(config, cache)
     return list(dict.fromkeys(name for each in declared for name in list_stored(each)))
+
+
+def refuse_leaks(context: Sequence[Feature], task: str, labels: Set[str]) -> None:
+    """Refuses features of requests that give away what is to be predicted. `labels`: columns that
+    labels are made of."""
+    for feature in context:
+        if task == "retrieval" and feature.is_joined:
+            raise ValueError(
+                f"feature {feature.label} is made of the candidate and its request, and retrieval "
+                "has no candidates: leave it out, or use --task ranking"
+            )
+        if known := labels & {*feature.stored_columns}:
+            raise ValueError(
+                f"feature {feature.label} describes a request by {min(known)!r}, which a label is "
+                "made of; leave it out"
+            )
 
 
 def _refuse_lists(features: list[Feature]) -> list[Feature]:

@@ -17,6 +17,13 @@ from torch import Tensor
 
 from freescale.config.features import KEPT_SCHEMA, Feature
 from freescale.data.batches.specs import Features
+from freescale.data.features.crosses import (
+    ITEM_KEYS,
+    USER_IDS,
+    Requests,
+    list_item_columns,
+    make_keys,
+)
 from freescale.data.features.fitting import count_rows, encode_all, from_json
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.random import derive, uniform
@@ -44,6 +51,7 @@ class FeatureStore(Features):
         user: of users.
         num_items: rows of the item table, items without an event included.
         any_ids: items are arbitrary ids of a dynamic table, which have no such number.
+        hour: units of the timestamps in an hour.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,6 +64,7 @@ class FeatureStore(Features):
         self.lines: tuple[str, ...] = tuple(about["lines"])
         self.fingerprint: str = about["fingerprint"]
         self._texts: dict[str, list[str]] = about["event_texts"]
+        self.hour: int = about.get("hour", 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "dropout": self._id_dropout, "seed": self._seed}
@@ -122,7 +131,8 @@ class FeatureStore(Features):
 
     def list_files(self) -> list[Path]:
         """The files that describe items and encode features, without those of the run's users."""
-        return [path for path in self.folder.iterdir() if path.name not in (USERS, VOCABULARY)]
+        left = (USERS, USER_IDS, VOCABULARY)
+        return [path for path in self.folder.iterdir() if path.name not in left]
 
     def copy_statistics(self, folder: Path, schema: str | None = None) -> None:
         target = folder / FOLDER
@@ -202,11 +212,20 @@ class FeatureStore(Features):
             )
         )
 
-    def find_events(self, columns: Mapping[str, NDArray[Any]], *, context: bool = False) -> Tensor:
-        parts = []
+    def find_events(
+        self,
+        columns: Mapping[str, NDArray[Any]],
+        *,
+        context: bool = False,
+        samples: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        parts: list[NDArray[Any]] = []
+        joined = iter(self._join_requests(columns, samples) if context else ())
         for fitted in self.context if context else self.event:
             names = list_stored(fitted.feature)
-            if fitted.feature.kind == "numeric":
+            if fitted.feature.is_joined:
+                parts.append(next(joined))
+            elif fitted.feature.kind == "numeric":
                 values = {fitted.feature.columns[0]: pa.array(columns[names[0]])}
                 parts.append(fitted.encode(values))
             elif fitted.feature.kind == "categorical":
@@ -218,6 +237,38 @@ class FeatureStore(Features):
                 }
                 parts.append(fitted.encode(texts))
         return torch.from_numpy(np.concatenate(parts, axis=1).astype(np.int64))
+
+    def _join_requests(
+        self, columns: Mapping[str, NDArray[Any]], samples: NDArray[np.int64] | None
+    ) -> list[NDArray[np.int64]]:
+        """Rows [n, 1] of each feature of requests that is made of several sources."""
+        joined = [fitted for fitted in self.context if fitted.feature.is_joined]
+        if not joined:
+            return []
+        assert samples is not None
+        names = list_item_columns(joined)
+        requests = Requests(
+            columns,
+            self._user_ids[samples],
+            self._item_keys if names else np.zeros((0, 0), np.int64),
+            names,
+            self._find_places(columns["item_id"]),
+            self._text_keys,
+            self.hour,
+        )
+        return requests.encode(joined)
+
+    @cached_property
+    def _user_ids(self) -> NDArray[np.int64]:  # [samples]
+        return np.load(self.folder / USER_IDS, mmap_mode="r")  # type: ignore[no-any-return]
+
+    @cached_property
+    def _item_keys(self) -> NDArray[np.int64]:  # [items (+ 1 with arbitrary ids), columns]
+        return np.load(self.folder / ITEM_KEYS, mmap_mode="r")  # type: ignore[no-any-return]
+
+    @cached_property
+    def _text_keys(self) -> dict[str, NDArray[np.int64]]:  # by column; the last one is missing (-1)
+        return {name: make_keys(texts) for name, texts in self._event_texts.items()}
 
     @cached_property
     def _event_texts(self) -> dict[str, pa.Array]:  # by column; the last one is missing (-1)
@@ -234,4 +285,4 @@ class FeatureStore(Features):
 def list_stored(feature: Feature) -> list[str]:
     """The columns of a histories file that hold the values of an event feature."""
     kind = "number" if feature.kind == "numeric" else "category"
-    return [f"{kind}.{column}" for column in feature.columns]
+    return [f"{kind}.{column}" for column in feature.stored_columns]

@@ -193,6 +193,10 @@ def _fit(rows: FlatRows, feature: Feature) -> Fitted:
             while len(numbers) > _NUMBERS:
                 numbers, step = numbers[::2], 2 * step
             continue
+        if feature.kind == "id":
+            values = block.convert(name, read_numbers)
+            numbers = np.array([np.nanmax([-1.0, *numbers, *values])])
+            continue
         if feature.kind == "multi":
             read = partial(read_key_lists, separator=feature.separator)
             found, sizes = block.convert(name, read)
@@ -201,7 +205,7 @@ def _fit(rows: FlatRows, feature: Feature) -> Fitted:
             found = block.convert(name, read_keys)
         further = pa.table({"key": found, "count": np.ones(len(found), np.int64)})
         keys = count_keys([keys, further])
-    if feature.kind in ("numeric", "cross"):
+    if feature.kind in ("numeric", "cross", "id"):
         return fit_feature(feature, {name: pa.array(numbers)}, np.ones(len(numbers), np.int64))
     plain = replace(feature, kind="categorical")
     counts = keys.column("count").to_numpy()

@@ -91,7 +91,8 @@ def describe_interactions(interactions: Interactions) -> list[str]:
     if "rating" in layout.roles:
         parts.append(f"{layout.roles['rating']} -> action (twice the rating, rounded)")
     if layout.feedback:
-        parts.append(f"{', '.join(layout.feedback)} -> action (as bits)")
+        how = "" if layout.format == "yambda" else " (as bits)"
+        parts.append(f"{', '.join(layout.feedback)} -> action{how}")
     parts += [f"{label.text} -> label" for label in interactions.labels]
     parts += [f"{column} -> feature" for column in interactions.features.values()]
     several = len(files) > 1
@@ -306,8 +307,8 @@ def _sample_order(table: pa.Table, step: int) -> NDArray[Any]:
 def _estimate_rows(interactions: Interactions) -> int:
     """Number of events; for text an estimate of 24 bytes per event or more."""
     return sum(
-        pq.read_metadata(file.path).num_rows if format == "parquet" else file.size // 24
-        for file, format in zip(interactions.files, interactions.formats, strict=True)
+        pq.read_metadata(file.path).num_rows if layout.is_parquet else file.size // 24
+        for file, layout in zip(interactions.files, interactions.layouts, strict=True)
     )
 
 

@@ -12,6 +12,7 @@ for every format.
 | movielens      | ratings.dat (`::`), u.data (tabs), ratings.csv            | rating           |
 | amazon         | ratings csv with or without header, reviews as json lines | rating           |
 | kuairand       | log csv; 0/1 feedback columns are kept as side columns    | feedback as bits |
+| yambda         | multi_event.parquet; listen_plus and is_organic are kept  | event_type       |
 
 A rating becomes the action round(2 * rating). Timestamps keep the unit of the file: rounding to
 seconds would lose the order of events. Several files are brought to the finest unit among them.
@@ -34,6 +35,7 @@ from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.data import FORMATS
 from freescale.data.feature_values import read_keys, read_numbers
+from freescale.data.ingest import yambda
 from freescale.data.ingest.column_names import require_column
 from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import (
@@ -81,6 +83,14 @@ def make_feedback_action(block: TableBlock, names: Sequence[str]) -> Mapping[str
     for name, flag in flags.items():
         action = pc.bit_wise_or(action, pc.shift_left(flag.cast(pa.int64()), FEEDBACK.index(name)))
     return {"action": action, **flags}
+
+
+def translate_yambda(block: TableBlock) -> Mapping[str, pa.Array]:
+    kind, played, organic = yambda.READ
+    share = block.get_values(played)
+    action = block.convert(kind, lambda kinds: yambda.make_actions(kinds, share))
+    plus = pc.equal(action, yambda.LISTEN_PLUS).cast(pa.int8())
+    return dict(zip(yambda.MADE, (action, plus, block.convert(organic, _parse_flag)), strict=True))
 
 
 def _parse_flag(values: pa.Array) -> pa.Array:
@@ -212,6 +222,7 @@ class Interactions(Iterator[pa.RecordBatch]):
         layout = self.layouts[0]
         made = bool({"action", "rating"} & set(layout.roles) or layout.feedback)
         kept = self.sides[0] if layout.format == "parquet" else layout.feedback
+        kept = yambda.MADE if layout.format == "yambda" else kept
         return label.name in kept or (label.name == "action" and made)
 
     def _read(self) -> Iterator[pa.RecordBatch]:
@@ -284,7 +295,9 @@ class Interactions(Iterator[pa.RecordBatch]):
             columns["action"] = self._parse_ids("action", block, roles["action"])
         elif "rating" in roles:
             columns["action"] = block.convert(roles["rating"], make_action)
-        if layout.feedback:
+        if layout.format == "yambda":
+            columns |= translate_yambda(block)
+        elif layout.feedback:
             columns |= make_feedback_action(block, layout.feedback)
         if layout.format == "parquet":
             for name in self.sides[0]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from freescale.config.columns import ORDER
 from freescale.config.data import FORMATS
+from freescale.data.ingest import yambda
 from freescale.data.ingest.column_names import find_roles, require_roles
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.text_blocks import read_head
@@ -56,6 +57,16 @@ class Layout:
     feedback: Sequence[str] = ()
     types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of JSON, from the first lines
     declared: Mapping[str, str] = field(default_factory=dict)  # RecBole's types, from the header
+
+    @property
+    def outcomes(self) -> set[str]:
+        """Columns that say what a user did, which no request knows."""
+        rated = {self.roles[role] for role in ("action", "rating") if role in self.roles}
+        return (rated | set(self.feedback)) - {yambda.ORGANIC}
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.format in ("parquet", "yambda")
 
     @property
     def is_json(self) -> bool:

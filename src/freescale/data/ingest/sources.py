@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freescale.data.ingest.remote import fetch_files
+from freescale.data.ingest.yambda import EVENTS, is_yambda
 
 PARQUET = (".parquet", ".pq")
 TEXT = (".csv", ".tsv", ".txt", ".inter", ".json", ".jsonl", ".ndjson", ".dat", ".data")
@@ -122,7 +123,10 @@ def _find_local(path: Path) -> list[SourceFile]:
 
 
 def _list_folder(folder: Path) -> list[Path]:
-    """All Parquet files under a folder, or else its text files, which must be of one kind."""
+    """All Parquet files under a folder, or else its text files, which must be of one kind. Of
+    Yambda's folder, the events."""
+    if is_yambda(folder):
+        return [folder / EVENTS]
     files = sorted(
         path
         for path in folder.rglob("*")

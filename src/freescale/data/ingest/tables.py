@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from freescale.config.columns import ORDER
 from freescale.data.histories import explain_damage, is_list, is_number
+from freescale.data.ingest import yambda
 from freescale.data.ingest.column_names import find_roles, require_roles
-from freescale.data.ingest.layouts import LINES, Layout, detect_layout
+from freescale.data.ingest.layouts import LINES, Layout, detect_layout, require_columns
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.text_blocks import TextBlock, read_blocks
 from freescale.data.ingest.text_parser import parse_csv, parse_json, parse_lines
@@ -69,8 +70,8 @@ class TableBlock:
 
 def lay_out(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
     """Detects how a file of any format is laid out."""
-    if format == "parquet" or (format == "auto" and is_parquet(file)):
-        return _lay_out_parquet(file, given)
+    if format in ("parquet", "yambda") or (format == "auto" and is_parquet(file)):
+        return _lay_out_parquet(file, format, given)
     return detect_layout(file, format, given)
 
 
@@ -86,7 +87,7 @@ def read_tables(
 
     `first_user` is the number of the first user, if lines do not name theirs.
     """
-    if layout.format == "parquet":
+    if layout.is_parquet:
         yield from _read_parquet(file, columns)
         return
     for index, block in enumerate(read_blocks(file, layout.quoted and not layout.is_json)):
@@ -134,10 +135,14 @@ def _open_parquet(file: SourceFile) -> pq.ParquetFile:
         return pq.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20)
 
 
-def _lay_out_parquet(file: SourceFile, given: Mapping[str, str]) -> Layout:
+def _lay_out_parquet(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
     with _open_parquet(file) as opened:
         schema = opened.schema_arrow
-    names = schema.names
+    names, published = schema.names, (*yambda.ROLES.values(), *yambda.READ)
+    if format == "yambda":
+        require_columns(file, published, names)
+    if format == "yambda" or (format == "auto" and not given and set(published) <= set(names)):
+        return Layout("yambda", names, yambda.ROLES, feedback=yambda.READ)
     known = {role: name for role, name in _OWN.items() if name in names} | dict(given)
     # other actions and ratings are side columns
     further = [role for role in ("action", "rating") if role in known]
