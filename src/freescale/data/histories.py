@@ -219,6 +219,30 @@ class HistoriesFile:
             return None
         return int(chunk.statistics.min), int(chunk.statistics.max)
 
+    def find_times(self) -> tuple[int, int]:
+        """The times of the first and the last event, from statistics if present."""
+        first, last = [], []
+        for group in range(self.num_groups):
+            extremes = self.read_extremes(group, "timestamp")
+            if extremes is None:
+                times = _flatten(self.file.read_row_group(group, ["timestamp"]).column(0))[1]
+                extremes = (int(times.min()), int(times.max())) if len(times) else None
+            first += [] if extremes is None else [extremes[0]]
+            last += [] if extremes is None else [extremes[1]]
+        if not first:
+            raise ValueError(f"{self.path}: no event in any history; give a file with events")
+        return min(first), max(last)
+
+    def find_dtype(self, column: str) -> np.dtype[Any]:
+        """The type of the values of a list column."""
+        kind: type[Any] = self.file.schema_arrow.field(column).type.value_type.to_pandas_dtype()
+        return np.dtype(kind)
+
+    def read_users(self, group: int) -> NDArray[np.int64]:
+        """[users] ids of the users of a row group."""
+        users = self.file.read_row_group(group, columns=["user_id"]).column("user_id")
+        return users.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+
     def read(self, group: int, columns: tuple[str, ...]) -> RowGroup:
         """Decodes columns of one row group; checks lengths, id range, time order and nulls."""
         table = self.file.read_row_group(group, columns=list(columns))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from freescale.data.batches.specs import SplitSpec
 from freescale.data.batches.splits import find_ends
-from freescale.data.batches.windows import list_ranges
 from freescale.data.histories import RowGroup
+from freescale.data.ranges import list_ranges
 from freescale.recommend.catalogue import to_integer
 from freescale.recommend.inputs import Past, encode
 from freescale.recommend.loading import Loaded, read_texts

@@ -22,9 +22,9 @@ from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, Sampl
 from freescale.data.features.prepare import prepare_features
 from freescale.data.features.sources import list_event_columns
 from freescale.data.features.store import FOLDER, FeatureStore
-from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
+from freescale.data.workspace import Progress
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import ROW_OPTIMIZERS, Adam, RowOptimizer
 from freescale.embedding.parallelize import parallelize
