@@ -78,7 +78,8 @@ class ConsoleProgress(Callback):
         if self._bar:
             self._bar.update(self._task, note=note)
         elif self._is_due(entry["step"], trainer.total):
-            self._print(f"step {entry['step']}  epoch {entry['epoch']}  {note}")
+            pass_ = "window" if trainer.data.time is not None else "epoch"
+            self._print(f"step {entry['step']}  {pass_} {entry['epoch']}  {note}")
 
     def _is_due(self, step: int, total: int) -> bool:
         """Whether a log gets another line: one for 5 % of the run, or for a minute."""
@@ -127,7 +128,8 @@ class ConsoleProgress(Callback):
             values = "  ".join(f"{name} {quality[name]:.4f}" for name in select_headlines(quality))
             best = trainer.best
             mark = "  best so far" if best is not None and best.step == trainer.step else ""
-            self._print(f"step {trainer.step}  validation  {values}{mark}")
+            part = "validation" if trainer.window is None else f"window {trainer.window['number']}"
+            self._print(f"step {trainer.step}  {part}  {values}{mark}")
 
     def on_end(self, trainer: RunView, results: Mapping[str, Any]) -> None:
         if self._bar:
@@ -177,8 +179,11 @@ def describe_run(trainer: RunView) -> list[str]:
     if data.any_ids:
         items = f"{data.num_items:,} different item ids" if data.num_items else "any item ids"
     ranks = f"{transport.world} rank{'s' * (transport.world > 1)}"
+    samples = f"{data.num_samples:,} users"
+    if data.time is not None:
+        samples = f"{data.num_samples:,} samples in {len(data.windows):,} windows of time"
     return [
-        f"{data.num_samples:,} users, {items}{drawn}",
+        f"{samples}, {items}{drawn}",
         f"{ranks} on {transport.device.type}, global batch {data.global_batch}, schedule "
         f"{settings.schedule}, balance {settings.balance}",
         f"{parameters:,} dense parameters{about}",

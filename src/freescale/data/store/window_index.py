@@ -39,6 +39,7 @@ class WindowIndex:
 
     def __init__(self, store: EventStore, rule: SampleRule) -> None:
         self._store, self._rule = store, rule
+        self._known: dict[int, dict[str, int]] = {}  # as in the file, by window
         self.folder = store.folder / f"windows-{compute_digest(_VERSION, asdict(rule))}"
 
     def prepare(self, low: int, high: int, progress: Progress | None = None) -> None:
@@ -48,17 +49,18 @@ class WindowIndex:
                 f"{high - low:,} windows of {self._rule.window} between the first and the last "
                 f"event: there may be {_MOST_WINDOWS:,}; make them longer (--window)"
             )
+        self._known = self._read()
         if not self._list_missing(low, high):
             return
         self.folder.mkdir(exist_ok=True)
         with lock_cache(self._store.folder):
-            missing = self._list_missing(low, high)  # another process may have made them
-            if missing:
+            self._known = self._read()  # another process may have made them
+            if missing := self._list_missing(low, high):
                 self._make(missing[0], missing[-1] + 1, progress)
 
     def load(self, number: int) -> NDArray[Any]:
         """[samples] of type SAMPLE of a prepared window."""
-        if not self._read()[number]["samples"]:
+        if not self._known[number]["samples"]:
             return np.zeros(0, SAMPLE)
         return np.asarray(np.load(self.folder / _name(number), mmap_mode="r"))
 
@@ -70,14 +72,13 @@ class WindowIndex:
         return {int(number): entry for number, entry in found.items()}
 
     def _list_missing(self, low: int, high: int) -> list[int]:
-        known, store = self._read(), self._store
-        end = self._rule.window
+        known, store, length = self._known, self._store, self._rule.window
 
         def is_whole(number: int) -> bool:
             entry = known.get(number)
             if entry is None:
                 return False
-            over = entry["last_time"] >= (number + 1) * end  # events to come are not of it
+            over = entry["last_time"] >= (number + 1) * length  # events to come are not of it
             return over or entry["events"] == store.num_events
 
         return [number for number in range(low, high) if not is_whole(number)]
@@ -102,15 +103,14 @@ class WindowIndex:
                 scattered[cursor[windows] + behind] = ordered
                 cursor += own
                 report("find windows", share)
-            known = self._read()
             about = {"events": self._store.num_events, "last_time": self._store.last_time}
             for place in range(high - low):
                 samples = np.asarray(scattered[ends[place] - counts[place] : ends[place]])
                 self._write(work, low + place, samples)
-                known[low + place] = {"samples": len(samples), **about}
+                self._known[low + place] = {"samples": len(samples), **about}
                 report("sort windows", (place + 1) / (high - low))
             part = work / _ABOUT
-            part.write_text(json.dumps(known), encoding="utf-8")
+            part.write_text(json.dumps(self._known), encoding="utf-8")
             os.replace(part, self.folder / _ABOUT)
 
     def _write(self, work: Path, number: int, found: NDArray[Any]) -> None:
