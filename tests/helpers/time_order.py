@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from freescale.config import RunConfig
 from freescale.data import ReadSpec, SampleSpec, SplitSpec
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.time_order import TimeSpec
@@ -147,3 +148,45 @@ def read_all(data: Histories) -> list[dict[str, list]]:
         parts |= {name: values.tolist() for name, values in batch.dense.items()}
         found += [{name: values[n] for name, values in parts.items()} for n in range(len(batch))]
     return found
+
+
+# ---- runs
+
+DAY = 86_400
+START = 1_699_920_000  # midnight UTC
+
+
+def write_events(path: Path, days: int = 6, *, text: bool = False) -> Path:
+    """Interactions of some days, several of them at equal times, as a service would log them."""
+    random = np.random.default_rng(0)
+    count = 120 * days
+    users, items = random.integers(0, 25, count), random.integers(0, 60, count)
+    times = START + np.sort(random.integers(0, 24 * days, count)) * 3600
+    pq.write_table(
+        pa.table(
+            {
+                "user_id": [f"u{n}" for n in users] if text else users,
+                "item_id": [f"i{n}" for n in items] if text else items,
+                "timestamp": times,
+                "action": random.choice([1, 2, 4], count),
+                "click": random.integers(0, 2, count),
+                "channel": random.choice(["web", "app", "shop"], count),
+            }
+        ),
+        path,
+    )
+    return path
+
+
+def configure(folder: Path, data: Path, **settings) -> RunConfig:
+    """A small run in order of time."""
+    small = {
+        "data": str(data), "cache": str(folder / "cache"), "max_length": 12, "order": "time",
+        "width": 8, "layers": 1, "heads": 1, "global_batch": 16, "device": "cpu",
+        "placement": "sharded", "trace_steps": 0, "profile_steps": 0, "log_every": 1000,
+    }  # fmt: skip
+    if settings.get("task") == "ranking":
+        small |= {"labels": "click", "candidates": 2}
+    else:
+        small |= {"negatives": 8}
+    return RunConfig.from_settings(small | settings)

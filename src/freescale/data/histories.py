@@ -206,8 +206,11 @@ class HistoriesFile:
 
     def _find_chunk(self, group: int, name: str) -> pq.ColumnChunkMetaData:
         about = self.file.metadata.row_group(group)
-        chunks = map(about.column, range(about.num_columns))
-        return next(chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == name)
+        for chunk in map(about.column, range(about.num_columns)):
+            path = chunk.path_in_schema  # of a list: "category.channel.list.element"
+            if name in (path, path.rsplit(".", 2)[0]):
+                return chunk
+        raise KeyError(name)
 
     def read_extremes(self, group: int, name: str) -> tuple[int, int] | None:
         """Smallest and largest value of an integer column in a row group, from its statistics."""
