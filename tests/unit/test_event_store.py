@@ -94,6 +94,9 @@ def test_any_events_of_any_users_are_read(folder, seed, edges, most):
         assert found[name] == sum(expected, [])
     lengths = store.locate(np.array([*wanted, 10**9])).lengths.tolist()
     assert lengths == [*(len(users[u]["item_id"]) for u in wanted), 0]
+    time = int(random.integers(0, 41))
+    counts = store.count_before(store.locate(np.array(wanted)), time).tolist()
+    assert counts == [sum(t < time for t in users[u]["timestamp"]) for u in wanted]
     late = {u for u, events in users.items() if events["timestamp"][-1] >= 20}
     assert set(store.list_users(20).tolist()) == late
 

@@ -72,6 +72,13 @@ class EventStore:
         return select(self.segments, located, begin, end)
 
     def count_before(self, located: Located, time: int) -> NDArray[np.int64]:
-        """[n]: events of each user in the segments that end before a time."""
-        old = [entry["last_time"] < time for entry in self.entries]
-        return np.asarray(located.counts[np.array(old, bool)].sum(0), np.int64)
+        """[n]: events of each user before a time."""
+        total = np.zeros(located.starts.shape[1], np.int64)
+        for segment, entry, starts, counts in zip(
+            self.segments, self.entries, *located, strict=True
+        ):
+            if entry["last_time"] < time:
+                total += counts
+            elif entry["first_time"] < time:
+                total += segment.count_before(starts, counts, time)
+        return total

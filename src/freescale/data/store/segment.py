@@ -46,6 +46,19 @@ class Segment:
         found = self.users[place] == users
         return np.where(found, self.starts[place], 0), np.where(found, self.counts[place], 0)
 
+    def count_before(
+        self, starts: NDArray[np.int64], counts: NDArray[np.int64], time: int
+    ) -> NDArray[np.int64]:
+        """[n]: how many of the events [starts, starts + counts) of users [n] are before a time: a
+        binary search for all of them at once."""
+        times, low, high = self.column("timestamp"), starts.copy(), starts + counts
+        while (open_ := np.flatnonzero(low < high)).size:
+            middle = (low[open_] + high[open_]) // 2
+            before = times[middle] < time
+            low[open_[before]] = middle[before] + 1
+            high[open_[~before]] = middle[~before]
+        return low - starts
+
 
 class SegmentWriter:
     """Writes a segment, block by block, in memory of one block and of the users.

@@ -128,7 +128,7 @@ class WindowIndex:
         store, rule, since = self._store, self._rule, low * self._rule.window
         users = store.list_users(since)
         located = store.locate(users)
-        # Segments that end before the first window are not read.
+        # Events before the first window are not read.
         begin, end = store.count_before(located, since), located.lengths
         for first, last in split_evenly(end - begin, _BLOCK):
             part = slice(first, last)
