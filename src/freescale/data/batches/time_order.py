@@ -18,7 +18,7 @@ from freescale.data.batches.windows import Events, count_numbered_items, count_t
 from freescale.data.histories import HistoriesFile
 from freescale.data.ranges import list_ranges, split_evenly
 from freescale.data.store.event_store import EventStore
-from freescale.data.store.pools import choose_pools
+from freescale.data.store.pools import choose_pools, find_edges
 from freescale.data.store.samples import SampleRule
 from freescale.data.store.selection import Located, Selection
 from freescale.data.store.window_index import WindowIndex
@@ -201,7 +201,12 @@ class TimeReader:
 
     def _mark_anchors(self, anchors: NDArray[np.bool_], actions: NDArray[Any]) -> NDArray[np.bool_]:
         wanted = self._spec.anchor_actions
-        return anchors & np.isin(actions, wanted) if wanted else anchors
+        if not wanted:
+            return anchors
+        places = np.flatnonzero(anchors)  # few of all events
+        marked = np.zeros_like(anchors)
+        marked[places[np.isin(actions[places], wanted)]] = True
+        return marked
 
     def _mark_past(
         self, past: NDArray[np.bool_], actions: NDArray[Any], lengths: NDArray[np.int64]
@@ -243,5 +248,5 @@ class TimeReader:
 
 def _count(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """[samples]: marked events of each."""
-    counts = np.append(0, np.cumsum(mask))[np.append(0, np.cumsum(lengths))]
-    return np.asarray(np.diff(counts), np.int64)
+    first, last = find_edges(np.flatnonzero(mask), lengths)
+    return last - first

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.data.ranges import list_ranges
+
 
 def choose_pools(
     actions: NDArray[Any],
@@ -25,10 +27,19 @@ def choose_pools(
         pools: the actions that are read.
         most: events of each action.
     """
-    chosen, ends = np.zeros(len(actions), bool), np.cumsum(lengths)
+    chosen = np.zeros(len(actions), bool)
     for action in pools:
-        found = past & (actions == action)
-        counts = np.cumsum(found)
-        found &= counts > np.repeat(np.append(0, counts)[ends] - most, lengths)
-        chosen |= found
+        found = np.flatnonzero(past & (actions == action))
+        first, last = find_edges(found, lengths)
+        first = np.maximum(first, last - most)
+        chosen[found[list_ranges(first, last - first)]] = True
     return chosen
+
+
+def find_edges(
+    places: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of sorted places [n] in samples of these lengths: where those of each sample begin and end,
+    [samples] each."""
+    edges = np.searchsorted(places, np.append(0, np.cumsum(lengths)))
+    return edges[:-1], edges[1:]

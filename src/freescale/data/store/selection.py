@@ -64,14 +64,14 @@ class Selection:
 
     def keep(self, mask: NDArray[np.bool_]) -> Selection:
         """The events of a mask [total], in the same order."""
-        places = np.cumsum(mask)
-        parts = []
+        total = int(np.count_nonzero(mask))
+        if len(self.parts) == 1:
+            (part,) = self.parts
+            return Selection((_Part(part.segment, part.index[mask], slice(0, total)),), total)
+        places, parts = np.cumsum(mask), []
         for part in self.parts:
             kept = mask[part.place]
             parts.append(_Part(part.segment, part.index[kept], places[part.place][kept] - 1))
-        total = int(places[-1]) if len(places) else 0
-        if len(parts) == 1:
-            parts = [_Part(parts[0].segment, parts[0].index, slice(0, total))]
         return Selection(tuple(parts), total)
 
     @staticmethod
