@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from freescale.data import NegativeSpec
 from freescale.data.store import build as store_build
 from freescale.data.store import window_index
-from freescale.data.store.build import append, open_store, plan_merge
+from freescale.data.store.build import append_to_store, open_store, plan_merge
 from freescale.data.store.event_store import EventStore
 from freescale.data.store.samples import SampleRule
 from freescale.data.store.window_index import WindowIndex
@@ -54,7 +54,7 @@ def build_by_appends(folder, users, edges):
         if number == 0:
             store_build.build_store(write_users(path, part), folder / "store")
         else:
-            append(folder / "store", write_users(path, part))
+            append_to_store(folder / "store", write_users(path, part))
     return file
 
 
@@ -130,7 +130,7 @@ def test_earlier_events_are_refused_and_the_store_stays(tmp_path):
         ValueError,
         match=rf"{early} events are earlier than the last one of the store, {last}: append later",
     ):
-        append(tmp_path / "store", file)
+        append_to_store(tmp_path / "store", file)
     assert EventStore(tmp_path / "store").fingerprint == store.fingerprint
     assert len(list((tmp_path / "store").glob("segment-*"))) == 1
     assert not list((tmp_path / "store").glob(".append-*"))
@@ -142,7 +142,7 @@ def test_other_columns_and_double_users_are_refused(tmp_path):
     table = pq.read_table(file.path)
     pq.write_table(table.drop_columns(["click"]), tmp_path / "less.parquet")
     with pytest.raises(ValueError, match="and the store item_id, timestamp, action, click: append"):
-        append(tmp_path / "store", type(file)(tmp_path / "less.parquet"))
+        append_to_store(tmp_path / "store", type(file)(tmp_path / "less.parquet"))
     pq.write_table(pa.concat_tables([table, table]), tmp_path / "twice.parquet")
     with pytest.raises(ValueError, match=r"twice.parquet: user \d+ has two rows: make one history"):
         open_store(type(file)(tmp_path / "twice.parquet"), tmp_path / "cache")
@@ -156,7 +156,7 @@ def test_appends_leave_old_segments_as_they_are(tmp_path):
         path: path.stat().st_mtime_ns for path in (tmp_path / "store").glob("segment-*/**/*.npy")
     }
     assert len(files) > 12
-    append(tmp_path / "store", write_users(tmp_path / "late.parquet", cut(users, 30, 99)))
+    append_to_store(tmp_path / "store", write_users(tmp_path / "late.parquet", cut(users, 30, 99)))
     assert files == {path: path.stat().st_mtime_ns for path in files}
 
 
@@ -226,7 +226,7 @@ def test_samples_of_windows(folder, seed, rule, edge, block):
             for path in index.folder.glob("window-*.npy")
             if (int(path.stem.split("-")[1]) + 1) * rule.window <= store.last_time
         }
-        store = append(path / "store", write_users(path / "new.parquet", new))
+        store = append_to_store(path / "store", write_users(path / "new.parquet", new))
         index = WindowIndex(store, rule)
         last = store.last_time // rule.window + 1
         index.prepare(0, last)
@@ -471,9 +471,9 @@ def test_the_meta_file_is_written_last(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store_build, "_write_about", die)
         with pytest.raises(KeyboardInterrupt):
-            append(tmp_path / "store", late)
+            append_to_store(tmp_path / "store", late)
     about = json.loads((tmp_path / "store" / "store.json").read_text())
     assert [entry["name"] for entry in about["segments"]] == ["segment-0000"]
-    store = append(tmp_path / "store", late)
+    store = append_to_store(tmp_path / "store", late)
     assert [entry["name"] for entry in store.entries] == ["segment-0000", "segment-0001"]
     assert store.num_events == sum(len(events["item_id"]) for events in users.values())

@@ -21,7 +21,7 @@ from freescale.data import ReadSpec, SampleSpec, SplitSpec
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.time_order import TimeSpec
 from freescale.data.histories import HistoriesFile
-from freescale.data.store.build import append, build_store
+from freescale.data.store.build import append_to_store, build_store
 from freescale.data.store.event_store import EventStore
 from freescale.data.store.window_index import WindowIndex
 from freescale_bench.common.repository import package_path
@@ -130,7 +130,7 @@ def _build(work: Path) -> Row:
 
 def _append(work: Path) -> Row:
     before = EventStore(work / "store").num_events
-    store = append(work / "store", HistoriesFile(work / "new.parquet"))
+    store = append_to_store(work / "store", HistoriesFile(work / "new.parquet"))
     return {"events": store.num_events - before, "segments": len(store.segments)}
 
 

@@ -6,13 +6,17 @@ from __future__ import annotations
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.prefetch import prefetch
 from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
+from freescale.data.batches.time_order import TimeSpec
 from freescale.data.flat.table import FlatTable
 from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.interactions import read_interactions
 from freescale.data.ingest.prepare import prepare
+from freescale.data.store.build import append_to_store, build_store
+from freescale.data.store.event_store import EventStore
 from freescale.data.synthetic.generate import SyntheticReport, generate
 
 __all__ = [
+    "EventStore",
     "FlatTable",
     "Histories",
     "NegativeSpec",
@@ -20,6 +24,9 @@ __all__ = [
     "SampleSpec",
     "SplitSpec",
     "SyntheticReport",
+    "TimeSpec",
+    "append_to_store",
+    "build_store",
     "generate",
     "hash_ids",
     "prefetch",

@@ -29,7 +29,7 @@ Dtypes = Mapping[str, np.dtype[Any]]
 
 def open_store(file: HistoriesFile, cache: Path, progress: Progress | None = None) -> EventStore:
     """The store of a histories file, from the cache or made now, by one process of a machine. It is
-    of this file alone: `append` is for stores of your own (`build_store`)."""
+    of this file alone: `append_to_store` is for stores of your own (`build_store`)."""
     status = file.path.stat()
     key = compute_digest(
         _VERSION, file.fingerprint, str(file.path.resolve()), status.st_size, status.st_mtime_ns
@@ -41,15 +41,29 @@ def open_store(file: HistoriesFile, cache: Path, progress: Progress | None = Non
     return EventStore(make_folder(cache, f"events-{key}", f"events of {file.path}", write))
 
 
-def build_store(file: HistoriesFile, folder: Path, progress: Progress | None = None) -> EventStore:
-    """Makes the store of a histories file in a folder, row group by row group."""
+def build_store(
+    histories: HistoriesFile | Path | str, folder: Path | str, progress: Progress | None = None
+) -> EventStore:
+    """Makes the store of a histories file in a folder, row group by row group. Samples in order of
+    time are read from it: `Histories` with a `TimeSpec`. `freescale train` makes its own.
+
+    Raises:
+        ValueError: the folder has a store, or the file is no histories file.
+    """
+    file, folder = _open(histories), Path(folder)
+    if (folder / ABOUT).exists():
+        raise ValueError(f"{folder} has a store: append to it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     entry = _write_file(file, folder / name_segment(0), None, progress)
     _write_about(folder, file.columns, file.fingerprint, [entry])
     return EventStore(folder)
 
 
-def append(folder: Path, file: HistoriesFile, progress: Progress | None = None) -> EventStore:
+def append_to_store(
+    folder: Path | str,
+    histories: HistoriesFile | Path | str,
+    progress: Progress | None = None,
+) -> EventStore:
     """Adds the events of a histories file to a store, none of them earlier than its last one.
 
     The events that are there stay as they are. When there are many segments, the newest are merged,
@@ -59,6 +73,7 @@ def append(folder: Path, file: HistoriesFile, progress: Progress | None = None) 
     Raises:
         ValueError: the file has earlier events, or other columns.
     """
+    file, folder = _open(histories), Path(folder)
     with lock_cache(folder), workspace(folder, "append") as work:
         store = EventStore(folder)
         _remove_unlisted(store)
@@ -93,6 +108,13 @@ def plan_merge(sizes: Sequence[int]) -> int | None:
         first -= 1
         total += sizes[first]
     return min(first, len(sizes) - 2)
+
+
+def _open(histories: HistoriesFile | Path | str) -> HistoriesFile:
+    """Ids may be any: a store keeps them as they are."""
+    if isinstance(histories, HistoriesFile):
+        return histories
+    return HistoriesFile(histories, any_ids=True)
 
 
 def name_segment(number: int) -> str:

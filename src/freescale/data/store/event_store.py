@@ -29,7 +29,7 @@ ABOUT = "store.json"
 
 
 class EventStore:
-    """Reads a store. `open_store` and `append` write it.
+    """Reads a store. `build_store` and `append_to_store` write it.
 
     Attributes:
         columns: of the events.
