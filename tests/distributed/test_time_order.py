@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -21,7 +22,13 @@ from freescale.data.batches.loader import Histories
 from freescale.models import HSTU, Ranking, Retrieval
 from freescale.report.curves import render_curves
 from freescale.report.runs import read_run
-from freescale.train.build import build_specs, evaluate_part, find_cache, prepare_data
+from freescale.train.build import (
+    build_specs,
+    evaluate_part,
+    find_cache,
+    load_histories,
+    prepare_data,
+)
 from freescale.train.time_order import find_windows
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
@@ -249,3 +256,77 @@ def test_evaluation_leaves_a_dynamic_table_as_it_is(tmp_path):
         lines = read_metrics(run.folder)
         assert any("validation" in entry for entry in lines) == (every == 1)
     assert_equal(found[1], found[100])
+
+
+# ---- what a sample has
+
+
+def write_distinct(folder):
+    """Items tell their users, channels their items, and so do the attributes of users."""
+    events = pq.read_table(write_events(folder / "plain.parquet"))
+    users = events.column("user_id").to_numpy()
+    items = 100 * users + np.arange(len(users)) % 100
+    columns = {name: events.column(name) for name in ("user_id", "timestamp", "action", "click")}
+    table = pa.table({**columns, "item_id": items, "channel": [f"c{n % 7}" for n in items]})
+    pq.write_table(table, folder / "events.parquet")
+    ids = np.unique(users)[::-1]
+    pq.write_table(
+        pa.table({"user_id": ids, "name": [f"user {n}" for n in ids]}), folder / "users.parquet"
+    )
+    return folder / "events.parquet"
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_features_are_of_the_user_and_of_the_anchors(tmp_path, task, part):
+    path = write_distinct(tmp_path)
+    config = configure(
+        tmp_path, path, users=str(tmp_path / "users.parquet"), windows=2,
+        features="name=categorical,channel,context.channel", **TASKS[task],
+    )  # fmt: skip
+    data = load_histories(config, prepare_data(config), LocalTransport(), part)
+    store, seen = data.features, 0
+    (name,), (channel,), (context,) = store.user, store.event, store.context
+    for number in range(data.stop):
+        batch = data.batch(number)
+        history = batch.sequences["history"]
+        rows = batch.sequences["event_features"].values[:, 0].tolist()
+        items = history.values.tolist()
+        assert channel.name_categories(rows) == [f"c{n % 7}" for n in items]
+        owners = name.name_categories(batch.dense["user_features"][:, 0].tolist())
+        for own, user in zip(history.values.split(history.lengths.tolist()), owners, strict=True):
+            assert {f"user {n // 100}" for n in own.tolist()} <= {user}
+            seen += len(own)
+        if task == "ranking":
+            wanted = batch.candidates["candidates"].values
+        else:
+            wanted = batch.sequences["targets"].values if part == "train" else batch.dense["target"]
+        columns = batch.sequences | batch.dense
+        found = columns["context_features"]
+        found = found if isinstance(found, torch.Tensor) else found.values
+        expected = [f"c{n % 7}" for n in wanted.tolist()]
+        assert context.name_categories(found[:, 0].tolist()) == expected
+    assert seen > 100
+
+
+def test_windows_without_candidates(data, tmp_path):
+    """In the trained windows they are refused; a test window without any has no metrics."""
+    config = configure(data.parent, data, **RANKING | {"anchor_actions": "3"})
+    with pytest.raises(ValueError, match=r"no sample in the windows that are trained .*actions .3"):
+        Trainer(config, tmp_path / "none", transport=LocalTransport())
+    events = pq.read_table(data)
+    late = events.column("timestamp").to_numpy() >= START + 5 * DAY
+    actions = np.where(late, 2, events.column("action").to_numpy())
+    path = tmp_path / "events.parquet"
+    place = events.schema.get_field_index("action")
+    pq.write_table(events.set_column(place, "action", pa.array(actions)), path)
+    run = Trainer(
+        configure(tmp_path, path, **RANKING), tmp_path / "run", transport=LocalTransport()
+    )
+    assert run.train()["test"] == {"model": {}}
+
+
+def test_workers_make_the_same_batches(config, tmp_path):
+    alone = run_training(LocalTransport(), config, tmp_path / "alone")
+    more = replace(config, data=replace(config.data, workers=2))
+    assert_equal(run_training(LocalTransport(), more, tmp_path / "workers"), alone)

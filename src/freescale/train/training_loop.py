@@ -21,7 +21,6 @@ from freescale.train.state.finite_check import NotFinite
 from freescale.worker_server import WorkerServer, count_workers
 
 _NOTHING_SUPERVISED = "no user of {data.data} has enough events for --split {data.split}: " + WANTED
-_NOTHING_IN_WINDOWS = "no event of {data.data} in the windows that are trained has one before it"
 _COLLECT_EVERY = 50  # steps between two collections of the ranks' ledgers
 
 Batches = AbstractContextManager[Iterator[SequenceBatch]]
@@ -88,10 +87,7 @@ class TrainingLoop:
                     self.collect()
                 supervised += sum(last.counts.values())
                 if not supervised and (position.ends_epoch or position.step == position.total):
-                    data = run.config.data
-                    in_time = data.order == "time"
-                    reason = _NOTHING_IN_WINDOWS if in_time else _NOTHING_SUPERVISED
-                    raise ValueError(reason.format(data=data))
+                    raise ValueError(_NOTHING_SUPERVISED.format(data=run.config.data))
                 with signals.suspend_limit():
                     run.validate_if_due()
                     ended = position.is_complete

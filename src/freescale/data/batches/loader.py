@@ -183,6 +183,11 @@ class Histories(GlobalBatches):
         is_short = not self._is_ranking and self.split.part != "train"
         order = self._order = TimeOrder(index, time, is_short)
         self._sizes, self.windows = order.sizes, order.windows
+        if self.split.part == "train" and not order.windows:
+            raise ValueError(
+                f"{self.file.path}: no sample in the windows that are trained ({time.describe()}): "
+                "choose other windows, or other candidates"
+            )
         self._reader = TimeReader(self.file, store, order, time, self.split, self.sample, columns)
 
     def __getstate__(self) -> dict[str, Any]:
