@@ -78,8 +78,7 @@ class ConsoleProgress(Callback):
         if self._bar:
             self._bar.update(self._task, note=note)
         elif self._is_due(entry["step"], trainer.total):
-            pass_ = "window" if trainer.data.time is not None else "epoch"
-            self._print(f"step {entry['step']}  {pass_} {entry['epoch']}  {note}")
+            self._print(f"step {entry['step']}  epoch {entry['epoch']}  {note}")
 
     def _is_due(self, step: int, total: int) -> bool:
         """Whether a log gets another line: one for 5 % of the run, or for a minute."""
