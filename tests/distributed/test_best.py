@@ -54,7 +54,7 @@ def scripted(monkeypatch):
     made: list[Trainer] = []
     evaluate = module.evaluate_part
 
-    def evaluate_part(config, model, path, part, baseline=False):
+    def evaluate_part(config, model, path, part, baseline=False, window=None):
         found = evaluate(config, model, path, part, baseline)
         if part == "validation":
             found["model"][METRIC] = SERIES[made[-1].epoch - 1]

@@ -25,7 +25,7 @@ def make_model(dropout=0.0, tables=None, **options):
     tables = tables or FeatureTables(
         ROWS, context=CONTEXT_ROWS, item_places=PLACES, context_places=CONTEXT
     )
-    given = {"num_items": ITEMS, "num_actions": ACTIONS, "tasks": TASKS, "loss_scale": 0.2}
+    given = {"num_items": ITEMS, "num_actions": ACTIONS, "tasks": TASKS}
     model = DlrmRanking(
         encoder, feature_tables=tables, input_hidden=6, head_hidden=10, **given | options
     )

@@ -46,7 +46,7 @@ CASES = {
 def compute_losses(logits, batch):
     labels = batch.values("labels").to(logits.dtype)
     losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(0)
-    return {task: 0.2 * loss for task, loss in zip(TASKS, losses, strict=True)}
+    return {task: loss for task, loss in zip(TASKS, losses, strict=True)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -175,12 +175,12 @@ class TestSettings:
         assert type(model) is DlrmRanking and model.encoder.context == 3
         assert model.content[0].out_features == 8 and model.judge[0].out_features == 16
         assert model.encoder.position.shape == (28, 16)  # context, events, candidate, and none
-        assert model.encoder.max_length == 24 and model.loss_scale == 1 and model.bits == 3
+        assert model.encoder.max_length == 24 and model.bits == 3
         given = {"input_hidden": 5, "head_hidden": 7, "positions": 9, "time_buckets": 4}
-        model = build_module(self.configure(**given, loss_scale=0.2), 30, 0, tables)
+        model = build_module(self.configure(**given), 30, 0, tables)
         assert model.content[0].out_features == 5 and model.judge[0].out_features == 7
         assert (len(model.encoder.position), len(model.encoder.time)) == (9, 5)
-        assert model.loss_scale == 0.2 and model.bits == 0
+        assert model.bits == 0
 
     def test_costs_know_the_layers_and_the_networks(self):
         tables = FeatureTables(ROWS, context=CONTEXT_ROWS, item_places=2, context_places=3)

@@ -94,7 +94,7 @@ def test_every_page_with_python_is_run():
     tests/distributed/test_callbacks.py."""
     run = {"README.md", "your_model.md", "training.md", "embedding.md", "compress.md"}
     run |= {"segments.md", "host_tables.md", "dynamic.md", "from_torchrec.md", "data.md"}
-    run |= {"features.md", "recommend.md", "serve.md", "dlrm_v4.md"}
+    run |= {"features.md", "recommend.md", "serve.md", "dlrm_v4.md", "time_order.md"}
     found = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     assert found == run
 
@@ -157,6 +157,23 @@ def test_the_snippet_of_the_first_page_trains(capsys):
     steps = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [words[0] for words in steps] == ["1", "2"]
     assert float(steps[1][1]) < float(steps[0][1])
+
+
+def test_the_guide_to_order_of_time_appends(capsys, tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    page = ROOT / "docs" / "guide" / "time_order.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    day, lists = 86400, pa.list_(pa.int64())
+    for name, first in (("until_sunday", 0), ("monday", 7 * day)):
+        times = pa.array([[first + 60 * n for n in range(5)] for _ in range(9)], lists)
+        items = pa.array([list(range(5))] * 9, lists)
+        columns = {"user_id": pa.array(range(9)), "item_id": items, "timestamp": times}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, str(page), "exec"), {})
+    assert capsys.readouterr().out.split() == ["90", "2", str(7 * day + 240)]
 
 
 def test_the_guide_to_data_reads_histories(capsys, tmp_path, monkeypatch):

@@ -42,7 +42,8 @@ def test_too_few_gpus(gpus, ranks, words, monkeypatch):
 def test_a_complete_run_names_the_setting_that_ends_it(steps, epochs, words):
     config = RunConfig.from_settings({"data": "h.parquet", "steps": steps, "epochs": epochs})
     per_epoch = 10
-    position = Position(config.train, SimpleNamespace(steps=40), range(per_epoch * epochs))
+    data = SimpleNamespace(stop=per_epoch * epochs, time=None)
+    position = Position(config.train, SimpleNamespace(steps=40), data)
     with pytest.raises(ValueError, match=words):
         position.refuse_end(Path("run"))
 

@@ -13,7 +13,7 @@ from freescale.config.metrics import (
     list_metrics,
     select_headlines,
 )
-from freescale.train.build import build_learning_rate
+from freescale.train.learning_rate import build_learning_rate
 from freescale.train.metrics import (
     MISS,
     area_under_curve,

@@ -93,7 +93,6 @@ def build_model(shape: Shape, table_device: str | None = None) -> DlrmRanking:
         table_device=table_device,
         input_hidden=256,
         head_hidden=512,
-        loss_scale=0.2,
     )
 
 

@@ -32,9 +32,13 @@ def show_progress() -> Iterator[Callable[[str, float], None] | None]:
 
 
 def prepare_data(config: RunConfig) -> Path:
-    """Returns the histories file of the data. One process of a machine makes it; the others wait
-    for it."""
-    from freescale.train.build import prepare_data
+    """Returns the histories file of the data, and makes the event store of a run in order of time.
+    One process of a machine makes them; the others wait."""
+    from freescale.train.build import find_cache, prepare_data
+    from freescale.train.time_order import prepare_windows
 
     with show_progress() as progress:
-        return prepare_data(config, progress)
+        path = prepare_data(config, progress)
+        if config.data.order == "time":
+            prepare_windows(config, path, find_cache(config), progress)
+        return path

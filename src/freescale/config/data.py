@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from freescale.config.columns import parse_columns
 from freescale.config.options import Checked, option, split_names
+from freescale.config.time_order import (
+    DEFAULT_WINDOW,
+    Duration,
+    parse_actions,
+    parse_duration,
+    refuse_split,
+)
 
 FORMATS = (
     "parquet",
@@ -20,6 +28,9 @@ FORMATS = (
     "kuairand",
     "yambda",
 )
+# Settings of --order time, and those of them that are of ranking.
+OF_RANKING = ("anchor_actions", "min_history", "history_pools")
+OF_TIME = ("window", "windows", *OF_RANKING)
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,34 @@ class DataConfig(Checked):
         "leave-one-out", "what is held out", choices=("leave-one-out", "time", "none")
     )
     split_time: int | None = option(None, "first timestamp of the test part, with --split time")
+    order: str = option(
+        "users",
+        "order of the samples: users (each once in an epoch, shuffled) or time (each event once, "
+        "window after window, in one pass)",
+        choices=("users", "time"),
+    )
+    window: str | None = option(
+        None,
+        "length of a window, with --order time: 30min, 12h, 7d, or a number in the unit of the "
+        "data's times (default: 1d)",
+    )
+    windows: int | None = option(
+        None,
+        "how many windows are trained, with --order time: the last ones before that of the test "
+        "part (default: all but the first)",
+        minimum=1,
+    )
+    anchor_actions: str = option(
+        "", "actions of the candidates, as 1,4, with --order time (ranking; default: all)"
+    )
+    min_history: int = option(
+        1, "events that a candidate has before it, with --order time (ranking)", minimum=1
+    )
+    history_pools: str = option(
+        "",
+        "actions that share --max-length evenly, as 1,2,4: a history is the last events of each, "
+        "with --order time (ranking; default: the last events)",
+    )
     negatives: int | None = option(
         None,
         "negatives of each --negatives-per (retrieval; default: 256 of a sample or position, 1,024 "
@@ -142,6 +181,42 @@ class DataConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_columns(self.columns)
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Refuses values of windows that are not valid, or do not go with the order."""
+        _, _, pools = self.window_length, self.candidate_actions, self.history_pool_actions
+        if len(pools) > self.max_length:
+            raise ValueError(
+                f"--history-pools {self.history_pools} shares --max-length {self.max_length} among "
+                f"{len(pools)} actions: each needs an event; make it longer"
+            )
+        if self.order == "time":
+            defaults = {entry.name: entry.default for entry in fields(self)}
+            if (self.split, self.split_time) != (defaults["split"], None):
+                refuse_split(self.split)
+        elif given := self.list_given(OF_TIME):
+            raise ValueError(f"{given[0]} is of --order time: add it, or leave this out")
+
+    def list_given(self, names: Sequence[str]) -> list[str]:
+        """Of some settings, as options, those that do not have their defaults."""
+        found = []
+        for entry in fields(self):
+            value, flag = getattr(self, entry.name), "--" + entry.name.replace("_", "-")
+            found += [f"{flag} {value}"] if entry.name in names and value != entry.default else []
+        return found
+
+    @property
+    def window_length(self) -> Duration:
+        return parse_duration(self.window or DEFAULT_WINDOW)
+
+    @property
+    def candidate_actions(self) -> tuple[int, ...]:
+        return parse_actions("--anchor-actions", self.anchor_actions)
+
+    @property
+    def history_pool_actions(self) -> tuple[int, ...]:
+        return parse_actions("--history-pools", self.history_pools)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ class ModelConfig(Checked):
         2048, "buckets of the time before a request, by the root of its minutes, with --head dlrm",
         minimum=1,
     )  # fmt: skip
-    loss_scale: float = option(1.0, "factor of every task's loss, with --head dlrm", above=0.0)
     encoder: str = option("hstu", "what reads the history", choices=("hstu", "sasrec"))
     width: int = option(64, "width of embeddings and layers", minimum=1, common=True)
     hidden: int | None = option(
@@ -145,7 +144,7 @@ class ModelConfig(Checked):
                 )
 
     def _refuse_sizes_of_dlrm(self) -> None:
-        for name in ("input_hidden", "head_hidden", "positions", "time_buckets", "loss_scale"):
+        for name in ("input_hidden", "head_hidden", "positions", "time_buckets"):
             if getattr(self, name) != getattr(type(self), name):
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} is for --head dlrm: leave it out, or choose that head")

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from freescale.config.columns import Label, parse_labels
-from freescale.config.data import DataConfig
+from freescale.config.data import OF_RANKING, DataConfig
 from freescale.config.features import KEPT_SCHEMA
 from freescale.config.metrics import REPEATS, describe_metrics, list_metrics
 from freescale.config.model import ModelConfig
 from freescale.config.options import split_names
 from freescale.config.origin import Origin
 from freescale.config.recipe import expand_recipe
+from freescale.config.time_order import refuse_split
 from freescale.config.train import TrainConfig
 
 
@@ -48,6 +49,26 @@ class RunConfig:
         self._check_best()
         self._check_rows()
         self._check_segments()
+        self._check_time_order()
+
+    def _check_time_order(self) -> None:
+        """Refuses settings that do not go with samples in order of time."""
+        data, train = self.data, self.train
+        if data.order != "time":
+            return
+        if self.model.task != "ranking" and (given := data.list_given(OF_RANKING)):
+            raise ValueError(f"{given[0]} is of --task ranking: leave it out")
+        if train.keep == "best" or train.patience is not None:
+            option = "--keep best" if train.keep == "best" else "--patience"
+            raise ValueError(
+                f"{option} with --order time: every window is evaluated once, before it is "
+                "trained, and the last model is the one for what comes next; leave it out"
+            )
+        if self.origin is not None:
+            raise ValueError(
+                "--from with --order time: a run in order of time begins with a new model; train "
+                "all windows in one run, or leave --order out"
+            )
 
     def _check_segments(self) -> None:
         segment, tokens = self.model.segment, self.model.segment_tokens
@@ -172,6 +193,9 @@ class RunConfig:
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown settings: {', '.join(unknown)}")
         given = expand_recipe(given)
+        order = given.get("order") or (base.data.order if base else None)
+        if order == "time" and given.get("split") is not None:
+            refuse_split(given["split"])
         parts: dict[str, Any] = {}
         for part, kind in _PARTS.items():
             names = [entry.name for entry in fields(kind)]

@@ -19,7 +19,9 @@ class TrainConfig(Checked):
     heading: ClassVar[str] = "Training"
 
     global_batch: int = option(64, "samples of a step, over all ranks", minimum=1, common=True)
-    epochs: int = option(10, "passes over the users", minimum=1, common=True)
+    epochs: int = option(
+        10, "passes over the users (one with --order time)", minimum=1, common=True
+    )
     steps: int | None = option(None, "stop after this many steps", minimum=1)
     lr: float = option(
         3e-3, "learning rate of the dense parameters (AdamW)", minimum=0.0, common=True
@@ -138,7 +140,8 @@ class TrainConfig(Checked):
     )
     evaluate_every: int | None = _output_option(
         None,
-        "epochs between evaluations on the validation part (default: only at the end)",
+        "epochs between evaluations on the validation part (default: only at the end; with --order "
+        "time, windows between evaluations on the next one: 1)",
         minimum=1,
     )
     eval_batch: int = _output_option(

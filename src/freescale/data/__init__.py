@@ -6,14 +6,18 @@ from __future__ import annotations
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.prefetch import prefetch
 from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
+from freescale.data.batches.time_order import TimeSpec
 from freescale.data.flat.table import FlatTable
 from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.interactions import read_interactions
 from freescale.data.ingest.prepare import prepare
+from freescale.data.store.build import append_to_store, build_store
+from freescale.data.store.event_store import EventStore
 from freescale.data.synthetic.generate import SyntheticReport, generate
 from freescale.data.synthetic.yambda import YambdaReport, generate_yambda
 
 __all__ = [
+    "EventStore",
     "FlatTable",
     "Histories",
     "NegativeSpec",
@@ -21,7 +25,10 @@ __all__ = [
     "SampleSpec",
     "SplitSpec",
     "SyntheticReport",
+    "TimeSpec",
     "YambdaReport",
+    "append_to_store",
+    "build_store",
     "generate",
     "generate_yambda",
     "hash_ids",

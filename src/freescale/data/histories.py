@@ -206,8 +206,11 @@ class HistoriesFile:
 
     def _find_chunk(self, group: int, name: str) -> pq.ColumnChunkMetaData:
         about = self.file.metadata.row_group(group)
-        chunks = map(about.column, range(about.num_columns))
-        return next(chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] == name)
+        for chunk in map(about.column, range(about.num_columns)):
+            path = chunk.path_in_schema  # of a list: "category.channel.list.element"
+            if name in (path, path.rsplit(".", 2)[0]):
+                return chunk
+        raise KeyError(name)
 
     def read_extremes(self, group: int, name: str) -> tuple[int, int] | None:
         """Smallest and largest value of an integer column in a row group, from its statistics."""
@@ -218,6 +221,30 @@ class HistoriesFile:
         if not (chunk.is_stats_set and chunk.statistics.has_min_max):
             return None
         return int(chunk.statistics.min), int(chunk.statistics.max)
+
+    def find_times(self) -> tuple[int, int]:
+        """The times of the first and the last event, from statistics if present."""
+        first, last = [], []
+        for group in range(self.num_groups):
+            extremes = self.read_extremes(group, "timestamp")
+            if extremes is None:
+                times = _flatten(self.file.read_row_group(group, ["timestamp"]).column(0))[1]
+                extremes = (int(times.min()), int(times.max())) if len(times) else None
+            first += [] if extremes is None else [extremes[0]]
+            last += [] if extremes is None else [extremes[1]]
+        if not first:
+            raise ValueError(f"{self.path}: no event in any history; give a file with events")
+        return min(first), max(last)
+
+    def find_dtype(self, column: str) -> np.dtype[Any]:
+        """The type of the values of a list column."""
+        kind: type[Any] = self.file.schema_arrow.field(column).type.value_type.to_pandas_dtype()
+        return np.dtype(kind)
+
+    def read_users(self, group: int) -> NDArray[np.int64]:
+        """[users] ids of the users of a row group."""
+        users = self.file.read_row_group(group, columns=["user_id"]).column("user_id")
+        return users.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
 
     def read(self, group: int, columns: tuple[str, ...]) -> RowGroup:
         """Decodes columns of one row group; checks lengths, id range, time order and nulls."""

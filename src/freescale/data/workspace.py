@@ -1,5 +1,5 @@
-"""Temporary folders for work on data. A later process removes what a killed one left; a full disk
-is reported as such."""
+"""Folders for work on data, temporary ones and those of the cache. A later process removes what a
+killed one left; a full disk is reported as such."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from freescale.file_lock import lock
+
+Progress = Callable[[str, float], None]  # a stage, the share done
 
 # locked by the process that works in the folder; contains the machine's boot id
 MARK = "freescale-work.lock"
@@ -124,3 +126,38 @@ def _format_bytes(amount: float) -> str:
             return f"{amount:.3g} {unit}"
         amount /= 1000
     return f"{amount:.3g} TB"
+
+
+def make_folder(cache: Path, name: str, work: str, write: Callable[[Path], None]) -> Path:
+    """A folder of the cache, which one process of a machine makes by `write`, or finds."""
+    target, fix = cache / name, "make room, or name a cache folder on another disk"
+    if not target.is_dir():
+        with explain_full_disk(cache, f"preparing {work}", fix):
+            cache.mkdir(parents=True, exist_ok=True)
+            with lock_cache(cache), workspace(cache, name) as folder:
+                if not target.is_dir():
+                    made = folder / "made"
+                    made.mkdir()
+                    write(made)
+                    os.replace(made, target)
+    return target
+
+
+@contextmanager
+def lock_cache(cache: Path) -> Iterator[None]:
+    """Admits one process at a time, since the ranks of a machine all ask for the same file. The
+    lock ends with its holder.
+
+    NFS locks files but no folders. Where nothing can be locked, every rank makes the file, and the
+    last one stays.
+    """
+    with ExitStack() as stack:
+        for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):
+            try:
+                descriptor = os.open(path, flags, 0o666)
+            except PermissionError:  # another user's
+                continue
+            stack.callback(os.close, descriptor)
+            if lock(descriptor):
+                break
+        yield

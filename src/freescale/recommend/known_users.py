@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.data.batches.specs import SplitSpec
 from freescale.data.batches.splits import find_ends
-from freescale.data.batches.windows import list_ranges
 from freescale.data.histories import RowGroup
+from freescale.data.ranges import list_ranges
 from freescale.recommend.catalogue import to_integer
 from freescale.recommend.inputs import Past, encode
 from freescale.recommend.loading import Loaded, read_texts
+from freescale.train.time_order import find_split
 
 Samples = Sequence[int] | NDArray[np.int64]  # places in the histories file
 
@@ -37,9 +37,8 @@ class KnownUsers:
             raise ValueError(
                 f"{loaded.folder} is an export, which knows no users: give their histories"
             )
-        data = loaded.config.data
         self._loaded, self._file, self._before = loaded, loaded.histories, before
-        self._split = SplitSpec(data.split, data.split_time, before or "train")
+        self._split = find_split(loaded.config, loaded.histories.path, before or "train")
 
     @cached_property
     def numbers(self) -> NDArray[np.int64]:

@@ -33,6 +33,7 @@ from freescale.train.build import (
 )
 from freescale.train.export import read_weights
 from freescale.train.state.intact import Intact, find_checkpoint
+from freescale.train.time_order import find_split
 from freescale.transport.local import LocalTransport
 
 EXPORT = "export.json"
@@ -149,7 +150,7 @@ def _list_items(
     features: FeatureStore | None,
 ) -> Catalogue:
     """The catalogue of a run. Reads all its items."""
-    split, table = SplitSpec(config.data.split, config.data.split_time), weights["table.item"]
+    split, table = find_split(config, file.path), weights["table.item"]
     texts = read_texts(vocabulary, "item_id")
     listed = np.zeros(0, np.int64) if features is None else features.find_listed()
     if file.any_ids:

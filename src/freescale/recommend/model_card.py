@@ -13,6 +13,7 @@ import torch
 import freescale
 from freescale.config import RunConfig
 from freescale.config.metrics import select_headlines
+from freescale.config.time_order import DEFAULT_WINDOW
 from freescale.recommend.loading import Loaded
 
 _PARTS = ("validation", "test")
@@ -53,7 +54,7 @@ def describe_model(loaded: Loaded) -> dict[str, Any]:
             "users": histories.num_samples,
             "events": round(histories.mean_length * histories.num_samples),
             "items": len(loaded.catalogue.listed),
-            "split": config.data.split,
+            "split": "windows" if config.data.order == "time" else config.data.split,
             "split_time": config.data.split_time,
             "max_length": config.data.max_length,
             "time_unit": loaded.time_unit,
@@ -92,7 +93,10 @@ def _list_limits(config: RunConfig) -> list[str]:
     ]
     if config.model.task == "retrieval":
         found.append("A history without a known item gives a query of zeros, which ranks nothing.")
-    if config.data.split != "none":
+    if config.data.order == "time":
+        length = config.data.window or DEFAULT_WINDOW
+        found.append(f"Events of the last window of {length} were not trained on.")
+    elif config.data.split != "none":
         found.append(f"Held-out events (--split {config.data.split}) were not trained on.")
     return found
 

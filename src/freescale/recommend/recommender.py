@@ -14,7 +14,7 @@ from torch import Tensor
 
 from freescale.batch import Jagged
 from freescale.config import RunConfig
-from freescale.data.batches.windows import list_ranges
+from freescale.data.ranges import list_ranges
 from freescale.kernels.best_items import find_best
 from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.catalogue import UNKNOWN, Catalogue

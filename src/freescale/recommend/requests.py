@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.data.batches.windows import list_ranges
+from freescale.data.ranges import list_ranges
 from freescale.recommend.inputs import Past
 
 _CPU_EVENTS, _GPU_EVENTS = 1 << 14, 1 << 18  # events that are encoded at a time

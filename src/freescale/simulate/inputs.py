@@ -97,6 +97,11 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
         given |= {"rows": config.rows, "in_batch_share": 1.0}  # a dynamic table has no others
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}
     trained = RunConfig.from_settings(given, base)
+    if trained.data.order == "time":
+        raise ValueError(
+            "the run trains in order of time (--order time), and the simulator reads batches of "
+            "users; simulate the file itself, with --data and without --run"
+        )
     samples = Histories(prepare_data(trained), 1, **build_specs(trained))
     return adopt_choices(trained, samples.negatives)
 

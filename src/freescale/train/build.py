@@ -3,8 +3,6 @@ builds the same."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, Sampl
 from freescale.data.features.prepare import prepare_features
 from freescale.data.features.sources import list_event_columns, refuse_leaks
 from freescale.data.features.store import FOLDER, FeatureStore
-from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
+from freescale.data.workspace import Progress
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import RowOptimizer, choose_row_optimizer
 from freescale.embedding.parallelize import parallelize
@@ -40,30 +38,10 @@ from freescale.train.build_balancer import build_balancer, count_extra_work
 from freescale.train.build_dlrm import build_dlrm, build_dlrm_encoder
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
+from freescale.train.learning_rate import build_learning_rate
 from freescale.train.sample_ranks import SampleRanks
+from freescale.train.time_order import find_split, find_windows
 from freescale.transport.api import Transport
-
-DECAYS = ("constant", "linear", "cosine", "trapezoid")
-_FALLING = 0.3  # share of the steps that a trapezoid ends with
-
-
-def build_learning_rate(warmup: int, decay: str, total: int) -> Callable[[int], float]:
-    """step (from 1) -> factor: linear warm-up over `warmup` steps, then constant, or decay to 0 at
-    `total`: linear, cosine, or as a trapezoid, linear over the last 30 % of the steps."""
-    if decay not in DECAYS:
-        raise ValueError(f"decay must be one of {', '.join(DECAYS)}, not {decay!r}")
-
-    def factor(step: int) -> float:
-        if step <= warmup:
-            return step / max(warmup, 1)
-        if decay == "constant":
-            return 1.0
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        if decay == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
-        return min(1.0, (1.0 - done) / (_FALLING if decay == "trapezoid" else 1.0))
-
-    return factor
 
 
 def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
@@ -110,7 +88,7 @@ def load_features(
         config.data,
         histories,
         find_cache(config),
-        SplitSpec(config.data.split, config.data.split_time),
+        find_split(config, histories, fits=True),
         any_ids="item" in config.dynamic_tables,
         trained=statistics,
         continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
@@ -135,16 +113,21 @@ def load_histories(
     transport: Transport,
     part: str = "train",
     trained: Path | None = None,
+    window: int | None = None,
 ) -> Histories:
-    """Opens one rank's data of a part of the split. `trained`: as of `load_features`."""
+    """Opens one rank's data of a part of the split. `trained`: as of `load_features`. `window`: in
+    order of time, the one that is evaluated; None: that of the test part."""
     train, features = config.train, load_features(config, path, trained)
+    specs = build_specs(config, part, features)
+    if config.data.order == "time":
+        specs |= find_windows(config, path, find_cache(config), part, window)
     return Histories(
         path,
         train.global_batch if part == "train" else train.eval_batch,
         rank=transport.rank,
         world=transport.world,
         features=features,
-        **build_specs(config, part, features),
+        **specs,
     )
 
 
@@ -345,6 +328,7 @@ def evaluate_part(
     baseline: bool = False,
     keep: SampleRanks | None = None,
     trained: Path | None = None,
+    window: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of the model on a part of the split. A collective; the same on all ranks.
 
@@ -356,13 +340,16 @@ def evaluate_part(
         baseline: whether to evaluate the popularity baseline too (retrieval).
         keep: receives the target's rank for each sample (retrieval).
         trained: as of `load_features`.
+        window: as of `load_histories`. The baseline then counts all events before it.
 
     Returns:
         {"model": {metric: value}, "popularity": {metric: value}}
     """
-    data = load_histories(config, path, model.transport, part, trained)
+    data = load_histories(config, path, model.transport, part, trained, window)
     if config.model.task == "ranking":
         return evaluate_ranking(model, data, config.label_names)
-    training = load_histories(config, path, model.transport, trained=trained) if baseline else None
-    popularity = None if training is None else training.count_items_of
+    training = data if data.time is not None else None
+    if baseline and training is None:
+        training = load_histories(config, path, model.transport, trained=trained)
+    popularity = training.count_items_of if baseline and training is not None else None
     return evaluate_retrieval(model, data, popularity=popularity, keep=keep, features=data.features)

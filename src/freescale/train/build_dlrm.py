@@ -34,6 +34,5 @@ def build_dlrm(config: RunConfig, encoder: DlrmHSTU, **sizes: Any) -> DlrmRankin
         tasks=config.label_names,
         input_hidden=model.input_hidden or max(1, model.width // 2),
         head_hidden=model.head_hidden or model.width,
-        loss_scale=model.loss_scale,
         **sizes,
     )

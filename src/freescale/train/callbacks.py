@@ -48,6 +48,11 @@ class RunView(Protocol):
         """Complete passes over the data."""
 
     @property
+    def window(self) -> Mapping[str, int] | None:
+        """In order of time, the window that was evaluated last: its `number` among those of the
+        data, and its times (`from`, and `to` without it)."""
+
+    @property
     def best(self) -> Best | None:
         """The best evaluation so far, if evaluations are compared."""
 

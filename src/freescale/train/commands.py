@@ -146,7 +146,7 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         "checkpoints",
         f"see where the time went: freescale report {shlex.quote(str(folder))}",
     ]
-    if results.get("test"):
+    if results.get("test") and trainer.data.time is None:
         lines.append(
             "held-out events were not trained on: for production, train again with --split none"
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.config import RunConfig
-from freescale.data.batches.loader import join_items
+from freescale.data.batches.item_features import join_items
 from freescale.data.batches.negatives import choose_log_q, choose_negatives
 from freescale.data.batches.specs import Features
 from freescale.embedding.dynamic.draws import DrawCounts

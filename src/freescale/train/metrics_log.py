@@ -26,7 +26,7 @@ class MetricsLog(Callback):
 
     def on_evaluation(self, trainer: RunView, metrics: Metrics, part: str) -> None:
         best = trainer.best
-        about: dict[str, Any] = {}
+        about: dict[str, Any] = {} if trainer.window is None else {"window": trainer.window}
         if part == "validation":
             about["epoch"] = trainer.epoch
             about |= {"best": best.state_dict()} if best is not None else {}

@@ -50,12 +50,24 @@ class Position:
     @property
     def epoch(self) -> int:
         """Complete passes over the data."""
-        return self.following // self.data.batches_per_epoch
+        return self.data.find_epoch(self.following)
 
     @property
     def ends_epoch(self) -> bool:
         """Whether the last applied batch is the last of its epoch."""
-        return self.epoch > self.number // self.data.batches_per_epoch
+        return self.epoch > self.data.find_epoch(self.number)
+
+    @property
+    def next_window(self) -> int:
+        """In order of time, the window after the one of the last applied batch."""
+        time, place = self.data.time, self.data.find_epoch(self.number) + 1
+        assert time is not None
+        return self.data.windows[place] if place < len(self.data.windows) else time.windows.stop
+
+    @property
+    def is_before_test(self) -> bool:
+        """Whether all windows are trained, so that the next one is that of the test part."""
+        return self.epoch >= len(self.data.windows)
 
     @property
     def is_complete(self) -> bool:
@@ -77,6 +89,8 @@ class Position:
         made = f"nothing is left to train: {folder} has made {self.step:,} steps"
         if limit is not None and limit <= self.data.stop:
             return f"{made}, and --steps is {limit:,}: pass a larger --steps to continue"
+        if self.data.time is not None:
+            return f"{made}, and the windows before the test window have no more: give newer data"
         larger = f" (--steps {limit:,} alone does not)" if limit else ""
         return (
             f"{made}, and --epochs {epochs} ends after {self.data.stop:,}: "

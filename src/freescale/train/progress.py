@@ -127,7 +127,8 @@ class ConsoleProgress(Callback):
             values = "  ".join(f"{name} {quality[name]:.4f}" for name in select_headlines(quality))
             best = trainer.best
             mark = "  best so far" if best is not None and best.step == trainer.step else ""
-            self._print(f"step {trainer.step}  validation  {values}{mark}")
+            part = "validation" if trainer.window is None else f"window {trainer.window['number']}"
+            self._print(f"step {trainer.step}  {part}  {values}{mark}")
 
     def on_end(self, trainer: RunView, results: Mapping[str, Any]) -> None:
         if self._bar:
@@ -151,8 +152,11 @@ def describe_run(trainer: RunView) -> list[str]:
         items = f"{data.num_items:,} different item ids" if data.num_items else "any item ids"
     wide = trainer.config.model.head == "dlrm" and transport.device.type == "cpu"
     ranks = f"{transport.world} rank{'s' * (transport.world > 1)}"
+    samples = f"{data.num_samples:,} users"
+    if data.time is not None:
+        samples = f"{data.num_samples:,} samples in {len(data.windows):,} windows of time"
     return [
-        f"{data.num_samples:,} users, {items}{drawn}",
+        f"{samples}, {items}{drawn}",
         f"{ranks} on {transport.device.type}, global batch {data.global_batch}, schedule "
         f"{settings.schedule}, balance {settings.balance}",
         f"{parameters:,} dense parameters{about}",

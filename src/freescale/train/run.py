@@ -12,6 +12,7 @@ from freescale.train.position import Position
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
 from freescale.train.state.snapshots import Snapshots
+from freescale.train.time_order import find_calendar
 from freescale.transport.api import Transport
 from freescale.worker_server import WorkerServer
 
@@ -28,6 +29,8 @@ class Run:
     snapshots: Snapshots | None
     callbacks: CallbackList
     worker_server: WorkerServer | None  # data workers are forked from it
+    # In order of time, the window that was evaluated last: its number and times.
+    window: dict[str, int] | None = None
 
     @property
     def position(self) -> Position:
@@ -40,16 +43,36 @@ class Run:
     def evaluate(self, part: str) -> dict[str, dict[str, float]]:
         """Evaluates a part with the model as it is, and notes it if it is the best validation."""
         best, model = self.position.best, self.state.model
-        metrics = evaluate_part(self.config, model, self.histories, part, baseline=part == "test")
+        metrics = evaluate_part(
+            self.config,
+            model,
+            self.histories,
+            part,
+            baseline=part == "test",
+            window=self._choose_window(part),
+        )
         if best is not None and part == "validation" and self.folder.is_open:
             best.note(self.position.step, metrics["model"])
         self.callbacks.call("on_evaluation", metrics, part)
         return metrics
 
+    def _choose_window(self, part: str) -> int | None:
+        """In order of time, the window of a part: the next one for validation. Noted for logs."""
+        time = self.position.data.time
+        if time is None:
+            return None
+        number = time.windows.stop if part == "test" else self.position.next_window
+        calendar = find_calendar(self.config, self.position.data.file)
+        self.window = calendar.describe(number)
+        return number
+
     def validate_if_due(self) -> None:
-        """Evaluates the validation part at the end of an epoch if it is due. Saves a checkpoint if
-        this is the best evaluation so far and the best checkpoint is kept."""
+        """Evaluates the validation part at the end of an epoch if it is due: in order of time the
+        next window, before it is trained. Saves a checkpoint if this is the best evaluation so far
+        and the best checkpoint is kept."""
         every, position = self.config.train.evaluate_every, self.position
+        if self.config.data.order == "time":
+            every = None if position.is_before_test else every or 1
         due = every is not None and position.ends_epoch and position.epoch % every == 0
         if due and self.config.data.split != "none":
             self.evaluate("validation")

@@ -166,6 +166,11 @@ class Trainer:
         return self.position.epoch
 
     @property
+    def window(self) -> dict[str, int] | None:
+        """In order of time, the window that was evaluated last: its number and times."""
+        return self._run.window
+
+    @property
     def is_complete(self) -> bool:
         """Whether all steps are done."""
         return self.position.is_complete

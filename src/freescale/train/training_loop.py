@@ -110,7 +110,7 @@ class TrainingLoop:
 
     def _log(self, loss: float, rate: float) -> None:
         position = self._run.position
-        epoch = position.number // position.data.batches_per_epoch
+        epoch = position.data.find_epoch(position.number)
         entry = {"step": position.step, "epoch": epoch, "loss": loss, "samples_per_second": rate}
         self._run.callbacks.call("on_log", entry)
 

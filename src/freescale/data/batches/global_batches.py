@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from freescale.batch import SequenceBatch
@@ -11,8 +14,10 @@ from freescale.data.batches.specs import ReadSpec, check_least
 
 
 class GlobalBatches(ABC):
-    """Iterable of one rank's batches: the batches [start, epochs * batches_per_epoch) of the
-    run."""
+    """Iterable of one rank's batches: the batches [start, stop) of the run. Every epoch has all
+    samples, or a number of its own (`_sizes`)."""
+
+    _sizes: Sequence[int] | None = None  # samples of each epoch; None: all, in each
 
     def __init__(self, global_batch: int, rank: int, world: int, read: ReadSpec) -> None:
         check_least(1, global_batch=global_batch, world=world)
@@ -41,28 +46,51 @@ class GlobalBatches(ABC):
             )
         self.start = self.position = start
 
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """[epochs + 1] the first batch of each epoch, if they differ in size."""
+        return [0, *accumulate(-(-size // self.global_batch) for size in self._sizes or ())]
+
     @property
     def batches_per_epoch(self) -> int:
+        """Batches of each epoch, if they are of one size."""
+        assert self._sizes is None
         return -(-self.num_samples // self.global_batch)
+
+    def find_epoch(self, number: int) -> int:
+        """The epoch of global batch `number`; for `stop`, the number of epochs."""
+        if self._sizes is None:
+            return number // self.batches_per_epoch
+        return bisect_right(self._firsts, number) - 1
+
+    def _find_first(self, number: int) -> tuple[int, int, int]:
+        """The epoch of a global batch, the batch's first position in it, and the samples of the
+        epoch."""
+        epoch = self.find_epoch(number)
+        if self._sizes is None:
+            index, size = number % self.batches_per_epoch, self.num_samples
+        else:
+            index, size = number - self._firsts[epoch], self._sizes[epoch]
+        return epoch, index * self.global_batch, size
 
     def batch_size(self, number: int) -> int:
         """Samples of global batch `number`: the last of an epoch may be smaller."""
-        return min(
-            self.global_batch,
-            self.num_samples - number % self.batches_per_epoch * self.global_batch,
-        )
+        _, first, size = self._find_first(number)
+        return min(self.global_batch, size - first)
 
     def _find_slice(self, number: int) -> tuple[int, int, int, int, int]:
         """Epoch, first position and size of a global batch; this rank's places [low, high) in
         it."""
-        (epoch, index), size = divmod(number, self.batches_per_epoch), self.batch_size(number)
+        (epoch, first, _), size = self._find_first(number), self.batch_size(number)
         low, high = size * self.rank // self.world, size * (self.rank + 1) // self.world
-        return epoch, index * self.global_batch, size, low, high
+        return epoch, first, size, low, high
 
     @property
     def stop(self) -> int:
         """One past the last batch of the last epoch."""
-        return self.read.epochs * self.batches_per_epoch
+        if self._sizes is None:
+            return self.read.epochs * self.batches_per_epoch
+        return self._firsts[-1]
 
     def __len__(self) -> int:
         """Batches from `start` to the end of the last epoch."""

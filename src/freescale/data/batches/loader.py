@@ -7,7 +7,7 @@ the file, the options and n: to resume is to start at another n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.data.batches.epoch_order import EpochOrder
 from freescale.data.batches.global_batches import GlobalBatches
+from freescale.data.batches.item_features import join_items
 from freescale.data.batches.negatives import NegativeSampler, build_sampler, resolve_negatives
 from freescale.data.batches.specs import (
     Features,
@@ -29,25 +30,29 @@ from freescale.data.batches.specs import (
     SampleSpec,
     SplitSpec,
 )
+from freescale.data.batches.time_order import SUPERVISED, TimeOrder, TimeReader, TimeSpec
 from freescale.data.batches.windows import (
+    EventReader,
     WindowReader,
     find_last_time,
     find_new_samples,
-    list_ranges,
 )
 from freescale.data.histories import HistoriesFile
 from freescale.data.labels import check_labels
+from freescale.data.ranges import list_ranges
+from freescale.data.store.event_store import EventStore
+from freescale.data.store.window_index import WindowIndex
 from freescale.random import derive
 
 # The columns of a file and what a batch calls them.
-_ITEMS = {"history", "targets", "negatives", "candidates"}  # features of a batch
 _NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
 
 class Histories(GlobalBatches):
-    """Iterable of one rank's batches: the batches [start, epochs * batches_per_epoch) of the run.
+    """Iterable of one rank's batches: the batches [start, stop) of the run.
 
-    A sample is one user. Its events by part:
+    A sample is one user, or with a `TimeSpec` some events of a user in a window, which is an epoch.
+    The events of a user by part:
 
     | split         | train            | validation: history, target | test: history, target |
     |---------------|------------------|-----------------------------|-----------------------|
@@ -67,6 +72,10 @@ class Histories(GlobalBatches):
     | retrieval, else  | history, timestamps, [actions]          | dense target [n]               |
     | ranking          | history, timestamps, [actions],         | candidates                     |
     |                  | candidate_timestamps, labels [., tasks] |                                |
+
+    In order of time, targets and candidates are the events of the sample's window. The history of
+    ranking ends before the time of the first candidate; `target_weights` of retrieval leave out the
+    targets before the window, and the target of its evaluation is the user's first one there.
 
     Negatives of a sample are in `dense` [n, negatives], those of a position in `sequences`
     [tokens, negatives], those of the batch in `shared` [negatives]. With log-q, their
@@ -101,6 +110,7 @@ class Histories(GlobalBatches):
             made.
         read: Order, memory, epochs, and the ids of the items.
         features: Of items and events. None: there are none.
+        time: Samples in order of time, from an event store of the file. The split is `windows`.
 
     Raises:
         ValueError: An option is out of range, or the file does not fit it.
@@ -118,9 +128,10 @@ class Histories(GlobalBatches):
         negatives: NegativeSpec | None = None,
         read: ReadSpec | None = None,
         features: Features | None = None,
+        time: TimeSpec | None = None,
     ):
         super().__init__(global_batch, rank, world, read or ReadSpec())
-        self.features = features
+        self.features, self.time = features, time
         self.sample, self.split = sample or SampleSpec(), split or SplitSpec()
         self.file = HistoriesFile(path, self.read.num_items, self.read.any_ids)
         self.file.num_items = max(self.file.num_items, self.read.least_items)
@@ -145,18 +156,39 @@ class Histories(GlobalBatches):
         self._seek(self.read.start)
 
     def _open_reader(self) -> None:
-        self._order = EpochOrder(torch.from_numpy(self.file.starts), self.read, self._chosen)
         labels = self.sample.tasks if self._is_ranking else ()
+        columns = tuple(dict.fromkeys([*self._columns, *labels, *self._event_columns]))
+        self._order: EpochOrder | TimeOrder
+        self._reader: EventReader
+        if self.time is not None:
+            self._open_time_order(self.time, columns)
+            return
+        self._order = EpochOrder(torch.from_numpy(self.file.starts), self.read, self._chosen)
         is_long = self._is_ranking and self.split.part != "validation"
         self._reader = WindowReader(
             self.file,
             self._order,
             self.split,
-            tuple(dict.fromkeys([*self._columns, *labels, *self._event_columns])),
+            columns,
             self.read,
             max_length=self.sample.max_length,
             tail=self.sample.candidates if is_long else 1,
         )
+
+    def _open_time_order(self, time: TimeSpec, columns: tuple[str, ...]) -> None:
+        time.check(self.file, self._is_ranking)
+        store = EventStore(time.store)
+        index = WindowIndex(store, time.make_rule(self.sample))
+        # An evaluation of retrieval has one target of each user, as other splits have.
+        is_short = not self._is_ranking and self.split.part != "train"
+        order = self._order = TimeOrder(index, time, is_short)
+        self._sizes, self.windows = order.sizes, order.windows
+        if self.split.part == "train" and not order.windows:
+            raise ValueError(
+                f"{self.file.path}: no sample in the windows that are trained ({time.describe()}): "
+                "choose other windows, or other candidates"
+            )
+        self._reader = TimeReader(self.file, store, order, time, self.split, self.sample, columns)
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: without cached data."""
@@ -198,17 +230,22 @@ class Histories(GlobalBatches):
 
     @property
     def num_samples(self) -> int:
+        if self._sizes is not None:
+            return sum(self._sizes)
         return self.file.num_samples if self._chosen is None else len(self._chosen)
 
     @cached_property
     def last_time(self) -> int | None:
         """The time of the last event that is trained on; None without any."""
+        if self.time is not None:
+            return self.time.windows.stop * self.time.window - 1
         return find_last_time(self.file, replace(self.split, part="train"))
 
     @property
     def fingerprints(self) -> dict[str, str]:
         found = {"fingerprint": self.file.fingerprint}
         found |= {} if self.split.since is None else {"since": str(self.split.since)}
+        found |= {} if self.time is None else {"windows": self.time.describe()}
         return found | ({} if self.features is None else {"features": self.features.fingerprint})
 
     def batch(self, number: int) -> SequenceBatch:
@@ -255,7 +292,7 @@ class Histories(GlobalBatches):
             candidates["candidates"] = Nested(given["item_id"], ones, own_tail)
             sequences["candidate_timestamps"] = Jagged(given["timestamp"], own_tail)
             if has_context:
-                owners = np.repeat(samples[:own].numpy(), tail[:own])
+                owners = np.repeat(self._reader.find_rows(epoch, samples[:own].numpy()), tail[:own])
                 sequences["context_features"] = Jagged(describe(after, True, owners), own_tail)
             labels = [given[task].to(torch.float32) for task in self.sample.tasks]
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
@@ -264,8 +301,8 @@ class Histories(GlobalBatches):
             following = torch.from_numpy(items[events + 1])
             sequences["targets"] = Jagged(following[: len(before)], own_history)
             weights = {"next_item": own_history.to(torch.float32)}
-            if self.split.since is not None:
-                late = torch.from_numpy(columns["timestamp"][before + 1] > self.split.since)
+            if self.split.since is not None or self.time is not None:
+                late = torch.from_numpy(self._find_supervised(columns, before + 1))
                 sequences["target_weights"] = Jagged(late.to(torch.float32), own_history)
                 weights["next_item"] = _sum_samples(late, own_history)
             if has_context:  # the context of the event that a position predicts
@@ -287,7 +324,9 @@ class Histories(GlobalBatches):
                 dense["context_features"] = requests
             weights = {"next_item": own_tail.to(torch.float32)}
         if self.features is not None and self.features.user_rows:
-            dense["user_features"] = self.features.find_users(samples[:own].numpy())
+            dense["user_features"] = self.features.find_users(
+                self._reader.find_rows(epoch, samples[:own].numpy())
+            )
         batch = SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
         if self.features is None or not self.features.item_rows:
             return batch
@@ -304,6 +343,14 @@ class Histories(GlobalBatches):
             return found | ({"vectors": store.find_vectors(ids)} if store.vector_widths else {})
 
         return join_items(batch, find)
+
+    def _find_supervised(
+        self, columns: Mapping[str, NDArray[Any]], events: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether events are targets that count."""
+        if self.time is not None:
+            return columns[SUPERVISED][events]
+        return np.asarray(columns["timestamp"][events] > self.split.since)
 
     def _find_samples(self, epoch: int, first: int, size: int, low: int, count: int) -> Tensor:
         """`count` sample indices from place `low` on, cyclically within a global batch of `size`
@@ -331,30 +378,6 @@ class Histories(GlobalBatches):
         """As `count_items`, for distinct ids [n]: [n] int64 on their device."""
         found = self._reader.count_items_of(ids.cpu().numpy())
         return torch.from_numpy(found).to(ids.device)
-
-
-def join_items(
-    batch: SequenceBatch, find: Callable[[Tensor], Mapping[str, Tensor]]
-) -> SequenceBatch:
-    """Adds what `find` returns for the ids of items, as `NAME_features` and so on, to each feature
-    of items, where it is."""
-
-    def extend(columns: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(columns)
-        for name in _ITEMS & columns.keys():
-            part = columns[name]
-            of_tensor = isinstance(part, Tensor)
-            for kind, values in find(part if of_tensor else part.values).items():
-                found[f"{name}_{kind}"] = values if of_tensor else replace(part, values=values)
-        return found
-
-    return replace(
-        batch,
-        sequences=extend(batch.sequences),
-        candidates=extend(batch.candidates),
-        dense=extend(batch.dense),
-        shared=extend(batch.shared),
-    )
 
 
 def _sum_samples(values: Tensor, lengths: Tensor) -> Tensor:

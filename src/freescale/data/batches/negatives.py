@@ -21,7 +21,7 @@ from freescale.data.batches.negative_draws import (
 )
 from freescale.data.batches.specs import NegativeSpec
 from freescale.data.batches.splits import WANTED
-from freescale.data.batches.windows import WindowReader
+from freescale.data.batches.windows import EventReader
 from freescale.data.histories import HistoriesFile
 
 # Mean events per history below which a batch shares its negatives. A sample's own are rows that
@@ -211,7 +211,7 @@ class NegativeSampler:
 
 
 def build_sampler(
-    spec: NegativeSpec, file: HistoriesFile, reader: WindowReader, seed: int
+    spec: NegativeSpec, file: HistoriesFile, reader: EventReader, seed: int
 ) -> NegativeSampler:
     """Builds the sampler of a resolved spec. Popularity and log-q read the whole file."""
     if file.any_ids:

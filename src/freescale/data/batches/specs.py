@@ -18,7 +18,7 @@ from freescale.config import DataConfig, ModelConfig, TrainConfig
 
 TASKS = ("retrieval", "ranking")
 PARTS = ("train", "validation", "test")
-SPLITS = ("leave-one-out", "time", "none")
+SPLITS = ("leave-one-out", "time", "windows", "none")
 NEGATIVES_FROM = ("auto", "uniform", "popularity", "all")
 NEGATIVES_PER = ("auto", "sample", "position", "batch")
 
@@ -50,8 +50,9 @@ class SplitSpec:
     """How histories are split, and which part is read.
 
     Args:
-        kind: `leave-one-out`, `time` or `none`.
-        time: With kind `time`: events at or after it, in the file's unit, are held out.
+        kind: `leave-one-out`, `time` or `none`; `windows`, in order of time.
+        time: With kind `time`: events at or after it, in the file's unit, are held out. With
+            `windows`: statistics are those of the events before it.
         part: `train`, `validation` or `test`.
         since: Of the train part, only events later than this are targets or candidates, in the
             file's unit. None: all.
@@ -72,7 +73,7 @@ class SplitSpec:
                 f"part {self.part!r} with split 'none': nothing is held out; choose "
                 "leave-one-out or time"
             )
-        if (self.kind == "time") != (self.time is not None):
+        if (self.kind in ("time", "windows")) != (self.time is not None):
             raise ValueError(
                 f"split {self.kind!r} with time {self.time}; give it with split 'time', and only "
                 "then"
@@ -226,3 +227,10 @@ def check_least(least: int, **options: float) -> None:
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+def find_dtype(column: str) -> type[np.int64] | type[np.float32] | type[np.float64]:
+    """The type of a column of events in batches."""
+    if column in ("item_id", "timestamp", "action") or column.startswith("category."):
+        return np.int64
+    return np.float64 if column.startswith("number.") else np.float32

@@ -38,7 +38,8 @@ def find_ends(split: SplitSpec, group: RowGroup, part: str) -> NDArray[Any]:
     cut = _find_cuts(split, group)
     if part == "test":
         return np.where(cut < stop, cut + 1, start)
-    return np.asarray(np.maximum(cut - (part == "train"), start))
+    behind = part == "train" and split.kind == "time"  # the target of the validation part
+    return np.asarray(np.maximum(cut - behind, start))
 
 
 def count_new(split: SplitSpec, group: RowGroup) -> NDArray[Any]:

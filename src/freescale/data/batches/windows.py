@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,13 +12,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.data.batches.epoch_order import EpochOrder
-from freescale.data.batches.specs import ReadSpec, SplitSpec
+from freescale.data.batches.specs import ReadSpec, SplitSpec, find_dtype
 from freescale.data.batches.splits import Window, count_new, find_ends, find_later, find_window
 from freescale.data.histories import HistoriesFile, RowGroup
+from freescale.data.ranges import list_ranges
 
 # Events by column, one sample after another; [n]: how many each sample has; [n]: how many of these,
 # at the end, are beyond the history.
 Events = tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]
+
+
+class EventReader(Protocol):
+    """Reads the events of samples, and counts items in the train part."""
+
+    def read(self, epoch: int, numbers: NDArray[np.int64]) -> Events:
+        """The events of samples `numbers` [n], in the order of `epoch`."""
+
+    def find_rows(self, epoch: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] the row of each sample's user in the histories file."""
+
+    def count_items(self) -> Tensor:
+        """[num_items] int64: how often each item occurs."""
+
+    def count_items_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: how often each of ids [n] occurs."""
+
+    def share_targets(self) -> tuple[NDArray[np.float64], float]:
+        """[num_items] probability of each item to be a target, and the share of samples without
+        targets (these add up to 1)."""
 
 
 class WindowReader:
@@ -70,7 +91,7 @@ class WindowReader:
             piece, lengths[of], tails[of] = self._read_rows(group, numbers[of] - starts[group])
             pieces.append(piece)
         offsets = np.cumsum(lengths) - lengths
-        columns = {name: np.empty(int(lengths.sum()), _find_dtype(name)) for name in self._columns}
+        columns = {name: np.empty(int(lengths.sum()), find_dtype(name)) for name in self._columns}
         for (_, of), piece in zip(members, pieces, strict=True):
             place = list_ranges(offsets[of], lengths[of])
             for name, column in columns.items():
@@ -126,10 +147,14 @@ class WindowReader:
         counts = [np.diff(group.offsets) for group in groups]
         offsets = np.concatenate([np.zeros(1, np.int64), *counts]).cumsum()
         values = {
-            name: np.concatenate([group.values[name].astype(_find_dtype(name)) for group in groups])
+            name: np.concatenate([group.values[name].astype(find_dtype(name)) for group in groups])
             for name in self._columns
         }
         return RowGroup(offsets, values)
+
+    def find_rows(self, epoch: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] the row of each sample's user in the histories file: its number."""
+        return numbers
 
     def count_items(self) -> Tensor:
         """[num_items] int64: how often each item occurs in the train part. Reads the whole file."""
@@ -232,19 +257,5 @@ def count_train_events(file: HistoriesFile, split: SplitSpec) -> NDArray[np.int6
     return np.concatenate(counts)
 
 
-def list_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """Index ranges [starts[i], starts[i] + lengths[i]), one after another: [sum(lengths)]."""
-    ends = np.cumsum(lengths)
-    index = np.repeat(starts - (ends - lengths), lengths)
-    index += np.arange(len(index))
-    return index
-
-
 def _count_bytes(group: RowGroup) -> int:
     return sum(values.nbytes for values in group.values.values())
-
-
-def _find_dtype(column: str) -> type[np.int64] | type[np.float32] | type[np.float64]:
-    if column in ("item_id", "timestamp", "action") or column.startswith("category."):
-        return np.int64
-    return np.float64 if column.startswith("number.") else np.float32

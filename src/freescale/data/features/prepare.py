@@ -59,9 +59,8 @@ from freescale.data.features.store import (
 )
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.digest import compute_digest, read_contents
-from freescale.data.ingest.history_builder import Progress
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary
-from freescale.data.ingest.prepare import make_folder
+from freescale.data.workspace import Progress, make_folder
 
 Read = Callable[[Sequence[str]], dict[str, pa.Array]]  # columns of a file of attributes
 

@@ -22,9 +22,9 @@ from freescale.data.features.fitting import FIRST_KNOWN, to_json
 from freescale.data.flat.rows import FlatRows, Source
 from freescale.data.flat.schema import IDS, Schema
 from freescale.data.ingest.digest import compute_digest, read_contents
-from freescale.data.ingest.prepare import make_folder
 from freescale.data.labels import make_label
 from freescale.data.values import parse_numbers, refuse_any
+from freescale.data.workspace import make_folder
 from freescale.folders import find_cache_folder
 from freescale.random import derive
 

@@ -22,13 +22,12 @@ from freescale.data.histories import HistoriesMetadata, count_events
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.ids import VOCABULARY, ReadDifferently, is_huge
 from freescale.data.ingest.interactions import Interactions
+from freescale.data.workspace import Progress
 from freescale.random import derive, integers
 
 _LAST = "\0last"  # a user's last timestamp; no file has such a column name
 _FAN_OUT = 128  # files open at once in a partition
 _SAMPLES = 64  # order samples per bucket, which even out the second partition
-
-Progress = Callable[[str, float], None]
 
 
 def partition(

@@ -4,8 +4,7 @@ sources."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,17 @@ from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import parse_labels
 from freescale.data.histories import VERSION, HistoriesFile, is_histories
 from freescale.data.ingest.digest import compute_digest, read_contents
-from freescale.data.ingest.history_builder import Progress, build_histories
+from freescale.data.ingest.history_builder import build_histories
 from freescale.data.ingest.ids import Known, ReadDifferently
 from freescale.data.ingest.interactions import IDS, Interactions
 from freescale.data.ingest.sources import find_files
-from freescale.data.workspace import explain_full_disk, remove_dead_workspaces, workspace
-from freescale.file_lock import lock
+from freescale.data.workspace import (
+    Progress,
+    explain_full_disk,
+    lock_cache,
+    remove_dead_workspaces,
+    workspace,
+)
 
 BUCKET_EVENTS = 2_000_000
 _READING = 3  # version of how files are interpreted
@@ -143,38 +147,3 @@ def prepare(
             for path in written:  # the histories last: if they exist, all is there
                 os.replace(path, target.parent / path.name)
     return target
-
-
-def make_folder(cache: Path, name: str, work: str, write: Callable[[Path], None]) -> Path:
-    """A folder of the cache, which one process of a machine makes by `write`, or finds."""
-    target, fix = cache / name, "make room, or name a cache folder on another disk"
-    if not target.is_dir():
-        with explain_full_disk(cache, f"preparing {work}", fix):
-            cache.mkdir(parents=True, exist_ok=True)
-            with lock_cache(cache), workspace(cache, name) as folder:
-                if not target.is_dir():
-                    made = folder / "made"
-                    made.mkdir()
-                    write(made)
-                    os.replace(made, target)
-    return target
-
-
-@contextmanager
-def lock_cache(cache: Path) -> Iterator[None]:
-    """Admits one process at a time, since the ranks of a machine all ask for the same file. The
-    lock ends with its holder.
-
-    NFS locks files but no folders. Where nothing can be locked, every rank makes the file, and the
-    last one stays.
-    """
-    with ExitStack() as stack:
-        for path, flags in ((cache, os.O_RDONLY), (cache / "lock", os.O_RDWR | os.O_CREAT)):
-            try:
-                descriptor = os.open(path, flags, 0o666)
-            except PermissionError:  # another user's
-                continue
-            stack.callback(os.close, descriptor)
-            if lock(descriptor):
-                break
-        yield

@@ -36,9 +36,6 @@ class DlrmRanking(Ranking):
     "candidate_timestamps" in seconds. "context_features" [candidates, places] are tokens before the
     history, one for each place, which is why candidates of a sample must share them. A candidate is
     a single item. Row 0 of a feature is a row like others.
-
-    The summed loss of each task is multiplied by `loss_scale`. The public model multiplies the
-    mean, which is the same: training divides the sum by the number of candidates.
     """
 
     encoder: DlrmHSTU
@@ -54,7 +51,6 @@ class DlrmRanking(Ranking):
         table_device: str | None = None,
         input_hidden: int,  # of the networks before the encoder
         head_hidden: int,  # of the networks after it
-        loss_scale: float = 1.0,
     ) -> None:
         tables = feature_tables
         if tables.event or tables.user or tables.vectors:
@@ -80,7 +76,7 @@ class DlrmRanking(Ranking):
             feature_tables=tables,
             table_device=table_device,
         )
-        width, self.loss_scale = encoder.width, loss_scale
+        width = encoder.width
         side = tables.item_places * width
         inside = nn.init.xavier_normal_
         self.content = make_network((width, input_hidden, width), inside)
@@ -110,10 +106,6 @@ class DlrmRanking(Ranking):
         networks = [self.content, *([] if self.additional is None else [self.additional])]
         parameters = [p for network in networks for p in network.parameters()]
         return sum(parameter.numel() for parameter in parameters if parameter.ndim == 2)
-
-    def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
-        losses = super().forward(batch)
-        return {task: self.loss_scale * loss for task, loss in losses.items()}
 
     def _compute_logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
         if memory is not None:

@@ -1,0 +1,106 @@
+"""Runs in order of time: their windows, the event store, and which part is which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from freescale.config import RunConfig
+from freescale.data.batches.specs import SampleSpec, SplitSpec
+from freescale.data.batches.time_order import TimeSpec
+from freescale.data.histories import HistoriesFile
+from freescale.data.ingest.timestamps import guess_unit
+from freescale.data.store.build import open_store
+from freescale.data.store.calendar import Calendar, plan_calendar
+from freescale.data.store.event_store import EventStore
+from freescale.data.store.window_index import WindowIndex
+from freescale.data.workspace import Progress
+
+
+def open_file(config: RunConfig, path: Path) -> HistoriesFile:
+    """The histories file of a run."""
+    return HistoriesFile(path, config.data.num_items, "item" in config.dynamic_tables)
+
+
+def find_calendar(config: RunConfig, file: HistoriesFile) -> Calendar:
+    """The windows of a run with --order time."""
+    first, last = file.find_times()
+    length = config.data.window_length.convert(guess_unit(last))
+    return plan_calendar(first, last, length, config.data.windows)
+
+
+def find_split(config: RunConfig, path: Path, part: str = "train", fits: bool = False) -> SplitSpec:
+    """The split of a run's histories.
+
+    Args:
+        config: the settings of the run.
+        path: the histories file.
+        part: `train`, `validation` or `test`.
+        fits: in order of time, the training part ends before the first window that is trained, as
+            it does for statistics; else before the test window.
+    """
+    data = config.data
+    if data.order != "time":
+        return SplitSpec(data.split, data.split_time, part)
+    if part == "validation":
+        refuse_validation()
+    calendar = find_calendar(config, open_file(config, path))
+    time = calendar.begin(calendar.first if fits else calendar.last)
+    return SplitSpec("windows", time, part)
+
+
+def refuse_validation() -> None:
+    raise ValueError(
+        "a run in order of time has no validation part: each window was evaluated before it was "
+        "trained (metrics.jsonl); take the part test"
+    )
+
+
+def prepare_windows(
+    config: RunConfig, path: Path, cache: Path, progress: Progress | None = None
+) -> EventStore:
+    """Makes the event store of a run and the samples of its windows, or finds them in the cache.
+    One process of a machine makes them."""
+    file = open_file(config, path)
+    calendar, store = find_calendar(config, file), open_store(file, cache, progress)
+    trained = _make_spec(config, store, calendar, calendar.trained)
+    rule = trained.make_rule(_make_sample(config))
+    WindowIndex(store, rule).prepare(calendar.first, calendar.last + 1, progress)
+    return store
+
+
+def find_windows(
+    config: RunConfig, path: Path, cache: Path, part: str, window: int | None
+) -> dict[str, Any]:
+    """The specs of `Histories` in order of time, as keywords: those of the windows that are
+    trained, of the test window, or of one window that is evaluated."""
+    calendar = find_calendar(config, open_file(config, path))
+    store = prepare_windows(config, path, cache)
+    if part == "train":
+        windows, time = calendar.trained, calendar.begin(calendar.first)
+    else:
+        if window is None and part == "validation":
+            refuse_validation()
+        number = calendar.last if window is None else window
+        windows, time = range(number, number + 1), calendar.begin(number)
+    spec = _make_spec(config, store, calendar, windows)
+    return {"split": SplitSpec("windows", time, part), "time": spec}
+
+
+def _make_spec(
+    config: RunConfig, store: EventStore, calendar: Calendar, windows: range
+) -> TimeSpec:
+    data = config.data
+    return TimeSpec(
+        store.folder,
+        calendar.length,
+        windows,
+        data.candidate_actions,
+        data.min_history,
+        data.history_pool_actions,
+    )
+
+
+def _make_sample(config: RunConfig) -> SampleSpec:
+    data = config.data
+    return SampleSpec(config.model.task, config.label_names, data.max_length, data.candidates)
