@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pyarrow.parquet as pq
@@ -55,6 +56,22 @@ def test_eval_has_the_figures_of_the_last_window(run):
     assert quality == read_windows(folder)[-1]["test"]
     done = freescale("eval", folder, "--part", "validation")
     assert done.returncode and "a run in order of time has no validation part" in done.stderr
+
+
+def test_eval_lists_the_rank_of_each_target(run, data, tmp_path):
+    """By user: samples are in order of time, users of the file are not."""
+    _, folder = run
+    done = freescale("eval", folder, "--ranks", tmp_path / "ranks.csv")
+    assert done.returncode == 0, done.stderr
+    expected, seen = {}, set()
+    for event in pq.read_table(data).to_pylist():
+        user = event["user_id"]
+        if event["timestamp"] >= START + 5 * DAY and user in seen:
+            expected.setdefault(user, event["item_id"])
+        seen.add(user)
+    with open(tmp_path / "ranks.csv", newline="") as file:
+        found = {line["user_id"]: line["item_id"] for line in csv.DictReader(file)}
+    assert found == expected and len(found) > 20
 
 
 def test_recommend_reads_whole_histories(run, data, tmp_path):

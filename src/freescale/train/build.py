@@ -348,6 +348,8 @@ def evaluate_part(
     data = load_histories(config, path, model.transport, part, trained, window)
     if config.model.task == "ranking":
         return evaluate_ranking(model, data, config.label_names)
+    if keep is not None:
+        keep.rows = data.find_rows()
     training = data if data.time is not None else None
     if baseline and training is None:
         training = load_histories(config, path, model.transport, trained=trained)

@@ -6,7 +6,9 @@ import csv
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 HEAD = ("user_id", "history", "rank", "rank_unseen", "item_id")
@@ -21,6 +23,7 @@ class SampleRanks:
     history: list[Tensor] = field(default_factory=list)  # [q] each: events, of those with a target
     targets: list[Tensor] = field(default_factory=list)  # [q] each: item ids
     ranks: list[Tensor] = field(default_factory=list)  # [2, q] each: among all, the unseen; or MISS
+    rows: NDArray[np.int64] | None = None  # [samples] of the histories file; None: in its order
 
 
 def write_ranks(
@@ -32,7 +35,7 @@ def write_ranks(
 
     Args:
         path: the CSV file.
-        histories: the file whose users were evaluated, in its order.
+        histories: the file whose users were evaluated.
         found: the results of all users.
         vocabulary: restores the ids of the source. None writes the ids of `histories`.
     """
@@ -41,6 +44,7 @@ def write_ranks(
     from freescale.data.ingest.ids import restore_ids
 
     users = pq.read_table(histories, columns=["user_id"]).column("user_id").to_numpy()
+    users = users if found.rows is None else users[found.rows]
     there = torch.cat(found.there).cpu().numpy() > 0
     if len(there) != len(users):
         raise ValueError(f"{len(there)} samples were evaluated, {histories} has {len(users)} users")

@@ -362,6 +362,13 @@ class Histories(GlobalBatches):
             return samples
         return torch.cat([samples, self._order.samples(epoch, first, first + wrapped)])
 
+    def find_rows(self) -> NDArray[np.int64] | None:
+        """[samples] the row of each sample of the first epoch in the histories file; None: they are
+        in the order of the file."""
+        if self.time is None:
+            return None
+        return self._reader.find_rows(0, self._order.samples(0, 0, self.num_samples).numpy())
+
     def _get_sampler(self) -> NegativeSampler:
         """Built for the first batch, since it may read the whole file. Workers get it with the
         source."""
