@@ -62,7 +62,7 @@ def test_logits_losses_and_gradients(case):
     wanted, mine = (torch.autograd.grad(total, list(named.values())) for total in sums)
     for name, one, other in zip(named, wanted, mine, strict=True):
         assert one.abs().max() > 0, name
-        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7, msg=name)
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=5e-7, msg=name)
 
 
 def test_a_step_on_sharded_tables():

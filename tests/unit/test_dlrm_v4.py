@@ -23,7 +23,7 @@ FEATURES = (
 )
 SMALL = {
     "features": FEATURES, "num_items": 301, "width": 8, "layers": 1, "heads": 2, "max_length": 20,
-    "steps": 6, "global_batch": 16, "epochs": 2, "evaluate_every": 1, "device": "cpu",
+    "min_history": 5, "window": "4000000", "windows": 3, "global_batch": 16, "device": "cpu",
     "profile_steps": 0, "checkpoint_every": 100,
 }  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_a_small_run_of_the_recipe_writes_the_log(data, tmp_path):
     check_form(entries)
     found = {entry["key"]: entry["value"] for entry in entries}
     expected = {
-        "submission_benchmark": "dlrmv4", "global_batch_size": 16, "train_samples": 40, "seed": 1,
+        "submission_benchmark": "dlrmv4", "global_batch_size": 16, "train_samples": trainer.data.num_samples, "seed": 1,
         "opt_name": "Adam", "opt_base_learning_rate": 1e-6, "opt_adam_beta_1": 0.95,
         "opt_adam_beta_2": 0.999, "opt_adam_epsilon": 1e-8, "opt_weight_decay": 0.0,
         "opt_gradient_clip_norm": 1.0, "opt_sparse_name": "RowWiseAdagrad",
@@ -87,7 +87,8 @@ def test_a_small_run_of_the_recipe_writes_the_log(data, tmp_path):
     }  # fmt: skip
     assert {key: found[key] for key in expected} == expected
     counts = [e["metadata"]["samples_count"] for e in entries if e["key"] == "eval_accuracy"]
-    assert counts == [40, 80]  # 3 steps of an epoch, the last with 8 samples
+    first, second, _ = trainer.data._sizes  # of the windows, each evaluated before it is trained
+    assert counts == [first, first + second]
     last = entries[-1]
     assert last["key"] == "run_stop" and last["metadata"]["status"] == "aborted"
     values = [e["value"] for e in entries if e["key"] == "eval_accuracy"]
@@ -104,12 +105,10 @@ def test_the_run_ends_at_the_target_and_a_resumed_one_goes_on_with_its_log(
     Trainer(config, folder).train()
     first = read_log(path)
     monkeypatch.setattr(mlperf_log.MLPerfLog.__init__, "__defaults__", (0.0,))
-    longer = RunConfig.from_settings(
-        data | SMALL | {"mlperf_log": str(path), "epochs": 40, "steps": 120}
-    )
+    longer = RunConfig.from_settings(data | SMALL | {"mlperf_log": str(path)})
     again = Trainer(longer, folder, resume=True)
     again.train()
-    assert again.step < 60  # of 120: stopped after the validation that ended its first epoch
+    assert again.step < 40  # of 58: stopped after the evaluation that ends its first window
     entries = read_log(path)
     assert entries[: len(first)] == first
     more = entries[len(first) :]
