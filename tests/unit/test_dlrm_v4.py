@@ -77,7 +77,8 @@ def test_a_small_run_of_the_recipe_writes_the_log(data, tmp_path):
     check_form(entries)
     found = {entry["key"]: entry["value"] for entry in entries}
     expected = {
-        "submission_benchmark": "dlrmv4", "global_batch_size": 16, "train_samples": trainer.data.num_samples, "seed": 1,
+        "submission_benchmark": "dlrmv4", "global_batch_size": 16, "seed": 1,
+        "train_samples": trainer.data.num_samples,
         "opt_name": "Adam", "opt_base_learning_rate": 1e-6, "opt_adam_beta_1": 0.95,
         "opt_adam_beta_2": 0.999, "opt_adam_epsilon": 1e-8, "opt_weight_decay": 0.0,
         "opt_gradient_clip_norm": 1.0, "opt_sparse_name": "RowWiseAdagrad",

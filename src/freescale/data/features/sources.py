@@ -24,11 +24,11 @@ from freescale.data.features.store import list_stored
 from freescale.data.histories import is_histories
 from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.ingest.layouts import Layout
-from freescale.data.workspace import make_folder
 from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.ingest.tables import lay_out, read_tables
 from freescale.data.ingest.yambda import MAPPINGS, is_yambda, write_items
 from freescale.data.values import decode_text
+from freescale.data.workspace import make_folder
 
 LISTS = ("multi", "vector")  # kinds of several values, which events do not have
 ITEMS = "items.parquet"  # made of Yambda's mappings
