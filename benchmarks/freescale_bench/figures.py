@@ -30,6 +30,7 @@ from freescale_bench.common.markdown import (
 from freescale_bench.common.options import make_parser
 from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import read_result
+from freescale_bench.dlrm.table import format_dlrm
 from freescale_bench.faults import figure as faults_figure
 from freescale_bench.faults.table import format_faults, format_restarts
 from freescale_bench.features.table import format_features, format_preparation
@@ -144,6 +145,9 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     ),
     "features-step": (("features-step-*",), format_claims),
     "features-preparation": (("features-preparation-cpu",), format_preparation),
+    "store": (("store-cpu",), format_claims),
+    "dlrm": (("dlrm-*",), format_claims),
+    "dlrm-step": (("dlrm-step-h200",), format_dlrm),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),
     "snapshot": (("snapshot-*",), format_claims),
     "faults": (("faults-*",), format_faults),
