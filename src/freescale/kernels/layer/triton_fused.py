@@ -50,8 +50,11 @@ from freescale.kernels.layer.triton import WIDE, choose_draws, choose_shape
 # Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
 # Backward: few enough registers for five programs per SM, or four of the gate with several rows
-# each. All parts of the tokens, each with its own sums, run at once on the 132 SMs of an H200.
+# each. All parts of the tokens, each with its own sums, run at once on the 132 SMs of an H200. For
+# the gate that is one part too many per SM, which many tokens avoid: LONG_PARTS of at least
+# LONG_ROWS tokens are five waves of the gate and four of the others.
 REGISTERS, GATE_REGISTERS, MOST_PARTS = 96, 128, 5 * 132
+LONG_PARTS, LONG_ROWS = 4 * MOST_PARTS, 128
 SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
@@ -138,7 +141,8 @@ class _Sums:
         self.places, end = dict(zip(widths, ends, strict=False)), ends[-1]
         # a multiple of the rows of any kernel's iteration, all powers of two
         rows = max(least, *(choose_shape(BACKWARD, width)["R"] for width in widths.values()))
-        self.rows = count_blocks(count_blocks(tokens, MOST_PARTS), rows) * rows  # of a part
+        most = LONG_PARTS if tokens >= LONG_PARTS * LONG_ROWS else MOST_PARTS
+        self.rows = count_blocks(count_blocks(tokens, most), rows) * rows  # of a part
         self.count = count_blocks(tokens, self.rows)
         self.parts = torch.empty(self.count, end, dtype=torch.float32, device=device)
 
