@@ -43,13 +43,16 @@ def spread_ids(ids: Tensor, out: Tensor, stride: int, rows: int, base: int) -> N
     )  # fmt: skip
 
 
-def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
+def sum_by_row(
+    values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """As the reference."""
     check_values(values, rows)
     require_gpu(values.device, "kernels.row_sums.reference")
     out = onto
     if out is None:
-        out = torch.zeros(count, values.shape[1], dtype=values.dtype, device=values.device)
+        out = values.new_zeros(count, values.shape[1], dtype=dtype)
     rows_sorted = SortedRows.of(rows.reshape(-1))
     if rows.ndim > 1:
         rows_sorted = replace(rows_sorted, order=rows_sorted.order // rows.shape[1])
@@ -57,12 +60,14 @@ def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = N
     return out
 
 
-def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+def sum_sorted(
+    rows: SortedRows, values: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """As the reference, but (row numbers [n], sums [n, width]) by sorted position: the first
     position of a row has its number and sum, all others have -1 and no sum."""
     check_values(values, rows.order)
     require_gpu(values.device, "kernels.row_sums.reference")
-    found, out = torch.empty_like(rows.rows), torch.empty_like(values)
+    found, out = torch.empty_like(rows.rows), torch.empty_like(values, dtype=dtype)
     _launch_sums(rows, values.contiguous(), out, found, dense=False)
     return found, out
 
