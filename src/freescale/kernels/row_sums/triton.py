@@ -25,6 +25,8 @@ from freescale.kernels.row_sums.reference import SortedRows, check_values
 
 SUMS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
 UNROLL = 4  # values of a row in flight
+# Wide rows: columns of a warp, and sorted positions of a program.
+WARP_COLUMNS, SPAN = 512, 32
 # Values of a row: longer rows are cut into chunks, to share a hot row among programs. A power of
 # two, and so a multiple of a tile's rows.
 CHUNK = 128
@@ -78,10 +80,18 @@ def _launch_sums(
     if not values.numel():
         return
     shape, partial = shape_sums(SUMS, values.shape[1]), sum_chunks(rows, values)
-    n = rows.rows.numel()
+    n, warps = rows.rows.numel(), shape["W"] // WARP_COLUMNS
+    tensors = values, rows.rows, rows.order, partial, out, found
+    if warps:
+        launch_blocks(
+            _kernels.wide_row_sums_kernel, values.device, n, SPAN, *tensors, n, DENSE=dense,
+            ADDS=adds, CHUNK=CHUNK, UNROLL=UNROLL, SPAN=SPAN, WIDTH=shape["WIDTH"], W=shape["W"],
+            num_warps=warps,
+        )  # fmt: skip
+        return
     launch_blocks(
-        _kernels.row_sums_kernel, values.device, n, shape["R"], values, rows.rows, rows.order,
-        partial, out, found, n, DENSE=dense, ADDS=adds, **shape,
+        _kernels.row_sums_kernel, values.device, n, shape["R"], *tensors, n, DENSE=dense,
+        ADDS=adds, **shape,
     )  # fmt: skip
 
 
