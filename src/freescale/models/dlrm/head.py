@@ -15,6 +15,7 @@ from freescale.models.dlrm.encoder import DlrmHSTU
 from freescale.models.dlrm.networks import (
     CYCLES,
     EPS,
+    Permute,
     RowNorm,
     find_phases,
     make_linear,
@@ -123,13 +124,12 @@ class DlrmRanking(Ranking):
         vectors, side = self._read(batch, "history")
         offered, offered_side = self._read(batch, "candidates")
         past, present = self._embed_actions(batch, history)
-        x = self._embed(vectors, side, past)
-        parts = [x, self._embed(offered, offered_side, present)]
+        events = self._embed(vectors, side, past)
+        parts = [events, self._embed(offered, offered_side, present)]
         context = self._embed_requests(batch, candidates)
-        parts += [] if context is None else [context.to(x.dtype)]
+        parts += [] if context is None else [context.to(events.dtype)]
         order, places = self._order(history, candidates)
-        x = torch.cat(parts)
-        x = torch.empty_like(x).index_copy(0, order, x)
+        x: Tensor = Permute.apply(torch.cat(parts), order)  # type: ignore[no-untyped-call]
         given, _ = self._find_candidate_times(batch, history, candidates)
         times = torch.cat([find_sequence(batch, "timestamps", history).values, given])
         before = times.new_zeros(order.numel() - times.numel())  # of context
