@@ -234,6 +234,8 @@ def row_sums_of(width, device="cpu"):
     marked = torch.where(index == 18, -1, index)
     skipped = triton_row_sums.sum_by_row(values, marked, count)
     skipped[18] = ours[18]
+    narrow = values.bfloat16()
+    sums_of_narrow = triton_row_sums.sum_by_row(narrow, index, count, dtype=torch.float32)
     there = torch.randn_like(ours)
     onto = triton_row_sums.sum_by_row(values, index, count, onto=there.clone())
     size = exact.abs().max()
@@ -247,6 +249,9 @@ def row_sums_of(width, device="cpu"):
         "no row": torch.equal(skipped, ours),
         "few": torch.equal(cut.cpu(), row_sums.sum_by_row(*few, count)),
         "onto": torch.equal(onto, ours + there),
+        "narrow": torch.equal(
+            sums_of_narrow, triton_row_sums.sum_by_row(narrow.float(), index, count)
+        ),
         "empty": not triton_row_sums.sum_by_row(values[:0], index[:0], 3).any(),
     }
 
@@ -265,6 +270,11 @@ def summed_update(name, width, device="cpu"):
     second = updated(
         triton_row_updates, name, weight, states, *triton_row_sums.sum_sorted(few, values[:40])
     )
+    narrow = values.bfloat16()
+    by_narrow, by_wide = (
+        updated(triton_row_updates, name, weight, states, ordered, each)
+        for each in (narrow, narrow.float())
+    )
     marks = mark_by_update(name, weight, states, ordered, values)
     read = torch.zeros_like(marks)
     mark_rows(read, index[index >= 0].long())
@@ -272,6 +282,7 @@ def summed_update(name, width, device="cpu"):
         "equal": all(torch.equal(a, b) for a, b in zip(ours, apart, strict=True)),
         "marks": torch.equal(marks, read),
         "few": all(torch.equal(a, b) for a, b in zip(first, second, strict=True)),
+        "narrow": all(torch.equal(a, b) for a, b in zip(by_narrow, by_wide, strict=True)),
         "changed": not torch.equal(ours[0], weight),
     }
 
@@ -302,6 +313,34 @@ def left_gradients(width, device="cpu"):
         "read": torch.equal(read, torch.cat([weights[0] * 2, weights[2], two]))
         and len(read_rows_of) == 40 + 7 + 2,
         "anchor": kept.anchor.grad is None,
+    }
+
+
+def left_narrow_gradients(width, device="cpu"):
+    """Reads in 16 bits leave their gradients as they are, several of a part one by one: sums are in
+    the dtype of the rows."""
+    torch.manual_seed(7)
+    table = torch.randn(30, width).to(device)
+    parts = [torch.randint(0, 30, (n,), device=device, dtype=torch.int32) for n in (9, 4, 6)]
+    kept, narrow = RowGradients(parts, table), torch.float16  # the interpreter truncates bfloat16
+    reads = [triton_rows.read_rows(table, parts[part], kept, part, narrow) for part in (0, 2, 2)]
+    weights = [torch.randn(len(read), width).to(device, narrow) for read in reads]
+    sum((read * weight).sum() for read, weight in zip(reads, weights, strict=True)).backward()
+    rows, taken = kept.take()
+    sums = triton_row_sums.sum_by_row(taken, rows, 30, dtype=kept.dtype)
+    expected = torch.zeros(30, width, dtype=torch.float64, device=device)
+    for part, weight in zip((0, 2, 2), weights, strict=True):
+        expected.index_add_(0, parts[part].long(), weight.double())
+    leaf = table.clone().requires_grad_()
+    read = triton_rows.read_rows(leaf, parts[0], dtype=narrow)
+    (alone,) = torch.autograd.grad(read, leaf, weights[0])
+    few = torch.zeros_like(expected).index_add_(0, parts[0].long(), weights[0].double())
+    return {
+        "values": torch.equal(reads[0], table[parts[0].long()].to(narrow)),
+        "left": taken.dtype == narrow and len(taken) == 9 + 4 + 6 + 6,
+        "sums": sums.dtype == table.dtype and torch.allclose(sums.double(), expected, atol=1e-6),
+        "alone": alone.dtype == leaf.dtype and torch.allclose(alone.double(), few, atol=1e-6),
+        "read": torch.equal(read.detach(), reads[0].detach()),
     }
 
 
@@ -434,7 +473,10 @@ ROWS = {
     **{f"gather {width}": lambda device, w=width: gathers(w, device) for width in (*WIDTHS, 100)},
     **{f"sums {width}": lambda device, w=width: sums(w, device) for width in WIDTHS},
     **{f"reads {width}": lambda device, w=width: reads(w, device) for width in WIDTHS},
-    **{f"row sums {width}": lambda device, w=width: row_sums_of(w, device) for width in WIDTHS},
+    **{
+        f"row sums {width}": lambda device, w=width: row_sums_of(w, device)
+        for width in (*WIDTHS, 300)  # above 256 by another kernel
+    },
     **{
         f"summed {name} {width}": lambda device, n=name, w=width: summed_update(n, w, device)
         for name in OPTIMIZERS
@@ -443,6 +485,7 @@ ROWS = {
     },
     **{f"copies {width}": lambda device, w=width: copies(w, device) for width in WIDTHS},
     "left gradients": lambda device: left_gradients(12, device),
+    "left gradients, 16 bits": lambda device: left_narrow_gradients(12, device),
     "spread ids": spreads,
     **{f"unique, {name}": lambda device, n=name: deduplicated(n, device) for name in KEYS},
     "unique, signed": lambda device: deduplicated("far apart", device, -(1 << 60)),

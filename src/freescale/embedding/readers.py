@@ -116,6 +116,10 @@ class TableReader(nn.Module):
         """ids [...] -> rows [..., width]."""
         return self._tables.read(self.table, input)
 
+    def read(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `forward` returns, in another dtype, without a copy in the table's."""
+        return self._tables.read(self.table, ids, dtype)
+
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids [...] -> (rows [u, width], index [...]): what `forward` returns is rows[index], of
         which nothing is copied here."""

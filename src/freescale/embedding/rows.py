@@ -22,8 +22,9 @@ class Rows(Protocol):
         """(number of the part or None, index [...] of ids [...]) for `read` and `offer`, and found
         [...]: which ids are there; None if all are known to be."""
 
-    def read(self, part: int | None, index: Tensor) -> Tensor:
-        """The rows [..., width] at index [...]; `part` of the ids that were given, or others."""
+    def read(self, part: int | None, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The rows [..., width] at index [...]; `part` of the ids that were given, or others. In
+        another dtype if one is given."""
 
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
         """All rows [u, width], and the index [...] of some: for readers without `read`."""
@@ -68,9 +69,9 @@ class FetchedRows:
     def _search(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         return self.index.search(keys)
 
-    def read(self, part: int | None, index: Tensor) -> Tensor:
+    def read(self, part: int | None, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         rows = self._rows if self._gradients is None else self._rows.detach()
-        return read_rows(rows, index, self._gradients, part)
+        return read_rows(rows, index, self._gradients, part, dtype)
 
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
         return self._rows, index
@@ -107,4 +108,4 @@ def sum_readings(gradients: RowGradients, others: Tensor | None, count: int) -> 
     rows, values = gradients.take(only_read=others is not None)
     if others is not None and not rows.numel():
         return others
-    return sum_by_row(values, rows, count, others)
+    return sum_by_row(values, rows, count, others, gradients.dtype)

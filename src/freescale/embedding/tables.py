@@ -171,11 +171,11 @@ class Tables:
         """From now on it cannot."""
         self._open = None
 
-    def read(self, name: str, ids: Tensor) -> Tensor:
+    def read(self, name: str, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """What nn.Embedding would return: rows [..., width] of ids [...], out of the rows that were
-        fetched."""
+        fetched, in another dtype if one is given."""
         (rows, part, index), padding = self._locate(name, ids), self.specs[name].padding
-        result = rows.read(part, index)
+        result = rows.read(part, index, dtype)
         if padding is not None:
             result = torch.where((ids == padding)[..., None], result.detach(), result)
         return result

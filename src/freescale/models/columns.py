@@ -111,6 +111,21 @@ def locate_rows(table: nn.Module, *ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     return rows, [index.view(part.shape) for index, part in zip(parts, ids, strict=True)]
 
 
+def read_rows(table: nn.Module, ids: Tensor) -> Tensor:
+    """The rows [..., width] of ids [...] for matrix products: in autocast's dtype, if that is on.
+
+    `table`: as in `locate_rows`, or a module with `read(ids, dtype)`, whose rows need no copy in
+    their own dtype.
+    """
+    kind = ids.device.type
+    read: Any = getattr(table, "read", None)
+    if read is None or not torch.is_autocast_enabled(kind):
+        found: Tensor = table(ids)
+    else:
+        found = read(ids, torch.get_autocast_dtype(kind))
+    return found
+
+
 def find_log_q(table: nn.Module, ids: Tensor) -> Tensor | None:
     """Log-q [...] of ids [...] if the table counts them, else None."""
     find: Any = getattr(table, "find_log_q", None)

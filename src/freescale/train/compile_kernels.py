@@ -197,6 +197,8 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     call_local_tables(numbers.to(torch.int32), weight, gradients)
     rows = TableRange(TableSpec("item", ITEMS, width, weight.dtype, ()), 0, 0, ITEMS)
     storage = DeviceStorage([rows], ITEMS, build_row_optimizer(config), device)
+    if config.model.head == "dlrm" and train.precision == "bf16":  # rows are read in 16 bits
+        call_narrow_reads(numbers, weight, gradients.bfloat16(), storage, train.row_clip)
     call_updates(storage, numbers, gradients, train.row_clip)
     if train.full_every > 1 or train.snapshot_every is not None:  # rows are marked
         storage.changed.follow("consumer")
@@ -204,6 +206,19 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     if "direct" in train.placement:
         for table in (weight, *storage.state.values()):
             row_moves.copy_rows(table, numbers[:ITEMS], table.clone(), numbers[:ITEMS])
+
+
+def call_narrow_reads(
+    numbers: Tensor, weight: Tensor, gradients: Tensor, storage: DeviceStorage, clip: float | None
+) -> None:
+    """Calls reads of a table in the gradients' dtype, and what becomes of these."""
+    options: UpdateOptions = {"step": 1, "factor": 0.5, "clip": clip}
+    for index in (numbers, numbers.to(torch.int32)):
+        gather_rows(weight, index, gradients.dtype)
+        for count in (numbers.numel(), ITEMS):  # long sums go in chunks
+            given = gradients[:count], index[:count].to(torch.int32)
+            sum_by_row(*given, ITEMS, dtype=weight.dtype)
+            storage.update_readings(SortedRows.of(given[1]), given[0], **options)
 
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:

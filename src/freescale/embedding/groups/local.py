@@ -83,8 +83,8 @@ class InPlaceRows:
             return *known, None
         return None, *self.find(self._find_rows(table, ids))
 
-    def read(self, part: int | None, index: Tensor) -> Tensor:
-        return read_rows(self._table, index, self._gradients, part)
+    def read(self, part: int | None, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return read_rows(self._table, index, self._gradients, part, dtype)
 
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
         """As `Rows.offer`. The gradient of all rows that are offered will exist, so they are a copy

@@ -157,13 +157,14 @@ class Storage(ABC):
     def update_readings(
         self, slots: SortedRows, gradients: Tensor, **options: Unpack[UpdateOptions]
     ) -> None:
-        """Slots, of `find_targets`, sorted, and the gradients [n, width] of all that read them:
-        `update` by the sum of each row's. In one go where that gives the same bits."""
+        """Slots, of `find_targets`, sorted, and the gradients [n, width] of all that read them, in
+        the dtype of what was read: `update` by the sum of each row's. In one go where that gives
+        the same bits."""
         is_row_wise = isinstance(self.optimizer, RowWiseAdagrad)
         if options["clip"] is None and self._has_kernel and not is_row_wise:
             self._update(slots, gradients, options)
         else:
-            self.update(*sum_sorted(slots, gradients), **options)
+            self.update(*sum_sorted(slots, gradients, self.weight), **options)
 
     def _update(
         self, slots: Tensor | SortedRows, gradients: Tensor, options: UpdateOptions

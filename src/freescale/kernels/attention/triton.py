@@ -223,8 +223,8 @@ class _Call:
             _describe_table(stored, launch.inner, launch.tile),
             build_descriptor(rows, launch.inner), out, tiles, factor, HEADS=self.constants["HEADS"],
             D=rows.shape[2], M=launch.inner, N=launch.tile, CANDIDATES=self.constants["CANDIDATES"],
-            STAGES=launch.stages, MASKED_STAGES=launch.masked_stages, num_warps=launch.warps,
-            maxnreg=launch.registers,
+            STAGES=launch.stages, MASKED_STAGES=launch.masked_stages, STRIDE=out.stride(0),
+            num_warps=launch.warps, maxnreg=launch.registers,
         )  # fmt: skip
 
     def backward_kv(
@@ -240,6 +240,7 @@ class _Call:
             _describe_table(self.pairs, launch.inner, launch.tile), grad_k, grad_v, tiles,
             half_alpha=self.half_alpha, factor=self.half_alpha / scale, inverse_scale=1 / scale,
             M=launch.inner, N=launch.tile, KEYS=launch.keys, VALUES=launch.values,
+            STRIDE_K=grad_k.stride(0), STRIDE_V=grad_v.stride(0),
             **self._build_arguments(launch),
         )  # fmt: skip
 
@@ -258,7 +259,7 @@ class _Call:
             _describe_table(weights, launch.tile, launch.inner),
             _describe_table(changes, launch.tile, launch.inner), grad_q, tiles,
             half_alpha=self.half_alpha, factor=self.half_alpha / scale, M=launch.tile,
-            N=launch.inner, **self._build_arguments(launch),
+            N=launch.inner, STRIDE=grad_q.stride(0), **self._build_arguments(launch),
         )  # fmt: skip
 
     def _build_arguments(self, launch: AttentionLaunch) -> dict[str, Any]:
@@ -345,10 +346,12 @@ def attend(
 def differentiate_attention(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor | None, Tensor | None],
     plan: TilePlan, alpha: float, scale: float, *, need_biases: bool,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v and both biases from that of the output of `attend`."""
+    """Gradients of q, k, v and both biases from that of the output of `attend`. Writes the first
+    three `into` tensors [tokens, heads, d], such as columns of a wider one, if they are given."""
     grad = make_readable(grad)
-    grad_q, grad_k, grad_v = (
+    grad_q, grad_k, grad_v = into or (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )
     grad_position, grad_time = (None if b is None else torch.zeros_like(b) for b in biases)

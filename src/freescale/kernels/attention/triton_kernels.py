@@ -329,6 +329,7 @@ def backward_kv_kernel(
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,  # of the gradients
 ):  # fmt: skip
     """Gradients of the keys [row, row + N) and of their values, summed over the queries: tiles with
     a mask first, then the others, each in order. Wide heads have registers for the sums of only one
@@ -358,9 +359,9 @@ def backward_kv_kernel(
             MASKED=False,
         )  # fmt: skip
     if KEYS:
-        _store(grad_k, HEADS * D_QK, start, j, length, head * D_QK, total_k * factor, D_QK)
+        _store(grad_k, STRIDE_K, start, j, length, head * D_QK, total_k * factor, D_QK)
     if VALUES:
-        _store(grad_v, HEADS * D_V, start, j, length, head * D_V, total_v * inverse_scale, D_V)
+        _store(grad_v, STRIDE_V, start, j, length, head * D_V, total_v * inverse_scale, D_V)
 
 
 @triton.jit
@@ -405,7 +406,7 @@ def backward_q_kernel(
     position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
-    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr, STRIDE: tl.constexpr,  # of the gradient
 ):  # fmt: skip
     """Gradients of the queries [row, row + M), summed over the keys in their order. Stores the
     weights and the gradients of the scores of all pairs that it visits, if there are tables for
@@ -431,7 +432,7 @@ def backward_q_kernel(
             head, sample, bias, half_alpha, HEADS, D_QK, D_V, N, FAST, INLINE, PRECISION,
             CANDIDATES, MASKED=True,
         )  # fmt: skip
-    _store(grad_q, HEADS * D_QK, start, i, length, head * D_QK, total * factor, D_QK)
+    _store(grad_q, STRIDE, start, i, length, head * D_QK, total * factor, D_QK)
 
 
 @triton.jit
@@ -459,6 +460,7 @@ def backward_stored_kernel(
     stored_desc, rows_desc, out, tiles, factor,
     HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CANDIDATES: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    STRIDE: tl.constexpr,  # of `out`
 ):  # fmt: skip
     """Sums of the queries' rows for the keys [row, row + N), weighted by a stored table, in the
     order of `backward_kv_kernel`. The gradients of values are sums of the output's gradient with
@@ -479,4 +481,4 @@ def backward_stored_kernel(
             total, stored_desc, rows_desc, j, row, query, head, sample, HEADS, D, M, CANDIDATES,
             MASKED=False,
         )  # fmt: skip
-    _store(out, HEADS * D, start, j, length, head * D, total * factor, D)
+    _store(out, STRIDE, start, j, length, head * D, total * factor, D)

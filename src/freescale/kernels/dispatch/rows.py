@@ -81,14 +81,16 @@ def gather_rows(weight: Tensor, numbers: Tensor, dtype: torch.dtype | None = Non
 
 
 def read_rows(
-    table: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
-) -> Tensor:
-    """table [u, width], index [...] into it -> [..., width]. With `gradients`, if the table
-    `keeps_gradients`, backward adds to their part."""
+    table: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """table [u, width], index [...] into it -> [..., width], in another dtype if one is given. With
+    `gradients`, if the table `keeps_gradients`, backward adds to their part, in the dtype of what
+    was read."""
     if _fits_triton(table):
-        return triton.read_rows(table, index, gradients, part)
+        return triton.read_rows(table, index, gradients, part, dtype)
     assert gradients is None
-    return torch.nn.functional.embedding(index, table)
+    return torch.nn.functional.embedding(index, table).to(dtype or table.dtype)
 
 
 def sum_rows(table: Tensor, index: Tensor) -> Tensor:
@@ -100,18 +102,21 @@ def sum_rows(table: Tensor, index: Tensor) -> Tensor:
     return (found * (index >= 0)[..., None]).sum(-2)
 
 
-def sum_by_row(values: Tensor, numbers: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
+def sum_by_row(
+    values: Tensor, numbers: Tensor, count: int, onto: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """`row_sums.reference.sum_by_row`: values [n, width] of rows [n] -> [count, width]."""
     if _fits_triton(values):
-        return triton_row_sums.sum_by_row(values, numbers.to(torch.int32), count, onto)
-    return row_sums.sum_by_row(values, numbers, count, onto)
+        return triton_row_sums.sum_by_row(values, numbers.to(torch.int32), count, onto, dtype)
+    return row_sums.sum_by_row(values, numbers, count, onto, dtype)
 
 
-def sum_sorted(numbers: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_sums.reference.sum_sorted`. If the optimizers skip rows of -1, the result has them
-    between the unique rows, and nothing is read from the device."""
-    compute = triton_row_sums.sum_sorted if keeps_gradients(values) else row_sums.sum_sorted
-    return compute(numbers, values)
+def sum_sorted(numbers: SortedRows, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """`row_sums.reference.sum_sorted` in the dtype of the table. If the optimizers skip rows of -1,
+    the result has them between the unique rows, and nothing is read from the device."""
+    compute = triton_row_sums.sum_sorted if keeps_gradients(table) else row_sums.sum_sorted
+    return compute(numbers, values, table.dtype)
 
 
 def sum_in_order(parts: Tensor, copies: int) -> Tensor:

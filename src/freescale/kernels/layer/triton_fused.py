@@ -9,9 +9,9 @@ and in the products' dtype for its matrix products. Gradients of vectors are sum
 tokens, in an order that depends only on their number. Gradients of matrices leave the product in
 the parameters' dtype. The same inputs give the same bits.
 
-A wide layer has no SiLU launch: values, queries and keys are columns of the projection, and their
-gradients are copied back into its columns. Its gate writes three times as many columns, and its
-product has no bias.
+A wide layer has no SiLU launch: values, queries and keys are columns of the projection, and the
+attention's backward writes their gradients into its columns. Its gate writes three times as many
+columns, and its product has no bias.
 
 The projection pads heads of other widths than the attention's kernels with columns of zeros: its
 matrix gets rows of zeros behind the values, queries and keys of each head. After the attention the
@@ -20,7 +20,7 @@ padding is cut off, so the gated norm does not see it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -50,8 +50,11 @@ from freescale.kernels.layer.triton import WIDE, choose_draws, choose_shape
 # Backward keeps three sums of a tile in registers: half the tile, twice the programs at a time.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(1024, 4, 4)
 # Backward: few enough registers for five programs per SM, or four of the gate with several rows
-# each. All parts of the tokens, each with its own sums, run at once on the 132 SMs of an H200.
+# each. All parts of the tokens, each with its own sums, run at once on the 132 SMs of an H200. For
+# the gate that is one part too many per SM, which many tokens avoid: LONG_PARTS of at least
+# LONG_ROWS tokens are five waves of the gate and four of the others.
 REGISTERS, GATE_REGISTERS, MOST_PARTS = 96, 128, 5 * 132
+LONG_PARTS, LONG_ROWS = 4 * MOST_PARTS, 128
 SILU_ELEMENTS, SILU_COLUMNS = 2048, 256  # of a program, at most
 
 
@@ -138,7 +141,8 @@ class _Sums:
         self.places, end = dict(zip(widths, ends, strict=False)), ends[-1]
         # a multiple of the rows of any kernel's iteration, all powers of two
         rows = max(least, *(choose_shape(BACKWARD, width)["R"] for width in widths.values()))
-        self.rows = count_blocks(count_blocks(tokens, MOST_PARTS), rows) * rows  # of a part
+        most = LONG_PARTS if tokens >= LONG_PARTS * LONG_ROWS else MOST_PARTS
+        self.rows = count_blocks(count_blocks(tokens, most), rows) * rows  # of a part
         self.count = count_blocks(tokens, self.rows)
         self.parts = torch.empty(self.count, end, dtype=torch.float32, device=device)
 
@@ -226,6 +230,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx, above, grad):  # type: ignore[no-untyped-def]
         from freescale.kernels.layer.triton_fused_kernels import (
             add_norm_backward_kernel,
+            column_sums_kernel,
             gate_backward_kernel,
             silu_backward_kernel,
         )
@@ -257,18 +262,30 @@ class _Layer(torch.autograd.Function):
                     WEIGHT_AT="gate_weight", BIAS_AT="gate_bias", GATE_AT="projection_bias"
                 ),
             )  # fmt: skip
+            into = None
+            if options.wide:
+                v, q, k = _view_heads(grad_projected[:, gated_width:], options)
+                into = q, k, v
             grad_q, grad_k, grad_v, *grad_biases = differentiate_attention(
                 pad_heads(grad_attended), *_split_heads(active, options), tuple(biases),
-                *options.attention, need_biases=any(ctx.needs_input_grad[10:12]),
+                *options.attention, need_biases=any(ctx.needs_input_grad[10:12]), into=into,
             )  # fmt: skip
-            blocks = sum(count_blocks(size, silu["C"]) for size in columns[1:])
-            launch_kernel(
-                silu_backward_kernel, (sums.count, blocks),
-                grad_v, grad_q, grad_k, projected, grad_projected, sums.parts,
-                tokens, sums.rows // silu["R"], **sums.place(AT="projection_bias"),
-                SILU=not options.wide, FIRST=gated_width, FIRST_WIDTH=columns[1],
-                SECOND_WIDTH=columns[2], THIRD_WIDTH=columns[3], **silu,
-            )  # fmt: skip
+            if options.wide:
+                launch_kernel(
+                    column_sums_kernel,
+                    (sums.count, count_blocks(total - gated_width, silu["C"])),
+                    grad_projected, sums.parts, tokens, sums.rows // silu["R"],
+                    **sums.place(AT="projection_bias"), FIRST=gated_width, TOTAL=total, **silu,
+                )  # fmt: skip
+            else:
+                blocks = sum(count_blocks(size, silu["C"]) for size in columns[1:])
+                launch_kernel(
+                    silu_backward_kernel, (sums.count, blocks),
+                    grad_v, grad_q, grad_k, projected, grad_projected, sums.parts,
+                    tokens, sums.rows // silu["R"], **sums.place(AT="projection_bias"),
+                    FIRST=gated_width, FIRST_WIDTH=columns[1], SECOND_WIDTH=columns[2],
+                    THIRD_WIDTH=columns[3], **silu,
+                )  # fmt: skip
             grad_projection = _multiply(grad_projected.t(), normal, ctx.dtypes[0])
             grad_normal = torch.mm(grad_projected, projection)
             grad_x = torch.empty_like(x)
@@ -335,9 +352,14 @@ class _AddProduct(torch.autograd.Function):
         return above, above if grad_added is None else grad_added, grad_bias
 
 
+def _view_heads(active: Tensor, options: LayerOptions) -> Iterator[Tensor]:
+    """[tokens, columns of v, q, k] -> values, queries and keys [tokens, heads, d]."""
+    parts = torch.split(active, list(options.columns[1:]), dim=1)
+    return (part.view(len(active), options.heads, -1) for part in parts)
+
+
 def _split_heads(active: Tensor, options: LayerOptions) -> tuple[Tensor, Tensor, Tensor]:
     """[tokens, columns of v, q, k] -> queries, keys and values [tokens, heads, d]. Those of a wide
     layer are copied if its gate has an odd width."""
-    v, q, k = torch.split(active, list(options.columns[1:]), dim=1)
-    q, k, v = (make_readable(part.view(len(active), options.heads, -1)) for part in (q, k, v))
+    v, q, k = map(make_readable, _view_heads(active, options))
     return q, k, v

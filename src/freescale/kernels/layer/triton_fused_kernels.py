@@ -135,22 +135,19 @@ def silu_kernel(
 @triton.jit
 def _silu_gradient(
     grad, x, out, parts, column, tokens, steps,
-    SUMS: tl.constexpr, AT: tl.constexpr, SILU: tl.constexpr, TOTAL: tl.constexpr,
+    SUMS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr,
     FIRST: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """grad [tokens, WIDTH] belongs to the columns from FIRST of x and out [tokens, TOTAL]. Without
-    SILU it is copied."""
+    """grad [tokens, WIDTH] belongs to the columns from FIRST of x and out [tokens, TOTAL]."""
     part = tl.program_id(0).to(tl.int64)
     total = tl.zeros([R, C], tl.float32)
     for step in range(steps):
         row = (part * steps + step) * R + tl.arange(0, R)
         there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
         place = row[:, None] * TOTAL + FIRST + column[None, :]
+        values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
         result = tl.load(grad + row[:, None] * WIDTH + column[None, :], mask=there, other=0.0)
-        result = result.to(tl.float32)
-        if SILU:
-            values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-            result *= _silu_slope(values, _sigmoid(values))
+        result = result.to(tl.float32) * _silu_slope(values, _sigmoid(values))
         tl.store(out + place, result.to(out.dtype.element_ty), mask=there)
         total += result
     _store_sum(parts, column, tl.sum(total, 0), SUMS, AT + FIRST, WIDTH)
@@ -159,7 +156,7 @@ def _silu_gradient(
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def silu_backward_kernel(
     first_grad, second_grad, third_grad, x, out, parts, tokens, steps,
-    SUMS: tl.constexpr, AT: tl.constexpr, SILU: tl.constexpr, FIRST: tl.constexpr,
+    SUMS: tl.constexpr, AT: tl.constexpr, FIRST: tl.constexpr,
     FIRST_WIDTH: tl.constexpr, SECOND_WIDTH: tl.constexpr, THIRD_WIDTH: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -175,18 +172,36 @@ def silu_backward_kernel(
     if block < second:
         _silu_gradient(
             first_grad, x, out, parts, block * C + column, tokens, steps,
-            SUMS, AT, SILU, total, FIRST, FIRST_WIDTH, R, C,
+            SUMS, AT, total, FIRST, FIRST_WIDTH, R, C,
         )  # fmt: skip
     elif block < third:
         _silu_gradient(
             second_grad, x, out, parts, (block - second) * C + column, tokens, steps,
-            SUMS, AT, SILU, total, second_start, SECOND_WIDTH, R, C,
+            SUMS, AT, total, second_start, SECOND_WIDTH, R, C,
         )  # fmt: skip
     else:
         _silu_gradient(
             third_grad, x, out, parts, (block - third) * C + column, tokens, steps,
-            SUMS, AT, SILU, total, third_start, THIRD_WIDTH, R, C,
+            SUMS, AT, total, third_start, THIRD_WIDTH, R, C,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "steps"])
+def column_sums_kernel(
+    x, parts, tokens, steps, SUMS: tl.constexpr, AT: tl.constexpr, FIRST: tl.constexpr,
+    TOTAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Sums of the columns from FIRST of x [tokens, TOTAL]. Programs (p, c): a part of the tokens, C
+    columns."""
+    part = tl.program_id(0).to(tl.int64)
+    column = FIRST + tl.program_id(1) * C + tl.arange(0, C)
+    total = tl.zeros([R, C], tl.float32)
+    for step in range(steps):
+        row = (part * steps + step) * R + tl.arange(0, R)
+        there = (row < tokens)[:, None] & (column < TOTAL)[None, :]
+        place = row[:, None] * TOTAL + column[None, :]
+        total += tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    _store_sum(parts, column, tl.sum(total, 0), SUMS, AT, TOTAL)
 
 
 # ---- gated norm

@@ -75,7 +75,8 @@ class _AddEncodings(torch.autograd.Function):
         places, buckets, token_keys = ctx.saved_tensors
         grad, tokens, shape = grad.contiguous(), grad.shape[0], BACKWARD.shape(grad.shape[1])
         if token_keys is None:
-            grad_x = (grad * ctx.scale).to(ctx.dtype)
+            grad_x = torch.empty_like(grad, dtype=ctx.dtype)
+            torch.mul(grad, ctx.scale, out=grad_x)  # rounded in passing
         else:
             dropped, grad_x = torch.empty_like(grad), torch.empty_like(grad, dtype=ctx.dtype)
             with use_device(grad.device):

@@ -21,11 +21,16 @@ class SortedRows:
         return SortedRows(*rows.sort(stable=True))
 
 
-def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
-    """values [n, width] of rows [n] -> [count, width]: the sums of each row's values, in order.
-    With `onto` [count, width], adds them there; without it, rows without values are zero. With rows
-    [n, places], a value counts for several rows, and -1 is none."""
+def sum_by_row(
+    values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """values [n, width] of rows [n] -> [count, width]: the sums of each row's values, in order, in
+    another dtype if one is given. With `onto` [count, width], adds them there; without it, rows
+    without values are zero. With rows [n, places], a value counts for several rows, and -1 is
+    none."""
     check_values(values, rows)
+    values = values if dtype is None else values.to(dtype)
     if rows.ndim > 1:
         values = values.repeat_interleave(rows.shape[1], 0)[rows.reshape(-1) >= 0]
         rows = rows[rows >= 0]
@@ -33,11 +38,14 @@ def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = N
     return sums if onto is None else onto.add_(sums)
 
 
-def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+def sum_sorted(
+    rows: SortedRows, values: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """values [n, width], in the order before the sort -> (row numbers [u], sums [u, width])."""
     check_values(values, rows.order)
     unique, inverse = torch.unique_consecutive(rows.rows, return_inverse=True)
-    return unique, sum_by_row(values.index_select(0, rows.order), inverse, unique.numel())
+    values = values.index_select(0, rows.order)
+    return unique, sum_by_row(values, inverse, unique.numel(), dtype=dtype)
 
 
 def check_values(values: Tensor, rows: Tensor) -> None:

@@ -25,6 +25,8 @@ from freescale.kernels.row_sums.reference import SortedRows, check_values
 
 SUMS, CHUNKS = RowLaunch(1024, 4), RowLaunch(2048, 4)
 UNROLL = 4  # values of a row in flight
+# Wide rows: columns of a warp, and sorted positions of a program.
+WARP_COLUMNS, SPAN = 512, 32
 # Values of a row: longer rows are cut into chunks, to share a hot row among programs. A power of
 # two, and so a multiple of a tile's rows.
 CHUNK = 128
@@ -43,13 +45,16 @@ def spread_ids(ids: Tensor, out: Tensor, stride: int, rows: int, base: int) -> N
     )  # fmt: skip
 
 
-def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None) -> Tensor:
+def sum_by_row(
+    values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """As the reference."""
     check_values(values, rows)
     require_gpu(values.device, "kernels.row_sums.reference")
     out = onto
     if out is None:
-        out = torch.zeros(count, values.shape[1], dtype=values.dtype, device=values.device)
+        out = values.new_zeros(count, values.shape[1], dtype=dtype)
     rows_sorted = SortedRows.of(rows.reshape(-1))
     if rows.ndim > 1:
         rows_sorted = replace(rows_sorted, order=rows_sorted.order // rows.shape[1])
@@ -57,12 +62,14 @@ def sum_by_row(values: Tensor, rows: Tensor, count: int, onto: Tensor | None = N
     return out
 
 
-def sum_sorted(rows: SortedRows, values: Tensor) -> tuple[Tensor, Tensor]:
+def sum_sorted(
+    rows: SortedRows, values: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """As the reference, but (row numbers [n], sums [n, width]) by sorted position: the first
     position of a row has its number and sum, all others have -1 and no sum."""
     check_values(values, rows.order)
     require_gpu(values.device, "kernels.row_sums.reference")
-    found, out = torch.empty_like(rows.rows), torch.empty_like(values)
+    found, out = torch.empty_like(rows.rows), torch.empty_like(values, dtype=dtype)
     _launch_sums(rows, values.contiguous(), out, found, dense=False)
     return found, out
 
@@ -73,10 +80,18 @@ def _launch_sums(
     if not values.numel():
         return
     shape, partial = shape_sums(SUMS, values.shape[1]), sum_chunks(rows, values)
-    n = rows.rows.numel()
+    n, warps = rows.rows.numel(), shape["W"] // WARP_COLUMNS
+    tensors = values, rows.rows, rows.order, partial, out, found
+    if warps:
+        launch_blocks(
+            _kernels.wide_row_sums_kernel, values.device, n, SPAN, *tensors, n, DENSE=dense,
+            ADDS=adds, CHUNK=CHUNK, UNROLL=UNROLL, SPAN=SPAN, WIDTH=shape["WIDTH"], W=shape["W"],
+            num_warps=warps,
+        )  # fmt: skip
+        return
     launch_blocks(
-        _kernels.row_sums_kernel, values.device, n, shape["R"], values, rows.rows, rows.order,
-        partial, out, found, n, DENSE=dense, ADDS=adds, **shape,
+        _kernels.row_sums_kernel, values.device, n, shape["R"], *tensors, n, DENSE=dense,
+        ADDS=adds, **shape,
     )  # fmt: skip
 
 

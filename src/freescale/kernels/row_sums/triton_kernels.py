@@ -156,6 +156,67 @@ def row_sums_kernel(
     tl.store(target, total, mask=there)
 
 
+@triton.jit
+def _sum_row(
+    values, rows, order, partial, row, i, n,
+    CHUNK: tl.constexpr, UNROLL: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The sum [W] of the row that begins at sorted position i, as in `sum_rows`."""
+    column = tl.arange(0, W)
+    narrow = column < WIDTH
+    if tl.load(rows + i + CHUNK, mask=i + CHUNK < n, other=-1) == row:
+        slot = i // CHUNK * 2
+        first = slot + tl.where(i % CHUNK == 0, 0, 1)
+        total = tl.load(partial + first * WIDTH + column, mask=narrow, other=0.0).to(tl.float32)
+        at = i + CHUNK
+        while tl.load(rows + at, mask=at < n, other=-1) == row:
+            for _ in tl.static_range(UNROLL):
+                slot += 2
+                same = tl.load(rows + at, mask=at < n, other=-1) == row
+                chunk = tl.load(partial + slot * WIDTH + column, mask=same & narrow, other=-0.0)
+                total += chunk.to(tl.float32)
+                at += CHUNK
+    else:
+        value = tl.load(order + i)
+        total = tl.load(values + value * WIDTH + column, mask=narrow, other=0.0).to(tl.float32)
+        at = i + 1
+        while tl.load(rows + at, mask=at < n, other=-1) == row:
+            for _ in tl.static_range(UNROLL):
+                same = tl.load(rows + at, mask=at < n, other=-1) == row
+                value = tl.load(order + at, mask=same, other=0)
+                # Masked values are negative zero, which changes no bit.
+                more = tl.load(values + value * WIDTH + column, mask=same & narrow, other=-0.0)
+                total += more.to(tl.float32)
+                at += 1
+    return total
+
+
+@triton.jit(do_not_specialize=["n"])
+def wide_row_sums_kernel(
+    values, rows, order, partial, out, found, n,
+    DENSE: tl.constexpr, ADDS: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr,
+    SPAN: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """As `row_sums_kernel`, for rows that occupy a warp or more: a program sums the rows that begin
+    at its SPAN positions one after another. Most positions begin none."""
+    begin = tl.program_id(0).to(tl.int64) * SPAN
+    column = tl.arange(0, W)
+    for i in range(begin, tl.minimum(begin + SPAN, n)):
+        row = tl.load(rows + i)
+        begins = (row >= 0) & (tl.load(rows + i - 1, mask=i > 0, other=-1) != row)
+        if not DENSE:
+            tl.store(found + i, tl.where(begins, row, -1))
+        if begins:
+            total = _sum_row(values, rows, order, partial, row, i, n, CHUNK, UNROLL, WIDTH, W)
+            place = row.to(tl.int64) if DENSE else i
+            target = out + place * WIDTH + column
+            total = total.to(out.dtype.element_ty)
+            if ADDS:
+                before = tl.load(target, mask=column < WIDTH, other=0.0).to(tl.float32)
+                total = (total.to(tl.float32) + before).to(out.dtype.element_ty)
+            tl.store(target, total, mask=column < WIDTH)
+
+
 # ids and out are parts of larger tensors: their alignment changes from batch to batch.
 @triton.jit(
     do_not_specialize=["n", "stride", "rows", "base"], do_not_specialize_on_alignment=["ids", "out"]

@@ -6,9 +6,10 @@ a row (`rowwise_adagrad`, `clip_rows`) are within 2e-6 relative. A row number of
 nothing is read or written. Other numbers are not checked against the table's size.
 
 Instead of unique rows and their gradients, the optimizers accept `SortedRows` and the gradients of
-all reads, and sum the gradients of a row themselves. The bits are those of `row_sums.sum_sorted`
-and an update with its results, without memory for the sums. `rowwise_adagrad` needs unique rows: it
-also adds up the entries of a row, in an order that depends on the surrounding kernel.
+all reads, which may have 16 bits, and sum the gradients of a row themselves. The bits are those of
+`row_sums.sum_sorted` and an update with its results, without memory for the sums. `rowwise_adagrad`
+needs unique rows: it also adds up the entries of a row, in an order that depends on the surrounding
+kernel.
 
 With `marks` (kernels/marks.py) they mark the rows that they update.
 """
@@ -18,11 +19,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from freescale.kernels.jit.launch import KernelModule, RowLaunch, launch_blocks
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.kernels.row_sums.triton import check_rows, shape_sums, sum_chunks
+from freescale.kernels.rows.triton import DTYPES
 
 # The more tensors an optimizer has, the smaller its tile for the same number of registers.
 CLIP = RowLaunch(1024, 4)
@@ -104,7 +107,9 @@ def _update(
 ) -> None:  # fmt: skip
     weight = tensors[0]
     numbers, order = (rows.rows, rows.order) if isinstance(rows, SortedRows) else (rows, None)
-    check_rows(numbers, weight=weight, gradients=gradients)
+    dtypes = (torch.float32,) if order is None else DTYPES  # sums are in float32
+    check_rows(numbers, dtypes, weight=weight, gradients=gradients)
+    check_rows(None, weight=weight)
     if gradients.shape != (numbers.numel(), weight.shape[1]):
         raise ValueError(
             f"gradients must be {[numbers.numel(), weight.shape[1]]}, not {list(gradients.shape)}"

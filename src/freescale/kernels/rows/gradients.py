@@ -17,7 +17,7 @@ class RowGradients:
     """Gradients of parts [n_0], [n_1] ... of row numbers, each read any number of times."""
 
     def __init__(self, parts: Sequence[Tensor], like: Tensor) -> None:
-        """`like`: a tensor [..., width] with the dtype and device of the gradients."""
+        """`like`: a tensor [..., width] with the dtype and device of the sums."""
         self._parts = list(parts)
         self._like = like
         self._values: list[Tensor | None] = [None] * len(parts)
@@ -25,14 +25,19 @@ class RowGradients:
         # A read depends on it for autograd; it gets no gradient itself.
         self.anchor = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=True)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
     def add(self, part: int | None, rows: Tensor, gradient: Tensor) -> None:
-        """Adds the gradient [..., width] of a read of rows [...]: of a part, or of other rows."""
+        """Adds the gradient [..., width] of a read of rows [...]: of a part, or of other rows. Two
+        that are narrower than the sums are not added up here, which would round them."""
         flat = gradient.reshape(-1, gradient.shape[-1])
-        if part is None:
+        before = None if part is None else self._values[part]
+        if part is None or (before is not None and flat.dtype != self.dtype):
             self._others.append((rows.reshape(-1), flat))
-            return
-        before = self._values[part]
-        self._values[part] = flat if before is None else before + flat
+        else:
+            self._values[part] = flat if before is None else before + flat
 
     def move(self, parts: Sequence[Tensor], find: Callable[[Tensor], Tensor]) -> RowGradients:
         """The same gradients for other row numbers: the new parts, and `find(rows)` for rows of no
@@ -51,9 +56,10 @@ class RowGradients:
             if value is not None or not only_read
         ]
         found += self._others
-        width = self._like.shape[-1]
+        width, dtypes = self._like.shape[-1], {each.dtype for _, each in found if each is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
         values = [
-            value if value is not None else self._like.new_zeros(rows.numel(), width)
+            self._like.new_zeros(rows.numel(), width, dtype=dtype) if value is None else value
             for rows, value in found
         ]
         if len(found) == 1:

@@ -45,10 +45,11 @@ def _launch_gather(weight: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read_rows(
-    rows: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None
-) -> Tensor:
+    rows: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """rows [u, width], index [...] into them -> [..., width], as
-    `torch.nn.functional.embedding(index, rows)`.
+    `torch.nn.functional.embedding(index, rows)`, in another dtype if one is given.
 
     Backward sums the gradients of each row's tokens in float32 (see row_sums), or adds them to a
     part of `gradients`.
@@ -56,12 +57,12 @@ def read_rows(
     check_rows(index.reshape(-1), dtypes=DTYPES, rows=rows)
     if gradients is not None:
         kept: Tensor = _Leave.apply(  # type: ignore[no-untyped-call]
-            gradients.anchor, rows, index, gradients, part
+            gradients.anchor, rows, index, gradients, part, dtype
         )
         return kept
     if rows.shape[0] >= 2**31:
         raise ValueError(f"fewer than 2^31 fetched rows can be read, not {rows.shape[0]}")
-    out: Tensor = _Read.apply(rows, index)  # type: ignore[no-untyped-call]
+    out: Tensor = _Read.apply(rows, index, False, dtype)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -74,31 +75,32 @@ def sum_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, index, sums=False):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, index, sums=False, dtype=None):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(index)
-        ctx.count, ctx.sums = rows.shape[0], sums
+        ctx.count, ctx.sums, ctx.dtype = rows.shape[0], sums, rows.dtype
         if sums:
             return _launch_gather(rows, index, rows.dtype)
-        return gather_rows(rows, index.reshape(-1)).view(*index.shape, rows.shape[1])
+        return gather_rows(rows, index.reshape(-1), dtype).view(*index.shape, rows.shape[1])
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (index,) = ctx.saved_tensors
         index = index if ctx.sums else index.reshape(-1)
         values = grad.reshape(-1, grad.shape[-1])
-        return sum_by_row(values, index.to(torch.int32), ctx.count), None, None
+        sums = sum_by_row(values, index.to(torch.int32), ctx.count, dtype=ctx.dtype)
+        return sums, None, None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, rows, index, gradients, part):  # type: ignore[no-untyped-def]
+    def forward(ctx, anchor, rows, index, gradients, part, dtype):  # type: ignore[no-untyped-def]
         ctx.index, ctx.gradients, ctx.part = index, gradients, part
-        return gather_rows(rows, index.reshape(-1)).view(*index.shape, rows.shape[1])
+        return gather_rows(rows, index.reshape(-1), dtype).view(*index.shape, rows.shape[1])
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         ctx.gradients.add(ctx.part, ctx.index, grad)
-        return None, None, None, None, None
+        return (None,) * 6
 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:

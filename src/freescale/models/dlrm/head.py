@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from freescale.batch import HostSizes, Jagged, Nested, SequenceBatch, compute_offsets, concat_ranges
-from freescale.kernels.dispatch.rows import read_rows
-from freescale.models.columns import find_candidates, find_sequence
+from freescale.kernels.dispatch.rows import read_rows as read_vectors
+from freescale.models.columns import find_candidates, find_sequence, read_rows
 from freescale.models.dlrm.encoder import DlrmHSTU
 from freescale.models.dlrm.networks import (
     CYCLES,
     EPS,
+    Permute,
     RowNorm,
     find_phases,
     make_linear,
@@ -115,13 +116,12 @@ class DlrmRanking(Ranking):
         vectors, side = self._read(batch, "history")
         offered, offered_side = self._read(batch, "candidates")
         past, present = self._embed_actions(batch, history)
-        x = self._embed(vectors, side, past)
-        parts = [x, self._embed(offered, offered_side, present)]
+        events = self._embed(vectors, side, past)
+        parts = [events, self._embed(offered, offered_side, present)]
         context = self._embed_requests(batch, candidates)
-        parts += [] if context is None else [context.to(x.dtype)]
+        parts += [] if context is None else [context.to(events.dtype)]
         order, places = self._order(history, candidates)
-        x = torch.cat(parts)
-        x = torch.empty_like(x).index_copy(0, order, x)
+        x: Tensor = Permute.apply(torch.cat(parts), order)  # type: ignore[no-untyped-call]
         given, _ = self._find_candidate_times(batch, history, candidates)
         times = torch.cat([find_sequence(batch, "timestamps", history).values, given])
         before = times.new_zeros(order.numel() - times.numel())  # of context
@@ -132,18 +132,20 @@ class DlrmRanking(Ranking):
         outputs = self.encoder(x, lengths, batch.keys, times, counts, host)
         found = outputs.index_select(0, places)
         found = self.time_network(torch.cat([found, find_phases(given).to(found.dtype)], dim=1))
-        item = self.candidate_network(_join(offered, offered_side))
+        # read again: gradients of two uses are summed with those of the rows, in their dtype
+        item = self.candidate_network(_join(*self._read(batch, "candidates")))
         return to_at_least_float32(self.judge(found * item))
 
     def _read(self, batch: SequenceBatch, name: str) -> tuple[Tensor, Tensor | None]:
         """The rows of a batch feature's items [n, width], as much as they count, and those of their
         features [n, places * width]."""
-        rows: Tensor = self.item(batch.values(name))
-        if f"{name}_own" in batch:
+        own = f"{name}_own" in batch
+        rows = self.item(batch.values(name)) if own else read_rows(self.item, batch.values(name))
+        if own:
             rows = rows * batch.values(f"{name}_own").to(rows.dtype)[:, None]
         if self.item_features is None:
             return rows, None
-        found: Tensor = self.item_features(batch.values(f"{name}_features"))
+        found = read_rows(self.item_features, batch.values(f"{name}_features"))
         return rows, found.flatten(1)
 
     def _embed(self, rows: Tensor, side: Tensor | None, action: Tensor | None) -> Tensor:
@@ -165,7 +167,7 @@ class DlrmRanking(Ranking):
         inputs = (marks[..., None] * self.action_bits).flatten(1)
         vectors = self.action_network(torch.cat([inputs, self.no_action]))
         actions = find_sequence(batch, "actions", history).values & (len(codes) - 1)
-        return read_rows(vectors, actions), vectors[-1:]
+        return read_vectors(vectors, actions), vectors[-1:]
 
     def _embed_requests(self, batch: SequenceBatch, candidates: Nested) -> Tensor | None:
         """The tokens of the requests' context [samples * places, width], if there is any. A sample
@@ -173,7 +175,7 @@ class DlrmRanking(Ranking):
         if self.context_features is None:
             return None
         codes = find_sequence(batch, "context_features", candidates.outer)
-        rows: Tensor = self.context_features(codes.values)  # [candidates, places, width]
+        rows = read_rows(self.context_features, codes.values)  # [candidates, places, width]
         counts = candidates.outer.host_lengths
         if not bool((counts == 1).all()):
             _require_shared(codes, candidates)
