@@ -1,9 +1,10 @@
-"""The histories file: Parquet with one row per user, ordered by the time of the user's last event.
+"""The histories file: Parquet with one row per user, ordered by the time of the user's last event;
+or a folder of such files, in any order.
 
 Columns: user_id (int64) and the lists item_id, timestamp, optional action and side columns, each
 history in time order. The metadata key `freescale` has, as JSON: version,
 num_items, num_users, num_events, dropped_users, columns, fingerprint, no_labels, read, any_ids.
-Files made elsewhere need the columns only.
+Files made elsewhere need the columns only. docs/guide/warehouse.md has the schema for others.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config import DataConfig
+from freescale.data.parquet_parts import ParquetParts
 from freescale.random import hash_name
 
 VERSION = 1
+VOCABULARY = "vocabulary.parquet"  # the texts of ids, with the histories
 KEY = b"freescale"
 
 
@@ -83,7 +86,7 @@ class HistoriesFile:
     """Reads a histories file by row group; only the sizes of row groups stay in memory.
 
     Args:
-        path: Of the file.
+        path: Of the file, or of a folder with several, which are read in the order of their names.
         num_items: Ids are below it; by default the largest plus 1.
         any_ids: Items are arbitrary 64-bit ids of a dynamic table.
 
@@ -98,23 +101,17 @@ class HistoriesFile:
         any_ids: bool = False,
     ):
         self.path, self.any_ids = Path(path), any_ids
-        if not self.path.is_file():
-            raise ValueError(
-                f"{self.path}: no such file; give a histories file (`prepare` makes one)"
-            )
-        if self.path.stat().st_size == 0 or not is_histories(self.path):
-            raise ValueError(f"{self.path}: not a histories file; make one of it with `prepare`")
-        self.file = pq.ParquetFile(self.path, pre_buffer=False)
+        self.file = ParquetParts(_find_parts(self.path))
         self._check_schema()
-        metadata = self.file.metadata
-        rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+        rows = [self.file.describe(group).num_rows for group in range(len(self.file))]
         # [groups + 1]: first sample of each
         self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
         if self.num_samples == 0:
             raise ValueError(
                 f"{self.path}: the file has no users (0 rows); give one with at least one"
             )
-        known: dict[str, Any] = json.loads((metadata.metadata or {}).get(KEY, "{}"))
+        single = len(self.file.paths) == 1  # the metadata of a file are about this one
+        known: dict[str, Any] = json.loads(self.file.metadata.get(KEY, "{}")) if single else {}
         if known and known["version"] != VERSION:
             raise ValueError(
                 f"{self.path}: format version {known['version']}, not {VERSION}; prepare it again"
@@ -125,16 +122,9 @@ class HistoriesFile:
         self.read_as: tuple[str, ...] = tuple(known.get("read", ()))
         self.dropped_users: int = known.get("dropped_users", 0)
         self.fingerprint: str = known.get("fingerprint") or make_fingerprint(
-            self.path.stat().st_size, rows, self.num_items
+            *((path.name, path.stat().st_size) for path in self.file.paths[1:]),
+            *(self.file.paths[0].stat().st_size, rows, self.num_items),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For another process, which opens the file itself."""
-        return {name: value for name, value in vars(self).items() if name != "file"}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self.file = pq.ParquetFile(self.path, pre_buffer=False)
 
     @property
     def num_samples(self) -> int:
@@ -152,7 +142,7 @@ class HistoriesFile:
         return len(self.starts) - 1
 
     def _check_schema(self) -> None:
-        schema = self.file.schema_arrow
+        schema = self.file.schema
         missing = [n for n in ("user_id", "item_id", "timestamp") if n not in schema.names]
         if missing:
             present = ", ".join(schema.names)
@@ -200,12 +190,12 @@ class HistoriesFile:
             if extremes is not None:
                 largest = max(largest, extremes[1])
             else:
-                values = _flatten(self.file.read_row_group(group, [name]).column(name))[1]
+                values = _flatten(self.file.read(group, [name]).column(name))[1]
                 largest = max(largest, int(values.max(initial=-1)))
         return largest
 
     def _find_chunk(self, group: int, name: str) -> pq.ColumnChunkMetaData:
-        about = self.file.metadata.row_group(group)
+        about = self.file.describe(group)
         for chunk in map(about.column, range(about.num_columns)):
             path = chunk.path_in_schema  # of a list: "category.channel.list.element"
             if name in (path, path.rsplit(".", 2)[0]):
@@ -214,7 +204,7 @@ class HistoriesFile:
 
     def read_extremes(self, group: int, name: str) -> tuple[int, int] | None:
         """Smallest and largest value of an integer column in a row group, from its statistics."""
-        kind = self.file.schema_arrow.field(name).type.value_type
+        kind = self.file.schema.field(name).type.value_type
         if pa.types.is_floating(kind):
             return None
         chunk = self._find_chunk(group, name)
@@ -228,7 +218,7 @@ class HistoriesFile:
         for group in range(self.num_groups):
             extremes = self.read_extremes(group, "timestamp")
             if extremes is None:
-                times = _flatten(self.file.read_row_group(group, ["timestamp"]).column(0))[1]
+                times = _flatten(self.file.read(group, ["timestamp"]).column(0))[1]
                 extremes = (int(times.min()), int(times.max())) if len(times) else None
             first += [] if extremes is None else [extremes[0]]
             last += [] if extremes is None else [extremes[1]]
@@ -238,25 +228,25 @@ class HistoriesFile:
 
     def find_dtype(self, column: str) -> np.dtype[Any]:
         """The type of the values of a list column."""
-        kind: type[Any] = self.file.schema_arrow.field(column).type.value_type.to_pandas_dtype()
+        kind: type[Any] = self.file.schema.field(column).type.value_type.to_pandas_dtype()
         return np.dtype(kind)
 
     def read_users(self, group: int) -> NDArray[np.int64]:
         """[users] ids of the users of a row group."""
-        users = self.file.read_row_group(group, columns=["user_id"]).column("user_id")
+        users = self.file.read(group, ["user_id"]).column("user_id")
         return users.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
 
     def read(self, group: int, columns: tuple[str, ...]) -> RowGroup:
         """Decodes columns of one row group; checks lengths, id range, time order and nulls."""
-        table = self.file.read_row_group(group, columns=list(columns))
+        table = self.file.read(group, columns)
         offsets: NDArray[Any] | None = None
         values = {}
         for name in columns:
             column = table.column(name)
             if column.null_count or any(chunk.flatten().null_count for chunk in column.chunks):
                 raise ValueError(
-                    f"{self.path}: column {name!r} has null (missing) values; fill "
-                    "or drop those events"
+                    f"{self.file.find_path(group)}: column {name!r} has null (missing) values; "
+                    "fill or drop those events"
                 )
             ends, values[name] = _flatten(column)
             if offsets is not None and not np.array_equal(offsets, ends):
@@ -296,8 +286,34 @@ class HistoriesFile:
 
     def _name_user(self, group: int, row: int) -> str:
         """File and user, for errors."""
-        users = self.file.read_row_group(group, columns=["user_id"]).column("user_id")
-        return f"{self.path}: user {users[row].as_py()}"
+        users = self.file.read(group, ["user_id"]).column("user_id")
+        return f"{self.file.find_path(group)}: user {users[row].as_py()}"
+
+
+def _find_parts(path: Path) -> list[Path]:
+    """The files of a path. ValueError if it has none, or another one."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; give a histories file (`prepare` makes one)")
+    parts = list_parts(path) if path.is_dir() else [path]
+    for part in parts:
+        if part.stat().st_size == 0 or not is_histories(part):
+            raise ValueError(f"{part}: not a histories file; make one of it with `prepare`")
+    if not parts:
+        raise ValueError(f"{path}: no Parquet file in the folder; give one with histories")
+    return parts
+
+
+def list_parts(folder: Path) -> list[Path]:
+    """The Parquet files below a folder, in the order of their names, without what other programs
+    keep there (names that begin with _ or .) and the texts of ids."""
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in (".parquet", ".pq"))
+    return sorted(
+        path
+        for path in found
+        if path.is_file()
+        and path.name != VOCABULARY
+        and not any(part[0] in "._" for part in path.relative_to(folder).parts)
+    )
 
 
 def _find_row(offsets: NDArray[Any], event: int) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config.features import HOUR, ITEM, PART_OF, USER
@@ -75,7 +74,8 @@ def write_parts(
     joined = [fitted for fitted in context if fitted.feature.is_joined]
     if not joined:
         return
-    np.save(folder / USER_IDS, pq.read_table(file.path, columns=["user_id"])["user_id"].to_numpy())
+    users = [file.read_users(group) for group in range(file.num_groups)]
+    np.save(folder / USER_IDS, np.concatenate(users))
     if names := list_item_columns(joined):
         assert attributes is not None
         columns = attributes.read(names)

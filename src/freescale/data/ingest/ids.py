@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from freescale.data.histories import VOCABULARY as VOCABULARY  # of the same folder
 from freescale.data.values import BadValue, cast_values, is_text, refuse_any, refuse_nulls
 
-VOCABULARY = "vocabulary.parquet"
 _NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
 _SMALL = 1 << 20  # a catalogue up to this size is never too large
 _ROWS_PER_EVENT = 10  # of the item table; sparser ids are random numbers
@@ -172,7 +172,7 @@ def read_known(vocabulary: Path) -> Known:
 
 def find_vocabulary(histories: Path) -> Path | None:
     """The vocabulary of a prepared histories file; None if ids are unchanged."""
-    path = histories.parent / VOCABULARY
+    path = (histories if histories.is_dir() else histories.parent) / VOCABULARY
     return path if path.is_file() else None
 
 

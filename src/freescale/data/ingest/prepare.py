@@ -10,12 +10,12 @@ from typing import Any
 
 from freescale.config import DataConfig, ModelConfig
 from freescale.config.columns import parse_labels
-from freescale.data.histories import VERSION, HistoriesFile, is_histories
+from freescale.data.histories import VERSION, VOCABULARY, HistoriesFile, is_histories
 from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.ingest.history_builder import build_histories
 from freescale.data.ingest.ids import Known, ReadDifferently
 from freescale.data.ingest.interactions import IDS, Interactions
-from freescale.data.ingest.sources import find_files
+from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.workspace import (
     Progress,
     explain_full_disk,
@@ -82,7 +82,7 @@ def prepare(
     if num_items is not None and num_items < 1:
         raise ValueError(f"num_items is {num_items}; it must be 1 or more")
     files = find_files(source, cache)
-    if len(files) == 1 and files[0].is_parquet and is_histories(files[0].path):
+    if (ready := find_histories(source, files)) is not None:
         if rules := [label.text for label in parse_labels(labels) if label.operator]:
             raise ValueError(
                 f"{files[0]}: a histories file, and labels are made of interactions only: "
@@ -97,7 +97,7 @@ def prepare(
                 f"{files[0]}: a histories file, whose ids are numbers, and the run knows texts of "
                 f"{', '.join(known)}; give the interactions"
             )
-        return HistoriesFile(files[0].path, num_items, any_ids).path
+        return HistoriesFile(ready, num_items, any_ids).path
     interactions = Interactions(
         files, format, columns, labels, missing, any_ids, vocabulary, events, known
     )
@@ -147,3 +147,23 @@ def prepare(
             for path in written:  # the histories last: if they exist, all is there
                 os.replace(path, target.parent / path.name)
     return target
+
+
+def find_histories(
+    source: str | Path | Sequence[str | Path], files: Sequence[SourceFile]
+) -> Path | None:
+    """The path of a source that is histories already: a file, or a folder of files, which are read
+    where they are. None: it has interactions."""
+    files = [file for file in files if file.path.name != VOCABULARY]
+    if not files or not all(file.is_parquet for file in files):
+        return None
+    if len(files) == 1:
+        return files[0].path if is_histories(files[0].path) else None
+    if not is_histories(files[0].path):
+        return None
+    if isinstance(source, str | Path) and Path(source).is_dir():
+        return Path(source)
+    raise ValueError(
+        f"{files[0]}: a histories file, one of {len(files)}: give the folder that has them all, "
+        "and nothing else"
+    )

@@ -30,10 +30,7 @@ Dtypes = Mapping[str, np.dtype[Any]]
 def open_store(file: HistoriesFile, cache: Path, progress: Progress | None = None) -> EventStore:
     """The store of a histories file, from the cache or made now, by one process of a machine. It is
     of this file alone: `append_to_store` is for stores of your own (`build_store`)."""
-    status = file.path.stat()
-    key = compute_digest(
-        _VERSION, file.fingerprint, str(file.path.resolve()), status.st_size, status.st_mtime_ns
-    )
+    key = compute_digest(_VERSION, file.fingerprint, *file.file.versions)
 
     def write(folder: Path) -> None:
         build_store(file, folder, progress)
