@@ -3,7 +3,9 @@
 parity  logits, losses and gradients of `DlrmRanking` and of the public DlrmHSTU with the same
         weights (--public FOLDER, which contains generative_recommenders); needs TorchRec
 step    samples/s and TFLOP/s of training steps with tables an eighth as long as the real ones, for
-        samples of 4,096 tokens and of mixed lengths; with --public, of the public model too"""
+        samples of 4,096 tokens and of mixed lengths; with --public, of the public model too
+learning  AUC on generated data with planted preferences, of the oracle's; with --public, of the
+        public model on the same batches too"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("dlrm", __doc__)
-    parser.add_argument("what", choices=("parity", "step"))
+    parser.add_argument("what", choices=("parity", "step", "learning"))
     parser.add_argument("--public", type=Path, help="folder with the public model's package")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="step")
     parser.add_argument("--samples", type=int, help="step: of a batch of long ones (128)")
@@ -26,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from freescale_bench.dlrm.step import bench_step
 
         bench_step(options.device, options.samples, options.public, options.trial, to)
+        return 0
+    if options.what == "learning":
+        from freescale_bench.dlrm.learning import bench_learning
+
+        bench_learning(options.public, options.trial, to)
         return 0
     if options.public is None:
         parser.error("parity needs --public FOLDER, a clone of meta-recsys/generative-recommenders")

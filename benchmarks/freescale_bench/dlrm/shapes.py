@@ -44,6 +44,7 @@ class Shape:
     longest: int = 4087  # with 8 tokens of context and a candidate 4,096
     positions: int = 8192
     time_buckets: int = 2048
+    hidden: int = 256  # of the networks before the encoder
     rows: tuple[int, int, int] = _ROWS
     context: tuple[int, ...] = _CONTEXT
 
@@ -91,7 +92,7 @@ def build_model(shape: Shape, table_device: str | None = None) -> DlrmRanking:
         num_actions=ACTIONS,
         feature_tables=tables,
         table_device=table_device,
-        input_hidden=256,
+        input_hidden=shape.hidden,
         head_hidden=512,
     )
 
