@@ -108,14 +108,17 @@ def draw_lengths(shape: Shape, samples: int, mixed: bool, seed: int) -> NDArray[
     return found
 
 
-def make_batch(shape: Shape, lengths: NDArray[np.int64], seed: int) -> SequenceBatch:
-    """Makes a batch of one candidate a sample, with histories of these lengths."""
+def make_batch(
+    shape: Shape, lengths: NDArray[np.int64], seed: int, skew: float = _SKEW
+) -> SequenceBatch:
+    """Makes a batch of one candidate a sample, with histories of these lengths. With a `skew` of 1
+    ids are uniform."""
     generator = torch.Generator().manual_seed(seed)
     events, samples = torch.from_numpy(lengths), len(lengths)
     tokens, ones = int(lengths.sum()), torch.ones(samples, dtype=torch.int64)
 
     def draw(rows: int, count: int) -> Tensor:
-        places = torch.rand(count, generator=generator, dtype=torch.float64) ** _SKEW
+        places = torch.rand(count, generator=generator, dtype=torch.float64) ** skew
         return (places * rows).long()
 
     def describe(rows: tuple[int, ...], count: int) -> Tensor:
