@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from freescale_bench.dlrm.public_step import dense_to_jagged, jagged_to_padded_dense
+from freescale_bench.dlrm.learning import TRIAL, measure
 from freescale_bench.dlrm.shapes import FULL, SMALL, build_model, draw_lengths, make_batch
+from freescale_bench.dlrm.stand_ins import dense_to_jagged, jagged_to_padded_dense
 
 from freescale.batch import compute_offsets
 
@@ -40,3 +41,9 @@ def test_stand_ins_pad_and_cut() -> None:
     assert padded[0].tolist() == [[1, 2], [3, 4], [0, 0]] and not padded[1].any()
     assert padded[2].tolist() == [[5, 6], [7, 8], [9, 10]]
     assert torch.equal(dense_to_jagged(padded, [offsets])[0], values)
+
+
+def test_learning_compares_with_the_oracle_of_the_same_samples(tmp_path) -> None:
+    ours, oracle = measure(TRIAL, tmp_path, None)
+    assert 0.75 < oracle["auc"] < 0.92 and oracle["tested_samples"] > 100
+    assert 0.3 < ours["auc"] < oracle["auc"] and len(ours["auc_by_window"]) == 2

@@ -15,7 +15,13 @@ from freescale.data.ingest.interactions import read_interactions
 from freescale.data.ingest.yambda import write_items
 from freescale.data.synthetic import yambda
 from freescale.data.synthetic.lengths import LengthDistribution
-from freescale.data.synthetic.yambda import CAP, MEDIAN, SIGMA, generate_yambda
+from freescale.data.synthetic.yambda import (
+    CAP,
+    MEDIAN,
+    SIGMA,
+    compute_chances,
+    generate_yambda,
+)
 from freescale.train.metrics import area_under_curve
 
 SMALL = {"users": 150, "items": 2000, "median": 150, "cap": 900}
@@ -88,6 +94,12 @@ def test_tastes_and_the_artist_of_the_mapping_explain_what_is_listened_to(made, 
     labels = table.column("played_ratio_pct").to_numpy()[known] >= 50
     found = area_under_curve(torch.from_numpy(score), torch.from_numpy(labels).float())
     assert found == pytest.approx(report.oracle_auc, abs=0.01) and found > 0.8
+    chances = compute_chances(report, users.astype(np.int64), listened.astype(np.int64))
+    played = table.column("played_ratio_pct").to_numpy() >= 50
+    assert np.corrcoef(chances[known], score)[0, 1] > 0.9
+    for low in (0.1, 0.5, 0.8):
+        chosen = (chances >= low) & (chances < low + 0.1)
+        assert played[chosen].mean() == pytest.approx(chances[chosen].mean(), abs=0.05)
 
 
 def test_the_same_seed_gives_the_same_files_in_blocks_of_any_size(made, tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
 """The public DlrmHSTU (meta-recsys/generative-recommenders) with the features of dlrm_v4_hstu, its
 batches, and which of its parameters are whose here. Needs TorchRec and fbgemm, or what
-`public_step` has in their place."""
+`stand_ins` has in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from freescale.batch import SequenceBatch
+from freescale.batch import SequenceBatch, compute_offsets
 from freescale_bench.common.public import open_public
 from freescale_bench.dlrm.shapes import TASK, Shape
 
@@ -48,7 +48,7 @@ def build_public(
         hstu_attn_num_layers=shape.layers,
         hstu_embedding_table_dim=shape.width,
         hstu_transducer_embedding_dim=shape.width,
-        hstu_preprocessor_hidden_dim=256,
+        hstu_preprocessor_hidden_dim=shape.hidden,
         hstu_input_dropout_ratio=0.0,
         hstu_linear_dropout_rate=0.0,
         contextual_feature_to_max_length={name: 1 for name in context},
@@ -65,14 +65,11 @@ def build_public(
         merge_uih_candidate_feature_mapping=list(merged),
         action_weights=[1, 2, 4],
     )
-    features = [[name, offered] for name, offered in zip(_ITEM, _OFFERED)]
-    features += [[name] for name in context]
-    each = zip(features, (*shape.rows, *shape.context), strict=True) if tables else ()
     configs = {
         names[0]: EmbeddingConfig(
             name=names[0], num_embeddings=rows, embedding_dim=shape.width, feature_names=names
         )
-        for names, rows in each
+        for names, rows in (list_tables(shape) if tables else ())
     }
     torch.manual_seed(0)
     kind = {"is_inference": False, "bf16_training": bf16, "is_dense": not tables}
@@ -85,6 +82,13 @@ def build_public(
             nn.init.normal_(weight, std=0.02)
     found: nn.Module = model.to(device)
     return found
+
+
+def list_tables(shape: Shape) -> Iterator[tuple[list[str], int]]:
+    """The features that read each table, and its rows."""
+    features = [[name, offered] for name, offered in zip(_ITEM, _OFFERED)]
+    features += [[name] for name in _name_context(shape)]
+    return zip(features, (*shape.rows, *shape.context), strict=True)
 
 
 def convert_batch(shape: Shape, batch: SequenceBatch) -> Inputs:
@@ -104,6 +108,28 @@ def name_inputs(shape: Shape) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The features of `split_batch` that are ids of rows, and the others."""
     rows = (*_ITEM, *_OFFERED, *_name_context(shape))
     return rows, ("time", "action", "watched", "now", "labels", "watch")
+
+
+def run_public(
+    model: nn.Module, shape: Shape, batch: SequenceBatch, read: Callable[[str, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Runs a model without tables. `read` gets a feature and ids [n], and returns their rows.
+    Returns the loss, and a probability for each sample."""
+    from generative_recommenders.modules.dlrm_hstu import SequenceEmbedding
+
+    history, offered = split_batch(shape, batch)
+    longest = int(batch.sequences["history"].host_lengths.max())
+    lengths, ones = history["item"][1], offered["offered_item"][1]
+    read_names, given_names = name_inputs(shape)
+    both = {**history, **offered}
+    rows = {
+        name: SequenceEmbedding(both[name][1], read(name, both[name][0])) for name in read_names
+    }
+    payload = {name: both[name][0] for name in given_names}
+    payload["uih_offsets"] = compute_offsets(lengths)
+    payload["candidate_offsets"] = compute_offsets(ones)
+    outputs = model.main_forward(rows, payload, longest, lengths, 1, ones)  # type: ignore[operator]
+    return outputs[2][TASK], outputs[3][0]
 
 
 Columns = dict[str, tuple[Tensor, Tensor]]  # values and lengths by feature
@@ -129,7 +155,7 @@ def split_batch(shape: Shape, batch: SequenceBatch) -> tuple[Columns, Columns]:
     )
     offered = {
         "offered_item": batch.values("candidates"),
-        **_split(sequences["candidates_features"].values, _OFFERED[1:], firsts),
+        **_split(batch.values("candidates_features"), _OFFERED[1:], firsts),
         "now": sequences["candidate_timestamps"].values,
         "labels": sequences["labels"].values[:, 0].long(),
         "watch": torch.zeros_like(ones, device=device),

@@ -44,6 +44,7 @@ class Shape:
     longest: int = 4087  # with 8 tokens of context and a candidate 4,096
     positions: int = 8192
     time_buckets: int = 2048
+    hidden: int = 256  # of the networks before the encoder
     rows: tuple[int, int, int] = _ROWS
     context: tuple[int, ...] = _CONTEXT
 
@@ -91,7 +92,7 @@ def build_model(shape: Shape, table_device: str | None = None) -> DlrmRanking:
         num_actions=ACTIONS,
         feature_tables=tables,
         table_device=table_device,
-        input_hidden=256,
+        input_hidden=shape.hidden,
         head_hidden=512,
     )
 
@@ -107,14 +108,17 @@ def draw_lengths(shape: Shape, samples: int, mixed: bool, seed: int) -> NDArray[
     return found
 
 
-def make_batch(shape: Shape, lengths: NDArray[np.int64], seed: int) -> SequenceBatch:
-    """Makes a batch of one candidate a sample, with histories of these lengths."""
+def make_batch(
+    shape: Shape, lengths: NDArray[np.int64], seed: int, skew: float = _SKEW
+) -> SequenceBatch:
+    """Makes a batch of one candidate a sample, with histories of these lengths. With a `skew` of 1
+    ids are uniform."""
     generator = torch.Generator().manual_seed(seed)
     events, samples = torch.from_numpy(lengths), len(lengths)
     tokens, ones = int(lengths.sum()), torch.ones(samples, dtype=torch.int64)
 
     def draw(rows: int, count: int) -> Tensor:
-        places = torch.rand(count, generator=generator, dtype=torch.float64) ** _SKEW
+        places = torch.rand(count, generator=generator, dtype=torch.float64) ** skew
         return (places * rows).long()
 
     def describe(rows: tuple[int, ...], count: int) -> Tensor:

@@ -130,6 +130,16 @@ def generate_yambda(
     return report
 
 
+def compute_chances(
+    report: YambdaReport, users: NDArray[np.int64], items: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """[n]: the probability with which generated data has a listen of user [n] to item [n] played
+    for half of its length: what a model can know at best of any of its events."""
+    catalogue = _Catalogue(report.items, GenerateConfig.popularity, report.seed)
+    tastes = catalogue.draw_vectors("taste", torch.from_numpy(users))
+    return catalogue.find_chances(tastes, items)
+
+
 _SCHEMA = pa.schema(
     {
         "uid": pa.uint32(),
@@ -178,6 +188,13 @@ class _Catalogue:
         ).numpy()
         return drawn
 
+    def find_chances(
+        self, tastes: NDArray[np.float32], items: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """[n]: how probable it is that users with tastes [n, tastes] listen to items [n]."""
+        affinity = (tastes * self.styles[self.artist[items - 1] - 1]).sum(1)
+        return _sigmoid(_BIAS + _STRENGTH * affinity.astype(np.float64))
+
     def make_mapping(self, kind: str) -> pa.Table:
         """Sorted by owner, as published. Some items have two artists, of which the last row, the
         larger number, is the one whose style counts."""
@@ -217,9 +234,7 @@ def _draw_events(
     if hot_album:
         hot = catalogue.hot_items[integers(derive(keys, 3), len(catalogue.hot_items)).numpy()]
         items = np.where(draw(2) < hot_album, hot, items)
-    tastes = catalogue.draw_vectors("taste", users)[owner.numpy()]
-    affinity = (tastes * catalogue.styles[catalogue.artist[items - 1] - 1]).sum(1)
-    chance = _sigmoid(_BIAS + _STRENGTH * affinity.astype(np.float64))
+    chance = catalogue.find_chances(catalogue.draw_vectors("taste", users)[owner.numpy()], items)
     kind = _choose_kinds(chance, draw(4), draw(5))
     share, long = draw(7), integers(catalogue.draw("length", torch.from_numpy(items)), 50).numpy()
     beyond = np.where(share > 0.99, 101 + 58 * draw(8), 100)
