@@ -15,7 +15,7 @@ BENCHMARKS = {
     "store": "Event store: building it, appending to it, and reading samples in order of time.",
     "checkpoint": "What checkpoints and snapshots add to training, and restores from both.",
     "faults": "Training under a storm of faults, compared with an undisturbed run.",
-    "dlrm": "MLPerf's dlrm_v4_hstu: parity with the public model, samples/s and TFLOP/s.",
+    "dlrm": "MLPerf's dlrm_v4_hstu: parity with the public model, speed, learning, hot ids.",
     "host_tables": "Step time with tables in host memory or on disk, against tables on the device.",
     "dynamic": "Dynamic tables: ids/s, memory, and lookups against a static table.",
     "simulate": "The simulator against measured runs, and to 4,096 GPUs.",

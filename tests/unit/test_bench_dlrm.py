@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from freescale_bench.common.results import Destination
+from freescale_bench.dlrm.host import bench_host
+from freescale_bench.dlrm.hot_ids import TRACKS, compare, heat
 from freescale_bench.dlrm.learning import TRIAL, measure
 from freescale_bench.dlrm.shapes import FULL, SMALL, build_model, draw_lengths, make_batch
 from freescale_bench.dlrm.stand_ins import dense_to_jagged, jagged_to_padded_dense
@@ -47,3 +50,29 @@ def test_learning_compares_with_the_oracle_of_the_same_samples(tmp_path) -> None
     ours, oracle = measure(TRIAL, tmp_path, None)
     assert 0.75 < oracle["auc"] < 0.92 and oracle["tested_samples"] > 100
     assert 0.3 < ours["auc"] < oracle["auc"] and len(ours["auc_by_window"]) == 2
+
+
+def test_a_hot_album_is_in_its_share_of_the_events() -> None:
+    batch = make_batch(SMALL, draw_lengths(SMALL, 40, False, 0), 0, skew=1.0)
+    hot = heat(batch, SMALL, 0.3, 0)
+    album = hot.values("history_features")[:, 1] == SMALL.rows[1] + SMALL.rows[2] // 2
+    assert 0.25 < album.float().mean() < 0.35 and hot.values("history")[album].max() < TRACKS
+    assert torch.equal(hot.values("timestamps"), batch.values("timestamps"))
+    assert hot.values("context_features").max() < sum(SMALL.context)
+    assert torch.equal(heat(batch, SMALL, 0.0, 0).values("history"), batch.values("history"))
+
+
+def test_the_worst_ranks_are_compared() -> None:
+    uniform = {"step_memory_bytes": [8, 10], "bytes_sent": [1, 2], "bytes_received": [4, 4]}
+    hot = {"step_memory_bytes": [5, 9], "bytes_sent": [3, 0], "bytes_received": [2, 4]}
+    assert compare([uniform, hot]) == {"memory": 0.9, "sent": 1.5, "received": 1}
+
+
+def test_host_tables_take_turns_and_evict(tmp_path, capsys) -> None:
+    bench_host("cpu", None, True, Destination(tmp_path))
+    rows = [eval(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    device, context, every = rows
+    assert [row["step_ms"]["repetitions"] for row in rows] == [2, 2, 2]
+    assert not device["cache_wanted"] and 0 < context["cache_wanted"] < every["cache_wanted"]
+    assert 0 < every["cache_missed"] < every["cache_wanted"] and every["cache_bytes_down"]
+    assert not list(tmp_path.iterdir())
