@@ -56,7 +56,8 @@ def test_a_hot_album_is_in_its_share_of_the_events() -> None:
     batch = make_batch(SMALL, draw_lengths(SMALL, 40, False, 0), 0, skew=1.0)
     hot = heat(batch, SMALL, 0.3, 0)
     album = hot.values("history_features")[:, 1] == SMALL.rows[1] + SMALL.rows[2] // 2
-    assert 0.25 < album.float().mean() < 0.35 and hot.values("history")[album].max() < TRACKS
+    assert 0.25 < album.float().mean() < 0.35
+    assert (hot.values("history")[album] < TRACKS).float().mean() > 0.9  # others are by chance
     assert torch.equal(hot.values("timestamps"), batch.values("timestamps"))
     assert hot.values("context_features").max() < sum(SMALL.context)
     assert torch.equal(heat(batch, SMALL, 0.0, 0).values("history"), batch.values("history"))
