@@ -18,7 +18,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 import freescale
-from freescale.train.callbacks import Callback, Metrics, RunView
+from freescale import Callback, Metrics, RunView
 
 
 class ReportToRay(Callback):

@@ -15,7 +15,7 @@ from typing import Any
 import optuna
 
 import freescale
-from freescale.train.callbacks import Callback, Metrics, RunView
+from freescale import Callback, Metrics, RunView
 
 
 class Pruning(Callback):

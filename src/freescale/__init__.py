@@ -32,7 +32,7 @@ _EXPORTS = {
     "freescale.pipeline.step_result": "StepResult",
     "freescale.recommend.recommender": "Recommender load",
     "freescale.recommend.results": "Recommendations",
-    "freescale.train.callbacks": "Callback",
+    "freescale.train.callbacks": "Callback Metrics RunView",
     "freescale.train.state.checkpoints": "Checkpoints",
     "freescale.train.evaluate": "evaluate",
     "freescale.train.export": "export",
@@ -65,6 +65,8 @@ __all__ = [
     "Jagged",
     "Ledger",
     "LossNotFinite",
+    "MLflowLog",
+    "Metrics",
     "ModelConfig",
     "Nested",
     "Pipeline",
@@ -74,6 +76,7 @@ __all__ = [
     "RemoteError",
     "RowWiseAdagrad",
     "RunConfig",
+    "RunView",
     "Schema",
     "Seen",
     "SequenceBatch",
@@ -85,6 +88,7 @@ __all__ = [
     "Trainer",
     "Transport",
     "TransportError",
+    "WandbLog",
     "check_samples_independent",
     "connect",
     "data",
@@ -117,11 +121,12 @@ if TYPE_CHECKING:
     from freescale.pipeline.step_result import StepResult
     from freescale.recommend.recommender import Recommender, load
     from freescale.recommend.results import Recommendations
-    from freescale.train.callbacks import Callback
+    from freescale.train.callbacks import Callback, Metrics, RunView
     from freescale.train.evaluate import evaluate
     from freescale.train.export import export
     from freescale.train.progress import ConsoleProgress
     from freescale.train.state.checkpoints import Checkpoints
+    from freescale.train.trackers import MLflowLog, WandbLog
     from freescale.train.trainer import Trainer
     from freescale.transport.api import Transport, TransportError
     from freescale.transport.connect import connect

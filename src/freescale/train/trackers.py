@@ -12,6 +12,7 @@ import math
 import queue
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -25,18 +26,18 @@ _ROOM = 10_000  # entries in the queue
 Values = Mapping[str, float]
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """Hands each log entry and evaluation of a run to `write`. Subclasses say where to."""
 
+    @abstractmethod
     def open(self, trainer: RunView) -> None:
         """Begins a run there, or continues it."""
-        raise NotImplementedError
 
-    def write(self, values: Values, step: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, values: Values, step: int) -> None: ...
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def run(self, work: Callable[[], None]) -> None:
         """Calls `work`; elsewhere perhaps."""

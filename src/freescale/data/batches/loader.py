@@ -45,6 +45,7 @@ from freescale.data.store.window_index import WindowIndex
 from freescale.random import derive
 
 # The columns of a file and what a batch calls them.
+_Ints = NDArray[np.int64]
 _NAMES = {"item_id": "history", "timestamp": "timestamps", "action": "actions"}
 
 
@@ -272,17 +273,15 @@ class Histories(GlobalBatches):
         }
         sequences["timestamps"] = _measure_span(sequences["timestamps"])
 
-        def describe(
-            places: NDArray[np.int64],
-            context: bool = False,
-            owners: NDArray[np.int64] | None = None,
-        ) -> Tensor:
+        def describe(places: _Ints, context: bool = False, owners: _Ints | None = None) -> Tensor:
             assert self.features is not None
             known = ("item_id", "timestamp") if owners is not None else ()
             found = {name: columns[name][places] for name in (*self._event_columns, *known)}
             return self.features.find_events(found, context=context, samples=owners)
 
-        has_context = self.features is not None and self.features.context_rows > 0
+        rows, has_context = samples[:own].numpy(), False
+        if self.features is not None:
+            rows, has_context = self._reader.find_rows(epoch, rows), self.features.context_rows > 0
         if self.features is not None and self.features.event_rows:
             sequences["event_features"] = Jagged(describe(before), own_history)
         if self._is_ranking:
@@ -292,7 +291,7 @@ class Histories(GlobalBatches):
             candidates["candidates"] = Nested(given["item_id"], ones, own_tail)
             sequences["candidate_timestamps"] = Jagged(given["timestamp"], own_tail)
             if has_context:
-                owners = np.repeat(self._reader.find_rows(epoch, samples[:own].numpy()), tail[:own])
+                owners = np.repeat(rows, tail[:own])
                 sequences["context_features"] = Jagged(describe(after, True, owners), own_tail)
             labels = [given[task].to(torch.float32) for task in self.sample.tasks]
             sequences["labels"] = Jagged(torch.stack(labels, dim=1), own_tail)
@@ -314,9 +313,8 @@ class Histories(GlobalBatches):
             shared |= drawn.shared
         else:
             # a sample without target reads this 0
-            padded = np.append(items, 0)
             place = np.where(tail > 0, offsets + history, len(items))
-            dense["target"] = torch.from_numpy(padded[place])
+            dense["target"] = torch.from_numpy(np.append(items, 0)[place])
             if has_context:
                 codes = describe(place[tail > 0], True)
                 requests = codes.new_zeros(len(tail), codes.shape[1])
@@ -324,9 +322,7 @@ class Histories(GlobalBatches):
                 dense["context_features"] = requests
             weights = {"next_item": own_tail.to(torch.float32)}
         if self.features is not None and self.features.user_rows:
-            dense["user_features"] = self.features.find_users(
-                self._reader.find_rows(epoch, samples[:own].numpy())
-            )
+            dense["user_features"] = self.features.find_users(rows)
         batch = SequenceBatch(sequences, candidates, dense, weights, keys, number, shared)
         if self.features is None or not self.features.item_rows:
             return batch

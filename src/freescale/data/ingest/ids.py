@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from freescale.data.histories import VOCABULARY as VOCABULARY  # of the same folder
+from freescale.data.histories import VOCABULARY as VOCABULARY  # which lies next to them
 from freescale.data.values import BadValue, cast_values, is_text, refuse_any, refuse_nulls
 
 _NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
