@@ -27,7 +27,7 @@ _LANES: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]] = (
     ("urgent", ((0.9, 1.03, "grads", svg.RED), (1.03, 1.16, "rows", svg.RED))),
 )
 # Layers left out of the picture: single modules rather than packages.
-_MODULES = {"__main__", "segments", "batch_codec", "sequences", "packed", "streams", "folders",
+_MODULES = {"__main__", "batch_codec", "sequences", "packed", "streams", "folders",
             "file_lock", "compiled", "worker_server", "pinning"}  # fmt: skip
 _ABOUT = {
     "cli": "command line",

@@ -106,37 +106,23 @@ optimizer = torch.optim.AdamW(sharded.dense_parameters())
 Lower, Upper = lambda: torch.nn.Linear(6, 20), lambda: torch.nn.Linear(20, 1)
 x = torch.randn(4 if transport.rank == 0 else 0, 6)
 """
-SEGMENTS = """
-encoder = freescale.models.SegmentedHSTU(max_length=2100, segment=1024, segment_tokens=2, **sizes)
-model = freescale.models.Retrieval(encoder, num_items=40).eval()
-
-
-def histories(count):
-    ids = torch.arange(count) % 40
-    return SequenceBatch(sequences={"history": Jagged(ids, torch.tensor([count]))})
-
-
-batch, more = histories(1030), histories(1024)
-"""
 CHECKS = """
 assert arrived.shape == ((4, 20) if transport.rank == 1 else (0, 20))
 if transport.rank == 0:
     assert (lower.weight.grad != 0).any()
-whole = model.encode_queries(batch)
-assert torch.allclose(queries, whole, atol=1e-5), (queries - whole).abs().max()
 print("done", pipeline.steps)
 """
 
 
 def test_snippets_of_the_technique_pages(tmp_path):
-    """docs/how/embedding.md, compress.md and segments.md, on two ranks."""
+    """docs/how/embedding.md and compress.md, on two ranks."""
 
     def read(name):
         page = (ROOT / "docs" / "how" / name).read_text(encoding="utf-8")
         return "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
 
     script = tmp_path / "snippets.py"
-    parts = read("embedding.md"), BETWEEN, read("compress.md"), SEGMENTS, read("segments.md")
+    parts = read("embedding.md"), BETWEEN, read("compress.md")
     script.write_text("\n".join([SETTING, *parts, CHECKS]))
     printed = run_ranks(2, run_script, script, tmp_path)
     assert all("done 0" in words for words in printed)

@@ -3,17 +3,12 @@ lengths, and its guarantees."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from helpers import segments_cases
 from helpers.attention_cases import compare, isolation
 
 from freescale.kernels.attention.triton import hstu_attention
 from freescale.kernels.attention.triton_plan import plan_attention
-from freescale.kernels.summary_attention.plan import SummaryPlan
-from freescale.kernels.summary_attention.triton import summary_attention
-from freescale.segments import Segments
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -201,72 +196,3 @@ def test_more_elements_than_32_bits_can_count():
         grads, torch.autograd.grad((expected * weight).sum(), alone), strict=True
     ):
         assert torch.equal(all_of_them[-last:], own) and not all_of_them[:-last].any()
-
-
-class TestSegments:
-    LONG = [3000, 1, 0, 1024, 1025, 2100, 64], [900, 1, 0, 0, 1, 130, 0], [0, 3, 2, 0, 20, 1, 0]
-
-    @pytest.mark.parametrize("case", segments_cases.CASES)
-    def test_cases_of_the_interpreter(self, case):
-        options = segments_cases.CASES[case]
-        errors = segments_cases.compare(device="cuda", **options)
-        # NaN fails
-        assert all(error < LIMITS[options.get("dtype", "float32")] for error in errors.values()), (
-            errors
-        )
-
-    @pytest.mark.parametrize("segment, tokens", [(1024, 4), (64, 64), (100, 1), (300, 37)])
-    @pytest.mark.parametrize("widths", [(32, 32), (64, 64), (128, 128), (32, 128)])
-    @pytest.mark.parametrize("dtype", LIMITS)
-    def test_equals_the_plain_attention(self, dtype, widths, segment, tokens):
-        errors = segments_cases.compare(
-            self.LONG, segment, tokens, dtype=dtype, widths=widths, heads=3, device="cuda"
-        )
-        assert all(error < LIMITS[dtype] for error in errors.values()), errors
-
-    def test_samples_do_not_reach_each_other(self):
-        assert segments_cases.isolation("cuda") == {"before": True, "after": True}
-
-    def test_the_same_bits_every_time_without_a_synchronization(self):
-        rows, leaves = segments_cases.drawn(
-            self.LONG, 100, 7, 2, widths=(64, 64), device="cuda", dtype=torch.bfloat16
-        )
-        q = leaves[0]
-        k, v = (
-            torch.randn(
-                rows.plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16
-            ).requires_grad_()
-            for _ in range(2)
-        )
-        runs = []
-        for number in range(3):
-            torch.cuda.synchronize()
-            if number:  # the first one compiles
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                out = summary_attention(q, k, v, rows.plan, scale_length=3000, alpha=0.1)
-                grads = torch.autograd.grad(out.float().square().sum(), [q, k, v])
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            runs.append([out.detach(), *grads])
-        assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-
-    def test_memory_grows_with_the_rows(self):
-        peaks = []
-        for segments in (8, 16):
-            plan = SummaryPlan(
-                Segments(1024, 4), np.array([segments * 1028]), np.array([segments]), np.array([0])
-            )
-            q = torch.randn(plan.rows, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-            k, v = (
-                torch.randn(
-                    plan.summaries, 2, 64, device="cuda", dtype=torch.bfloat16
-                ).requires_grad_()
-                for _ in range(2)
-            )
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            summary_attention(q, k, v, plan, scale_length=9, alpha=0.1).sum().backward()
-            peaks.append(torch.cuda.max_memory_allocated() - before)
-        assert peaks[1] < 2.2 * peaks[0]

@@ -10,7 +10,7 @@ from helpers.feature_cases import SOME, train
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("kind", ["hstu", "segments", "sasrec"])
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 @pytest.mark.parametrize("per", ["sample", "batch"])
 def test_the_losses_of_a_cpu(kind, per):
     expected, _ = train("cpu", kind, per)

@@ -8,7 +8,7 @@ import torch
 
 import freescale
 from freescale.batch import Jagged, SequenceBatch
-from freescale.models import HSTU, FeatureTables, Retrieval, SASRec, SegmentedHSTU
+from freescale.models import HSTU, FeatureTables, Retrieval, SASRec
 from freescale.transport.local import LocalTransport
 
 ITEMS, SAMPLES = 500, 32
@@ -53,9 +53,7 @@ def make_batch(seed, per):
 
 def make_encoder(kind):
     sizes = {"width": 64, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.2}
-    if kind == "sasrec":
-        return SASRec(**sizes)
-    return HSTU(**sizes) if kind == "hstu" else SegmentedHSTU(**sizes, segment=16, segment_tokens=2)
+    return SASRec(**sizes) if kind == "sasrec" else HSTU(**sizes)
 
 
 def train(device, kind, per, schedule="staged", tables=TABLES):

@@ -15,7 +15,6 @@ from freescale.balance.partitioners.lookup import stay
 from freescale.balance.partitioners.variable import Variable
 from freescale.balance.shuffle import list_homes, measure_samples
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.segments import Segments
 
 LENGTHS = np.array([7, 4, 3, 1, 1, 2])
 TABLE = np.stack([LENGTHS, np.zeros(6, np.int64), LENGTHS], axis=1)
@@ -80,12 +79,10 @@ def test_the_default_cap_is_the_mean_and_the_largest_sample():
     assert own.problems[0].cap is None, "a function of the user's keeps no cap unless it is given"
 
 
-def test_the_default_cost_counts_events_and_summaries_are_tokens():
+def test_the_default_cost_counts_events():
     table, home, own = np.array([[5, 1, 9], [4, 2, 6]]), np.array([0, 1]), Recorded()
     Balancer(own).plan(1, table, home, 2)
     assert own.problems[0].costs.tolist() == [5, 4] and own.problems[0].tokens.tolist() == [9, 6]
-    Balancer(own, segments=Segments(5, 2)).plan(1, table, home, 2)
-    assert own.problems[1].tokens.tolist() == [9 + 2, 6]
 
 
 def test_an_empty_batch():

@@ -38,7 +38,6 @@ from freescale.ledger.collector import Collector
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
-from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
@@ -84,7 +83,6 @@ CALLABLES = [
         read_interactions,
         HSTU,
         SASRec,
-        SegmentedHSTU,
         Retrieval,
         Ranking,
         Balancer,

@@ -198,7 +198,6 @@ class TestSettings:
             ({"task": "retrieval"}, "--head dlrm judges candidates"),
             ({"encoder": "sasrec"}, "without --encoder sasrec"),
             ({"time_bias": True}, "without --time-bias"),
-            ({"segment": 4}, "without --segment"),
             ({"head": "linear", "positions": 4}, "--positions is for --head dlrm"),
         ):
             with pytest.raises(ValueError, match=message):

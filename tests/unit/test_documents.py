@@ -97,7 +97,7 @@ def test_every_page_with_python_is_run():
     test_dlrm_v4.py, tests/e2e/test_examples.py, tests/e2e/test_recommend.py and
     tests/distributed/test_callbacks.py."""
     run = {"README.md", "your_model.md", "training.md", "embedding.md", "compress.md"}
-    run |= {"segments.md", "host_tables.md", "dynamic.md", "from_torchrec.md", "data.md"}
+    run |= {"host_tables.md", "dynamic.md", "from_torchrec.md", "data.md"}
     run |= {"features.md", "recommend.md", "serve.md", "dlrm_v4.md", "time_order.md"}
     found = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     assert found == run

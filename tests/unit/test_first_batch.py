@@ -15,7 +15,7 @@ from torch import nn
 import freescale
 from freescale import Pipeline
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.models import HSTU, Ranking, Retrieval, SegmentedHSTU
+from freescale.models import HSTU, Ranking, Retrieval
 from freescale.pipeline.first_batch import compare_halves, split_supervised
 from freescale.transport.local import LocalTransport
 
@@ -146,7 +146,7 @@ def test_nothing_is_changed(schedule):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["hstu", "segments", "ranking"])
+@pytest.mark.parametrize("model", ["hstu", "ranking"])
 def test_our_own_models_pass(model, precision):
     generator = torch.Generator().manual_seed(0)
     lengths, counts = torch.tensor([5, 9, 1, 12, 3, 12]), torch.tensor([3, 2, 0, 5, 1, 2])
@@ -170,10 +170,7 @@ def test_our_own_models_pass(model, precision):
     )
     sizes = {"width": 8, "layers": 1, "heads": 2, "max_length": 20, "dropout": 0.3}
     sizes |= {"position_bias": True, "time_bias": True}
-    if model == "segments":
-        encoder = SegmentedHSTU(**sizes, segment=4, segment_tokens=1)
-    else:
-        encoder = HSTU(**sizes)
+    encoder = HSTU(**sizes)
     plain = (
         Ranking(encoder, num_items=37, tasks=("click", "like"))
         if model == "ranking"

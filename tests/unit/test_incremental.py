@@ -17,7 +17,6 @@ from freescale.models import (
     HSTU,
     Ranking,
     Retrieval,
-    SegmentedHSTU,
     append_events,
     encode_states,
     start_histories,
@@ -182,9 +181,12 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="call model.eval"):
         start_histories(make_model().train(), events)
     sizes = {"width": WIDTH, "layers": 1, "heads": 2, "max_length": LONGEST}
-    segmented = Retrieval(SegmentedHSTU(**sizes, segment=4), num_items=ITEMS).eval()
-    with pytest.raises(ValueError, match="not for SegmentedHSTU"):
-        start_histories(segmented, events)
+
+    class Mine(HSTU):
+        pass
+
+    with pytest.raises(ValueError, match="not for Mine"):
+        start_histories(Retrieval(Mine(**sizes), num_items=ITEMS).eval(), events)
     ranking = Ranking(HSTU(**sizes), num_items=ITEMS, tasks=["click"]).eval()
     with pytest.raises(ValueError, match="not for Ranking"):
         start_histories(ranking, events)

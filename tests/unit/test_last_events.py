@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.models import HSTU, Retrieval, SASRec, SegmentedHSTU
+from freescale.models import HSTU, Retrieval, SASRec
 
 SHAPE = {"width": 16, "layers": 2, "heads": 2, "max_length": 50}
 
@@ -26,7 +26,6 @@ ENCODERS = {
     "time": lambda: HSTU(**SHAPE, position_bias=False),
     "other widths": lambda: HSTU(**SHAPE, d_qk=3, d_v=5),
     "sasrec": lambda: SASRec(**SHAPE),
-    "segments": lambda: SegmentedHSTU(**SHAPE, segment=8, segment_tokens=2),
 }
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from freescale.config import RunConfig
 from freescale.models import HSTU, Retrieval
-from freescale.models.segments import SegmentedHSTU
 from freescale.random import derive, draw_keep_mask
 from freescale.train.build import (
     build_model,
@@ -33,8 +32,7 @@ NEW = {"input_dropout", "input_scale", "row_std", "beta2"}
 
 def encoder(kind=HSTU, **options):
     torch.manual_seed(0)
-    segments = {"segment": 4, "segment_tokens": 1} if kind is SegmentedHSTU else {}
-    return kind(**SHAPE | segments | options).double().train()
+    return kind(**SHAPE | options).double().train()
 
 
 def inputs():
@@ -71,19 +69,6 @@ def test_layers_drop_what_they_did_whatever_the_inputs_drop():
     with pytest.raises(ValueError, match="dropout needs keys"):
         module(x, LENGTHS)
     assert module.input_dropout == 0.0 and encoder(dropout=0.5).input_dropout == 0.5
-
-
-def test_segments_scale_and_drop_their_events_alike():
-    (x, keys), places = inputs(), place_in_sample()
-    lengths = LENGTHS.clamp(max=3)  # no segment is full: there are no summaries
-    x, places = x[places < 3], places[places < 3]
-    options = {"dropout": 0.3, "input_dropout": 0.25, "input_scale": 2.0, "position_bias": False}
-    plain, cut = encoder(**options), encoder(SegmentedHSTU, **options)
-    cut.load_state_dict(plain.state_dict() | {"summaries": cut.summaries.detach()})
-    with torch.no_grad():  # with gradients, summaries would be there
-        ours = cut(x, lengths, keys)
-        torch.testing.assert_close(ours, plain(x, lengths, keys), rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(ours, cut.eval()(x, lengths))
 
 
 def config(**settings):
@@ -123,6 +108,19 @@ def test_a_run_made_before_these_settings_keeps_its_meaning():
     assert RunConfig.from_json(old.to_json()) == old
     new = config()
     assert RunConfig.from_json(new.to_json()) == new
+
+
+@pytest.mark.parametrize(
+    ("part", "switch", "value", "more"), [("model", "segment", 16, "segment_tokens")]
+)
+def test_runs_that_used_a_removed_setting_are_refused_and_others_load(part, switch, value, more):
+    raw = json.loads(config().to_json())
+    raw[part] |= {switch: None, more: 4}
+    assert RunConfig.from_json(json.dumps(raw)) == config()
+    raw[part][switch] = value
+    flag = switch.replace("_", "-")
+    with pytest.raises(ValueError, match=f"config.json has --{flag} {value}, which was removed"):
+        RunConfig.from_json(json.dumps(raw))
 
 
 def test_a_model_on_its_own_starts_with_rows_as_small():

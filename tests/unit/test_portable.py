@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.models import HSTU, FeatureTables, Ranking, Retrieval, SASRec, SegmentedHSTU
+from freescale.models import HSTU, FeatureTables, Ranking, Retrieval, SASRec
 from freescale.models.encoder import Encoder
 from freescale.models.features import add_features, sum_features
 from freescale.recommend.compiled_program import _check_outputs, compile_program
@@ -20,7 +20,7 @@ ITEMS, ACTIONS, ROWS, LONGEST, WIDTH = 30, 4, 11, 13, 8
 PLACES = {"event": 2, "context": 3}
 USER_PLACES = (1, 2, 1)
 VECTORS = torch.randn(ITEMS + 1, 4, generator=torch.Generator().manual_seed(5))
-ENCODERS = ["hstu", "position", "time", "none", "sasrec", "segments", "pooled"]
+ENCODERS = ["hstu", "position", "time", "none", "sasrec"]
 
 
 class Features:
@@ -47,11 +47,6 @@ def make_encoder(kind, longest=LONGEST):
     sizes = {"width": WIDTH, "layers": 2, "heads": 2, "max_length": longest, "dropout": 0.3}
     if kind == "sasrec":
         return SASRec(**sizes, hidden=12)
-    if kind in ("segments", "pooled"):
-        return SegmentedHSTU(
-            **sizes, segment=4, segment_tokens=2, segment_weight=1.5, num_time_buckets=16,
-            segment_pooling=kind == "pooled",
-        )  # fmt: skip
     biases = {"position_bias": kind in ("hstu", "position"), "time_bias": kind in ("hstu", "time")}
     return HSTU(**sizes, d_qk=3, d_v=5, num_time_buckets=16, **biases)
 
@@ -238,7 +233,7 @@ def test_an_encoder_of_another_kind_is_refused():
 
     options = {"width": 8, "max_length": 4, "dropout": 0.0, "input_scale": 1.0}
     model = Retrieval(Mine(**options, input_dropout=None), num_items=3)
-    with pytest.raises(ValueError, match="Mine has no portable form; HSTU, SegmentedHSTU and"):
+    with pytest.raises(ValueError, match="Mine has no portable form; HSTU and SASRec"):
         PaddedHead(model)
 
 

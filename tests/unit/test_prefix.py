@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from freescale.batch import HostSizes
-from freescale.models import HSTU, SASRec, SegmentedHSTU
+from freescale.models import HSTU, SASRec
 from freescale.models.hstu_layer import EPS
 
 WIDTH, HEADS, LONGEST, COUNT = 8, 2, 12, 3
@@ -20,8 +20,6 @@ def make(kind, **more):
     sizes |= more
     if kind == "sasrec":
         return SASRec(**sizes).double()
-    if kind == "segments":
-        return SegmentedHSTU(**sizes, segment=4, segment_tokens=2).double()
     return HSTU(**sizes, num_time_buckets=16).double()
 
 
@@ -85,7 +83,7 @@ def test_hstu_with_a_prefix(candidates):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["hstu", "sasrec", "segments"])
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 def test_samples_see_their_own_prefix_alone(kind):
     encoder = make(kind)
     x, prefix, times = draw()
@@ -108,7 +106,7 @@ def test_samples_see_their_own_prefix_alone(kind):
     assert changed[: LENGTHS[0]].all() and not changed[LENGTHS[0] :].any()
 
 
-@pytest.mark.parametrize("kind", ["hstu", "sasrec", "segments"])
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 def test_a_prefix_is_causal_and_takes_no_position(kind):
     """A later event changes no earlier one, and a history of the longest length still fits."""
     encoder = make(kind)
@@ -124,7 +122,7 @@ def test_a_prefix_is_causal_and_takes_no_position(kind):
     assert not torch.allclose(before, plain)
 
 
-@pytest.mark.parametrize("kind", ["hstu", "sasrec", "segments"])
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
 def test_dropout_follows_from_the_samples_key(kind):
     encoder = make(kind, dropout=0.3)
     x, prefix, times = draw()

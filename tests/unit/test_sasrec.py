@@ -147,8 +147,6 @@ def test_settings():
     for name, flag in (("time_bias", "--time-bias"), ("position_bias", "--position-bias")):
         with pytest.raises(ValueError, match=f"sasrec has no {flag}"):
             ModelConfig(encoder="sasrec", **{name: True})
-    with pytest.raises(ValueError, match="sasrec has no --segment"):
-        ModelConfig(encoder="sasrec", segment=8)
     with pytest.raises(ValueError, match="hstu has no --hidden"):
         ModelConfig(hidden=8)
 

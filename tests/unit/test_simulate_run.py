@@ -159,9 +159,9 @@ def test_the_runs_own_configuration_is_an_arm_of_its_own(tmp_path, csv):
 
 
 def test_what_is_not_simulated_is_said(tmp_path, csv):
-    config = make_run(tmp_path / "run", csv, accumulate=2, segment=10)
+    config = make_run(tmp_path / "run", csv, accumulate=2, recompute=True)
     (note,) = list_omissions(config)
-    assert note.startswith("NOT SIMULATED") and "segments" in note and "micro-batches" in note
+    assert note.startswith("NOT SIMULATED") and "recomputed" in note and "micro-batches" in note
     assert note in simulate_run(tmp_path / "run")["notes"]
 
 

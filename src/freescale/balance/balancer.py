@@ -23,7 +23,6 @@ from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign, find_lower_bound
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.segments import Segments
 
 _CAPPED = (greedy, local)  # partitioners that keep a cap
 _REMEMBERED = 8  # steps whose measurement may be outstanding
@@ -51,7 +50,6 @@ class Balancer:
             largest sample, which can always be met.
         nodes: [ranks] the machine of each rank; None: all are on one.
         adapt: corrects the cost model by measured times, and gives them to the partitioner.
-        segments: how the model cuts histories into segments.
         feature: the sequence feature whose length is the L of the cost. None: L is the number of
             ids in all of a sample's sequences.
         least_gain: in units of the cost. Samples stay where they are if the best assignment could
@@ -68,7 +66,6 @@ class Balancer:
         cap: int | None = TrainConfig.balance_cap,
         nodes: NDArray[np.int64] | None = None,
         adapt: bool = TrainConfig.balance_adapt,
-        segments: Segments | None = None,
         feature: str | None = "history",
         least_gain: float = 0.0,
     ) -> None:
@@ -85,7 +82,6 @@ class Balancer:
         self.cost = cost
         self.cap = cap
         self.nodes = nodes
-        self.segments = segments
         self.least_gain = least_gain
         self.adaptive = AdaptiveCost(cost) if adapt else None
         self.errors = np.zeros(0)
@@ -149,10 +145,7 @@ class Balancer:
 
     def _measure(self, table: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """[n, 4] features and [n] tokens of the samples of a table."""
-        rows, tokens = features(table[:, 0], table[:, 1], self.segments), table[:, 2]
-        if self.segments is not None:
-            tokens = tokens + self.segments.count_summaries(table[:, 0])
-        return rows, tokens
+        return features(table[:, 0], table[:, 1]), table[:, 2]
 
     def _remember(
         self, step: int, assignment: Assignment, of_sample: NDArray[Any], ranks: int

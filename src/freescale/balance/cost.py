@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.segments import Segments
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -52,13 +50,10 @@ class CostModel:
         return (self.quadratic, self.linear, self.candidate, self.constant)
 
     def __call__(
-        self,
-        lengths: NDArray[Any],
-        candidates: NDArray[Any] | None = None,
-        segments: Segments | None = None,
+        self, lengths: NDArray[Any], candidates: NDArray[Any] | None = None
     ) -> NDArray[Any]:
         """lengths [n], candidates [n] -> costs [n] float64."""
-        return self.of(features(lengths, candidates, segments))
+        return self.of(features(lengths, candidates))
 
     def of(self, rows: NDArray[Any]) -> NDArray[Any]:
         """rows [n, 4] of `features` -> costs [n] float64."""
@@ -124,19 +119,13 @@ class CostModel:
         )
 
 
-def features(
-    lengths: NDArray[Any], candidates: NDArray[Any] | None = None, segments: Segments | None = None
-) -> NDArray[Any]:
-    """[n, 4]: L^2, L, candidates, 1. With segments, visible pairs replace L^2 / 2, and summaries
-    count as candidates: they are projected and attend, without predicting an item."""
+def features(lengths: NDArray[Any], candidates: NDArray[Any] | None = None) -> NDArray[Any]:
+    """[n, 4]: L^2, L, candidates, 1."""
     length = np.asarray(lengths, dtype=np.float64)
     count = (
         np.zeros_like(length) if candidates is None else np.asarray(candidates, dtype=np.float64)
     )
-    if segments is None:
-        return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
-    pairs, summaries = segments.count_pairs(length, count), segments.count_summaries(length)
-    return np.stack([2 * pairs, length, count + summaries, np.ones_like(length)], axis=1)
+    return np.stack([length * length, length, count, np.ones_like(length)], axis=1)
 
 
 def _product(rows: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]:

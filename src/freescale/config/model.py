@@ -87,20 +87,6 @@ class ModelConfig(Checked):
         None, "relative time bias in attention, with --encoder hstu  [default: on]"
     )
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
-    segment: int | None = option(
-        None,
-        "cut histories into segments of so many events, seen later by their summaries alone",
-        minimum=1,
-    )
-    segment_tokens: int = option(4, "learned summaries of a segment, with --segment", minimum=1)
-    segment_weight: float = option(
-        1.0,
-        "events that a summary counts for when later segments read it, with --segment",
-        above=0.0,
-    )
-    segment_pooling: bool = option(
-        False, "summaries start with the pooled events of their segment, with --segment"
-    )
     recompute: bool = option(
         False, "activation checkpointing: recompute layers in backward to save memory"
     )
@@ -114,7 +100,6 @@ class ModelConfig(Checked):
         owners = {
             "--position-bias": ("hstu", self.position_bias),
             "--time-bias": ("hstu", self.time_bias),
-            "--segment": ("hstu", self.segment is not None),
             "--hidden": ("sasrec", self.hidden is not None),
         }
         for flag, (owner, given) in owners.items():
@@ -133,7 +118,6 @@ class ModelConfig(Checked):
             raise ValueError("--head dlrm judges candidates: give --task ranking with it")
         given = {
             "--encoder sasrec": self.encoder != "hstu",
-            "--segment": self.segment is not None,
             "--position-bias": self.position_bias,
             "--time-bias": self.time_bias,
         }

@@ -48,7 +48,6 @@ class RunConfig:
         _ = self.task_weights
         self._check_best()
         self._check_rows()
-        self._check_segments()
         self._check_time_order()
 
     def _check_time_order(self) -> None:
@@ -68,26 +67,6 @@ class RunConfig:
             raise ValueError(
                 "--from with --order time: a run in order of time begins with a new model; train "
                 "all windows in one run, or leave --order out"
-            )
-
-    def _check_segments(self) -> None:
-        segment, tokens = self.model.segment, self.model.segment_tokens
-        longest, weight = self.data.max_length, self.model.segment_weight
-        if segment is None:
-            return
-        if segment > longest:
-            raise ValueError(
-                f"--segment {segment} is longer than the longest history, --max-length {longest}"
-            )
-        if tokens > segment:
-            raise ValueError(
-                f"--segment-tokens {tokens} are more than the events of a segment, "
-                f"--segment {segment}"
-            )
-        if weight > segment / tokens:
-            raise ValueError(
-                f"--segment-weight {weight:g} is more than the {segment / tokens:g} events that a "
-                f"token stands for, --segment {segment} by --segment-tokens {tokens}"
             )
 
     def _check_best(self) -> None:
@@ -231,11 +210,16 @@ class RunConfig:
     @staticmethod
     def from_json(text: str) -> RunConfig:
         """Parses a `config.json`. A missing setting has the value from before it existed.
-        ValueError names settings that do not exist."""
+        ValueError names settings that do not exist, or no longer."""
         raw: Mapping[str, Mapping[str, Any]] = json.loads(text)
         parts: dict[str, Any] = {}
         for part, kind in _PARTS.items():
-            given, known = raw.get(part, {}), {entry.name: entry for entry in fields(kind)}
+            given, known = dict(raw.get(part, {})), {entry.name: entry for entry in fields(kind)}
+            for switch, settings in _REMOVED.items():
+                if given.get(switch) is not None:
+                    flag = f"--{switch.replace('_', '-')} {given[switch]}"
+                    raise ValueError(f"config.json has {flag}, which was removed: train it anew")
+                given = {name: value for name, value in given.items() if name not in settings}
             if unknown := sorted(set(given) - set(known)):
                 raise ValueError(
                     f"config.json has unknown settings in {part!r}: {', '.join(unknown)}"
@@ -243,9 +227,11 @@ class RunConfig:
             former = {
                 n: e.metadata["formerly"] for n, e in known.items() if "formerly" in e.metadata
             }
-            parts[part] = kind(**former | dict(given))
+            parts[part] = kind(**former | given)
         origin = raw.get("origin")
         return RunConfig(**parts, origin=None if origin is None else Origin(**origin))
 
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
+# Settings that were removed, by the one that turned them on: runs without it still load.
+_REMOVED = {"segment": ("segment", "segment_tokens", "segment_weight", "segment_pooling")}

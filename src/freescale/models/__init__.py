@@ -18,7 +18,6 @@ from freescale.models.incremental import (
 )
 from freescale.models.item_tower import ItemTower
 from freescale.models.sasrec import SASRec
-from freescale.models.segments import Memory, SegmentedHSTU, split_history
 
 __all__ = [
     "HSTU",
@@ -28,16 +27,13 @@ __all__ = [
     "FeatureTables",
     "HistoryState",
     "ItemTower",
-    "Memory",
     "Ranking",
     "Retrieval",
     "SASRec",
-    "SegmentedHSTU",
     "add_features",
     "append_events",
     "embed_features",
     "encode_states",
-    "split_history",
     "start_histories",
     "sum_features",
 ]

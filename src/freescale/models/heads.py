@@ -33,7 +33,6 @@ from freescale.models.features import (
     ItemVectors,
     sum_features,
 )
-from freescale.models.segments import Memory
 from freescale.models.sequence_head import SequenceHead, to_at_least_float32
 
 
@@ -110,14 +109,11 @@ class Retrieval(SequenceHead):
         )
         return {"next_item": total}
 
-    def encode_queries(
-        self, batch: SequenceBatch, memory: Memory | None = None, last_alone: bool = False
-    ) -> Tensor:
+    def encode_queries(self, batch: SequenceBatch, last_alone: bool = False) -> Tensor:
         """Encodes each history as a query, to be multiplied with `encode_items`.
 
         Args:
-            batch: Histories; with a `memory`, the events after it.
-            memory: From `compress`.
+            batch: Histories.
             last_alone: Compute the last output alone where that saves time. Sums may have another
                 order.
 
@@ -129,12 +125,12 @@ class Retrieval(SequenceHead):
             zeros = self.encoder.position.new_zeros(len(history), self.encoder.width)
             return to_at_least_float32(zeros)
         places = (history.offsets[1:] - 1).clamp(min=0)
-        if last_alone and memory is None:
+        if last_alone:
             x, lengths, timestamps, host = self._build_inputs(batch)
             encode = self.encoder.encode_last
             last = self._encode(batch, x, lengths, batch.keys, timestamps, host=host, by=encode)
         else:
-            last = self.encode_history(batch, memory)[places]
+            last = self.encode_history(batch)[places]
         context = self._embed_context(batch)
         if context is not None and "context_features" in batch.sequences:
             context = context[places]
@@ -167,15 +163,13 @@ class Retrieval(SequenceHead):
         """
         return self._normalize_rows(self.describe_rows(rows, codes, own, vectors))
 
-    def encode_history(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+    def encode_history(self, batch: SequenceBatch) -> Tensor:
         """Outputs of the encoder for every event: [tokens, width]."""
-        return self._encode_history(batch, None, memory)
+        return self._encode_history(batch, None)
 
-    def _encode_history(
-        self, batch: SequenceBatch, items: ItemVectors | None, memory: Memory | None = None
-    ) -> Tensor:
+    def _encode_history(self, batch: SequenceBatch, items: ItemVectors | None) -> Tensor:
         x, lengths, timestamps, host = self._build_inputs(batch, items)
-        return self._encode(batch, x, lengths, batch.keys, timestamps, host=host, memory=memory)
+        return self._encode(batch, x, lengths, batch.keys, timestamps, host=host)
 
     def _embed_context(self, batch: SequenceBatch) -> Tensor | None:
         """[requests, width]: of the request that follows each position, or each history. It joins
@@ -230,19 +224,11 @@ class Ranking(SequenceHead):
         ).sum(0)
         return dict(zip(self.tasks, losses.unbind(), strict=True))
 
-    def predict(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        """Predicts the outcome of every task for every candidate.
+    def predict(self, batch: SequenceBatch) -> Tensor:
+        """[candidates, tasks]: the probability of every task for every candidate."""
+        return self._compute_logits(batch).sigmoid()
 
-        Args:
-            batch: Histories and candidates; with a `memory`, the events after it.
-            memory: From `compress`.
-
-        Returns:
-            [candidates, tasks] probabilities.
-        """
-        return self._compute_logits(batch, memory).sigmoid()
-
-    def _compute_logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
+    def _compute_logits(self, batch: SequenceBatch) -> Tensor:
         history, candidates = find_sequence(batch, "history"), find_candidates(batch)
         items = self._describe_items(batch, self._item_features)
         x = self._embed_events(batch, history, items)
@@ -266,7 +252,7 @@ class Ranking(SequenceHead):
         host_counts = candidates.outer.host_lengths
         host = HostSizes(history.host_lengths + host_counts, host_counts, span)
         inputs = x, lengths, batch.keys, timestamps, counts, host
-        outputs = self._encode(batch, *inputs, memory=memory)
+        outputs = self._encode(batch, *inputs)
         return to_at_least_float32(self.judge(outputs.index_select(0, places)))
 
     def _merge_timestamps(

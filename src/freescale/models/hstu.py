@@ -15,7 +15,7 @@ from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.attention import plan_attention
 from freescale.kernels.dispatch.layer import fits_fused_layer, run_layers
 from freescale.models.encoder import Encoder
-from freescale.models.hstu_layer import EPS, Earlier, HSTULayer, get_product_dtype
+from freescale.models.hstu_layer import EPS, HSTULayer, get_product_dtype
 from freescale.models.prefix import Prefix
 
 
@@ -44,7 +44,6 @@ class HSTU(Encoder):
         time_bias: bool = True,
         num_time_buckets: int = 128,
         checkpoint: bool = ModelConfig.recompute,
-        reach: int | None = None,
         wide: bool = False,
     ) -> None:
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
@@ -71,7 +70,6 @@ class HSTU(Encoder):
                 number=number,
                 position_bias=position_bias,
                 time_bias=time_bias,
-                reach=reach,
                 wide=wide,
                 **shape,
             )
@@ -92,7 +90,11 @@ class HSTU(Encoder):
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
         self._check_sizes(x, plan.tokens, plan.longest_history)
         x, token_keys = self._prepare_inputs(plan, x, keys)
-        before = self._make_prefix(prefix, plan.tokens, lengths, host, keys)
+        before = None
+        if prefix is not None and plan.tokens:
+            on_host = lengths.cpu() if host is None else host.lengths
+            chosen = self._choose_keys(keys, lengths)
+            before = Prefix(self, self.heads, self.widths, prefix, on_host, chosen)
         return self._run_layers(
             x, lengths, token_keys, timestamps, candidate_counts, plan, prefix=before
         )
@@ -121,21 +123,6 @@ class HSTU(Encoder):
         for layer in self.layers[:-1]:
             x = layer(x, lengths, None, timestamps, None, plan)
         return cast(HSTULayer, self.layers[-1]).compute_last(x, lengths, timestamps)
-
-    def _make_prefix(
-        self,
-        prefix: Tensor | None,
-        rows: int,
-        lengths: Tensor,
-        host: HostSizes | None,
-        keys: Tensor | None,
-    ) -> Prefix | None:
-        """`lengths` [samples]: rows that see each sample's prefix, `rows` in all."""
-        if prefix is None or not rows:
-            return None
-        on_host = lengths.cpu() if host is None else host.lengths
-        chosen = self._choose_keys(keys, lengths)
-        return Prefix(self, self.heads, self.widths, prefix, on_host, chosen)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
         """Returns the timestamps if they are used."""
@@ -177,15 +164,13 @@ class HSTU(Encoder):
         timestamps: Tensor | None,
         candidate_counts: Tensor | None,
         plan: AttentionPlan | TilePlan,
-        earlier: Earlier | None = None,
         prefix: Prefix | None = None,
     ) -> Tensor:
         """Runs all layers; arguments as in `HSTULayer.forward`. The prefix is not in x."""
         token_keys = token_keys if self.dropout > 0 else None
         d_qk, d_v = self.widths
         dtype = get_product_dtype(self.position)
-        alone = earlier is None and prefix is None
-        if alone and fits_fused_layer(plan, x, self.heads * d_v, dtype, self.wide):
+        if prefix is None and fits_fused_layer(plan, x, self.heads * d_v, dtype, self.wide):
             return run_layers(
                 x,
                 [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
@@ -206,6 +191,6 @@ class HSTU(Encoder):
             x = torch.cat([x, prefix.inputs])
             if token_keys is not None and prefix.keys is not None:
                 token_keys = torch.cat([token_keys, prefix.keys])
-        inputs = lengths, token_keys, timestamps, candidate_counts, plan, earlier, prefix
+        inputs = lengths, token_keys, timestamps, candidate_counts, plan, prefix
         outputs = self._run_each(x, inputs)
         return outputs if prefix is None else outputs[:events]

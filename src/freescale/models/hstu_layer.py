@@ -83,23 +83,14 @@ class WideGate(GatedNorm):
         return wide_gate(x, gate, *parameters, keys=keys, stream=stream, keep=keep)
 
 
-class Earlier(Protocol):
-    """Attention to earlier segments of the histories. Its result is added to the layer's own."""
-
-    def attend(
-        self, layer: HSTULayer, plan: AttentionPlan | TilePlan, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor | None: ...
-
-
 class Before(Protocol):
     """Attention to tokens before the histories, whose `rows` stand after those of the events."""
 
     rows: int
 
     def attend(
-        self, layer: HSTULayer, plan: AttentionPlan | TilePlan, of_events: Tensor, q: Tensor,
-        k: Tensor, v: Tensor,
-    ) -> Tensor: ...  # fmt: skip
+        self, layer: HSTULayer, of_events: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor: ...
 
 
 class HSTULayer(nn.Module):
@@ -122,7 +113,6 @@ class HSTULayer(nn.Module):
         position_bias: bool,
         time_bias: bool,
         num_time_buckets: int,
-        reach: int | None = None,  # largest distance between two tokens; None: max_length
         wide: bool = False,
     ) -> None:
         super().__init__()
@@ -137,9 +127,7 @@ class HSTULayer(nn.Module):
         self.projection = nn.Linear(width, 2 * heads * (d_qk + d_v))
         self.attention_norm = (WideGate if wide else GatedNorm)(heads * d_v, eps=EPS)
         self.output = nn.Linear((3 if wide else 1) * heads * d_v, width, bias=not wide)
-        self.position_bias = (
-            nn.Parameter(torch.empty((reach or max_length) + 1)) if position_bias else None
-        )
+        self.position_bias = nn.Parameter(torch.empty(max_length + 1)) if position_bias else None
         self.time_bias = nn.Parameter(torch.empty(num_time_buckets + 1)) if time_bias else None
         nn.init.normal_(self.projection.weight, std=PROJECTION_STD)
         nn.init.zeros_(self.projection.bias)
@@ -173,7 +161,6 @@ class HSTULayer(nn.Module):
         timestamps: Tensor | None,
         candidate_counts: Tensor | None,
         plan: AttentionPlan | TilePlan,
-        earlier: Earlier | None = None,
         prefix: Before | None = None,
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
@@ -201,11 +188,8 @@ class HSTULayer(nn.Module):
             timestamps=timestamps,
             plan=plan,
         )
-        beyond = None if earlier is None else earlier.attend(self, plan, q, k, v)
-        if beyond is not None:
-            attended = attended + beyond
         if prefix is not None:
-            attended = prefix.attend(self, plan, attended, *whole)
+            attended = prefix.attend(self, attended, *whole)
         gated = self.attention_norm(
             attended.flatten(1), u, plan, token_keys, self.number, 1 - self.dropout
         )

@@ -10,16 +10,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from freescale.batch import HostSizes
-from freescale.kernels.attention.checks import Plan
-from freescale.kernels.dispatch.attention import attend_to_summaries, hstu_attention, plan_attention
+from freescale.batch import HostSizes, concat_ranges
+from freescale.kernels.dispatch.attention import hstu_attention, plan_attention
 from freescale.kernels.layer.reference import drop_inputs
-from freescale.kernels.summary_attention.plan import SummaryPlan
+from freescale.kernels.upload import upload
 from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import HSTULayer, get_product_dtype
 from freescale.random import derive
-from freescale.segments import Segments
 
 
 class Prefix:
@@ -31,7 +30,7 @@ class Prefix:
         heads: int,
         widths: tuple[int, int],  # widths of queries and values
         tokens: Tensor,  # [samples, count, width]
-        rows: Tensor,  # [samples] int64, on the host: rows of each sample that see its prefix
+        lengths: Tensor,  # [samples] int64, on the host: events, of which there are some
         keys: Tensor | None,  # [samples] int64; None: nothing is dropped
     ) -> None:
         samples, count = tokens.shape[:2]
@@ -39,8 +38,13 @@ class Prefix:
         self.inputs, self.keys = prepare_prefix(
             tokens, keys, encoder.position.dtype, encoder.input_scale, 1 - encoder.input_dropout
         )
-        none, one = np.zeros(samples, np.int64), np.ones(samples, np.int64)
-        self._seen = SummaryPlan(Segments(count, count), rows.numpy(), none, one)
+        # Events in blocks of the mean length: padding adds at most as many again.
+        own = lengths.numpy()
+        self._size = -(-int(own.sum()) // samples)  # events of a block
+        blocks = -(-own // self._size)  # of each sample
+        first = torch.from_numpy((np.cumsum(blocks) - blocks) * self._size)
+        self._slots = upload(concat_ranges(first, lengths).numpy(), tokens.device)
+        self._owners = upload(np.repeat(np.arange(samples), blocks), tokens.device)
         self._lengths = torch.full((samples,), count, device=tokens.device)
         self._plan = plan_attention(
             self._lengths,
@@ -51,23 +55,34 @@ class Prefix:
         )
 
     def attend(
-        self, layer: HSTULayer, plan: Plan, of_events: Tensor, q: Tensor, k: Tensor, v: Tensor
+        self, layer: HSTULayer, of_events: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Adds what events see of the prefix, and appends what its tokens see.
 
         Args:
             layer: whose attention it is.
-            plan: of the events.
             of_events: [events, heads, d_v]: what they see of each other.
             q, k, v: [events + rows, heads, d].
         """
         events = of_events.shape[0]
-        options = {"scale_length": layer.max_length, "alpha": layer.d_qk**-0.5}
-        seen = attend_to_summaries(plan, q[:events], k[events:], v[events:], self._seen, **options)
+        q, mine, k, v = q[:events], q[events:], k[events:], v[events:]
+        alpha, longest = layer.d_qk**-0.5, layer.max_length
         own = hstu_attention(
-            q[events:], k[events:], v[events:], self._lengths, plan=self._plan, **options
+            mine, k, v, self._lengths, plan=self._plan, scale_length=longest, alpha=alpha
         )
-        return torch.cat([of_events + seen, own])
+        padded = q.new_zeros(len(self._owners) * self._size, *q.shape[1:])
+        q = padded.index_copy(0, self._slots, q).view(-1, self._size, *q.shape[1:]).transpose(1, 2)
+        scores = (q * alpha) @ self._spread(k).mT  # [blocks, heads, size, count]
+        weights = F.silu(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+        seen = (weights.to(v.dtype) @ self._spread(v)).transpose(1, 2).flatten(0, 1) / longest
+        return torch.cat([of_events + seen.index_select(0, self._slots), own])
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """[rows, heads, d] -> [blocks, heads, count, d]: those of each block's sample."""
+        of_samples = values.reshape(len(self._lengths), -1)
+        # an embedding, for its gradients have a fixed order on GPUs
+        of_blocks = F.embedding(self._owners, of_samples)
+        return of_blocks.view(len(self._owners), -1, *values.shape[1:]).transpose(1, 2)
 
 
 def prepare_prefix(

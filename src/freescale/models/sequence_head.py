@@ -21,7 +21,6 @@ from freescale.models.features import (
     embed_features,
     sum_features,
 )
-from freescale.models.segments import Memory, SegmentedHSTU
 
 
 class SequenceHead(nn.Module):
@@ -140,44 +139,16 @@ class SequenceHead(nn.Module):
         sizes = HostSizes(history.host_lengths, time_span=span, plans=plans)
         return x, history.lengths, timestamps, sizes
 
-    def compress(self, batch: SequenceBatch, memory: Memory | None = None) -> Memory:
-        """Compresses histories to the summaries of their segments.
-
-        Args:
-            batch: Histories of whole segments.
-            memory: What was compressed of the events before them.
-
-        Returns:
-            The memory of both, for requests that follow.
-
-        Raises:
-            ValueError: If the encoder has no segments, or a history is no multiple of a segment.
-        """
-        segmented, users = self._require_segments(), self._embed_users(batch)
-        return segmented.compress(*self._build_inputs(batch), memory, users)
-
-    def _require_segments(self) -> SegmentedHSTU:
-        if not isinstance(self.encoder, SegmentedHSTU):
-            raise ValueError(
-                "only an encoder with segments compresses and remembers histories; "
-                "build the model with SegmentedHSTU"
-            )
-        return self.encoder
-
     def _encode(
         self,
         batch: SequenceBatch,
         *inputs: Any,
-        memory: Memory | None = None,
         by: Callable[..., Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
         users = self._embed_users(batch)
         if users is not None:
             options["prefix"] = users
-        if memory is not None:
-            options["memory"] = memory
-            self._require_segments()
         outputs: Tensor = (by or self.encoder)(*inputs, **options)
         return outputs
 

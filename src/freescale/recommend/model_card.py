@@ -18,8 +18,8 @@ from freescale.recommend.loading import Loaded
 
 _PARTS = ("validation", "test")
 _MODEL = (
-    *("encoder", "width", "layers", "heads", "position_bias", "time_bias", "segment"),
-    *("dropout", "temperature"),
+    *("encoder", "width", "layers", "heads", "position_bias", "time_bias", "dropout"),
+    "temperature",
 )
 _TRAINING = (
     *("epochs", "steps", "global_batch", "lr", "row_lr", "row_optimizer", "warmup", "decay"),

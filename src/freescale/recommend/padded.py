@@ -1,14 +1,9 @@
 """The encoders on padded batches, in plain torch: no kernels, no plans, nothing read from the
 device. Slower than the jagged ones, but `torch.export` can trace them.
 
-A row is a token of a sample. The context, in this order, is what others may see:
-
-    prefix     tokens of the user: part -1, seen by all
-    events     each in its part: a segment, or the open part after the last full segment
-    summaries  of a segment: in its part, seen by all later parts
-
-Candidates follow. They see what the next event would see. Every row sees itself, which is computed
-apart, so that candidates need no scores of each other.
+A row is a token of a sample. The context, which others may see, has the prefix (tokens of the user,
+whose slots are negative) and the events. Candidates follow. They see what the next event would see.
+Every row sees itself, which is computed apart, so that candidates need no scores of each other.
 """
 
 from __future__ import annotations
@@ -26,7 +21,6 @@ from freescale.models.encoder import Encoder
 from freescale.models.hstu import HSTU
 from freescale.models.hstu_layer import EPS, HSTULayer
 from freescale.models.sasrec import SASRec, SASRecLayer
-from freescale.models.segments import SegmentedHSTU
 
 
 @dataclass(frozen=True)
@@ -34,8 +28,7 @@ class Rows:
     """All rows of a batch, the context first."""
 
     x: Tensor  # [batch, rows, width]
-    part: Tensor  # [batch, rows]
-    slot: Tensor  # [batch, rows]: number within the part; summaries follow the events
+    slot: Tensor  # [batch, rows]: number in the history, below 0 in the prefix
     times: Tensor | None  # [batch, rows]
 
     @staticmethod
@@ -43,7 +36,6 @@ class Rows:
         times = [rows.times for rows in parts if rows.times is not None]
         return Rows(
             torch.cat([rows.x for rows in parts], 1),
-            torch.cat([rows.part for rows in parts], 1),
             torch.cat([rows.slot for rows in parts], 1),
             torch.cat(times, 1) if times else None,
         )
@@ -53,8 +45,8 @@ class Rows:
 class Relation:
     """What rows are to the context."""
 
-    weights: Tensor  # [batch, rows, context]: 0 for a pair that does not see each other
-    biased: Tensor  # [batch, rows, context] bool: both in one part
+    seen: Tensor  # [batch, rows, context] bool
+    biased: Tensor  # [batch, rows, context] bool: both in the history
     alone: Tensor  # [batch, rows] bool: a row's own score has a bias
     distance: Tensor  # [batch, rows, context] int64
     bucket: Tensor | None  # [batch, rows, context] int64
@@ -64,34 +56,20 @@ class PaddedEncoder(nn.Module):
     """An encoder whose histories are padded on the right, in evaluation mode.
 
     Raises:
-        ValueError: The encoder is none of HSTU, SegmentedHSTU and SASRec.
+        ValueError: The encoder is neither HSTU nor SASRec.
     """
-
-    segments: Tensor  # [max_length]: of each position
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         wide = isinstance(encoder, HSTU) and encoder.wide
         if wide or not isinstance(encoder, HSTU | SASRec):
             raise ValueError(
-                f"{'wide ' * wide}{type(encoder).__name__} has no portable form; HSTU, "
-                "SegmentedHSTU and SASRec do"
+                f"{'wide ' * wide}{type(encoder).__name__} has no portable form; HSTU and SASRec do"
             )
         self.position = encoder.position
         self.scale, self.longest = encoder.input_scale, encoder.max_length
         self.buckets = encoder.num_time_buckets if isinstance(encoder, HSTU) else 0
         self.has_time_bias = encoder.has_time_bias
-        # without segments none is ever full
-        self.segment, self.tokens = encoder.max_length + 1, 0
-        self.weight, self.pooling = 1.0, False
-        self.summaries: nn.Parameter | None = None
-        if isinstance(encoder, SegmentedHSTU):
-            self.segment, self.tokens = encoder.segments.length, encoder.segments.tokens
-            self.weight, self.pooling = encoder.segment_weight, encoder.segment_pooling
-            self.summaries = encoder.summaries
-        # a constant: Inductor of torch 2.13 compiles `arange // number` wrongly for CPUs
-        segments = torch.arange(self.longest) // self.segment
-        self.register_buffer("segments", segments, persistent=False)
         make: Any = _PaddedHSTULayer if isinstance(encoder, HSTU) else _PaddedSASRecLayer
         self.layers = nn.ModuleList(make(layer) for layer in encoder.layers)
 
@@ -104,73 +82,39 @@ class PaddedEncoder(nn.Module):
         candidates: Tensor | None = None,  # [batch, candidates, width]
         candidate_times: Tensor | None = None,  # [batch, candidates]
     ) -> Tensor:  # [batch, events, width], or of the candidates if there are any
-        closed = lengths // self.segment
         slots = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        part = torch.minimum(self.segments[: x.shape[1]], closed[:, None])
-        x = x * self.scale + self.position[slots]
         there = slots < lengths[:, None]
-        groups = [Rows(x, part, slots - part * self.segment, times)]
-        if self.summaries is not None:
-            groups.append(self._summarise(groups[0]))
-            there = torch.cat([there, groups[1].part < closed[:, None]], 1)
+        groups = [Rows(x * self.scale + self.position[slots], slots, times)]
         first = 0
         if prefix is not None:
             first, shape = prefix.shape[1], prefix.shape[:2]
-            slot = torch.arange(first, device=x.device).expand(shape)
+            slot = torch.arange(-first, 0, device=x.device).expand(shape)
             none = None if times is None else torch.zeros_like(slot)
-            groups.insert(0, Rows(prefix * self.scale, slot.new_full(shape, -1), slot, none))
+            groups.insert(0, Rows(prefix * self.scale, slot, none))
             there = torch.cat([there.new_ones(shape), there], 1)
         if candidates is not None:
             last = lengths[:, None].expand(candidates.shape[:2])
-            of = last // self.segment
             x = candidates * self.scale + self.position[last]
-            groups.append(Rows(x, of, last - of * self.segment, candidate_times))
+            groups.append(Rows(x, last, candidate_times))
         rows = Rows.concat(groups)
         relation, x = self._relate(rows, there), rows.x
         for layer in self.layers:
             x = layer(x, relation)
-        if candidates is not None:
-            return x[:, there.shape[1] :]
-        return x[:, first : first + slots.shape[1]]
-
-    def _summarise(self, events: Rows) -> Rows:
-        """The summaries of as many segments as the longest history has."""
-        assert self.summaries is not None
-        batch, count = events.x.shape[0], self.longest // self.segment
-        # the last event if a segment is not there
-        index = torch.arange(count * self.segment, device=events.x.device)
-        index = index.clamp(max=events.x.shape[1] - 1)
-        x = self.summaries.expand(batch, count, -1, -1)
-        if self.pooling:
-            pooled = events.x[:, index].view(batch, count, self.segment, -1).sum(2, keepdim=True)
-            x = x + pooled * self.segment**-0.5
-        number = torch.arange(count, device=index.device).repeat_interleave(self.tokens)
-        x = x.flatten(1, 2) + self.position[(number + 1) * self.segment]
-        slot = self.segment + torch.arange(self.tokens, device=index.device).repeat(count)
-        last = index[self.segment - 1 :: self.segment].repeat_interleave(self.tokens)
-        times = None if events.times is None else events.times[:, last]
-        return Rows(x, number.expand(batch, -1), slot.expand(batch, -1), times)
+        return x[:, first:] if candidates is None else x[:, there.shape[1] :]
 
     def _relate(self, rows: Rows, there: Tensor) -> Relation:
         """`there` [batch, context]: which rows of the context are not padding."""
         context = there.shape[1]
-        part, slot = rows.part[:, :, None], rows.slot[:, :, None]  # queries
-        of, at = rows.part[:, None, :context], rows.slot[:, None, :context]  # keys
-        within = (part == of) & (at < slot)
-        biased = within & (of >= 0)
-        earlier = (of >= 0) & (of < part) & (at >= self.segment)
-        before = within | ((of < 0) & (part >= 0))
-        weights = (before.to(rows.x.dtype) + self.weight * earlier.to(rows.x.dtype)) * there[
-            :, None
-        ]
+        slot, at = rows.slot[:, :, None], rows.slot[:, None, :context]  # of queries and keys
+        before = at < slot
+        biased = before & (at >= 0)
         bucket = None
         if rows.times is not None:
             elapsed = rows.times[:, :, None] - rows.times[:, None, :context]
             logarithm = elapsed.clamp(min=1).to(torch.float64).log() / BUCKET_WIDTH
             bucket = logarithm.clamp(max=self.buckets).to(torch.int64)
-        # a row of one part is never further away than its slot
         distance = torch.where(biased, slot - at, 0)
-        return Relation(weights, biased, rows.part >= 0, distance, bucket)
+        return Relation(before & there[:, None], biased, rows.slot >= 0, distance, bucket)
 
 
 class _PaddedHSTULayer(nn.Module):
@@ -179,7 +123,7 @@ class _PaddedHSTULayer(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor, relation: Relation) -> Tensor:
-        layer, context = self.layer, relation.weights.shape[2]
+        layer, context = self.layer, relation.seen.shape[2]
         heads, d_qk, d_v = layer.heads, layer.d_qk, layer.d_v
         norm, gated = layer.input_norm, layer.attention_norm
         inner = F.silu(
@@ -196,7 +140,7 @@ class _PaddedHSTULayer(nn.Module):
                 assert index is not None
                 scores = scores + torch.where(relation.biased, bias[index], 0)[:, None]
                 alone = alone + torch.where(relation.alone, bias[0], 0)[:, None]
-        out = (F.silu(scores) * relation.weights[:, None]) @ v[:, :, :context]
+        out = (F.silu(scores) * relation.seen[:, None]) @ v[:, :, :context]
         out = (out + F.silu(alone)[..., None] * v) / layer.max_length
         out = out.transpose(1, 2).flatten(2)
         out = F.layer_norm(out, gated.weight.shape, gated.weight, gated.bias, EPS) * u
@@ -210,14 +154,14 @@ class _PaddedSASRecLayer(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor, relation: Relation) -> Tensor:
-        layer, context = self.layer, relation.weights.shape[2]
+        layer, context = self.layer, relation.seen.shape[2]
         queries = _normalize(x)
         q, k, v = (
             _split_heads(part, layer.heads)
             for part in (layer.query(queries), *layer.key_value(x).chunk(2, -1))
         )
         q = q * q.shape[-1] ** -0.5
-        scores = (q @ k[:, :, :context].mT).masked_fill(relation.weights[:, None] == 0, -torch.inf)
+        scores = (q @ k[:, :, :context].mT).masked_fill(~relation.seen[:, None], -torch.inf)
         shares = torch.cat([scores, (q * k).sum(-1, keepdim=True)], -1).softmax(-1)
         out = shares[..., :context] @ v[:, :, :context] + shares[..., context:] * v
         middle = _normalize(queries + layer.output(out.transpose(1, 2).flatten(2)))

@@ -150,7 +150,6 @@ def list_omissions(trained: RunConfig | None) -> list[str]:
         return []
     left = {
         "SASRec (simulated with the compute of HSTU)": trained.model.encoder == "sasrec",
-        "segments (histories are simulated whole)": trained.model.segment is not None,
         "micro-batches": trained.train.accumulate > 1,
         "compressed dense gradients": trained.train.compress_dense is not None,
         "recomputed activations": trained.model.recompute,

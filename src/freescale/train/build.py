@@ -30,7 +30,6 @@ from freescale.models.features import FeatureTables
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
-from freescale.models.segments import SegmentedHSTU
 from freescale.pipeline.dense.adamw import AdamW
 from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
@@ -214,10 +213,7 @@ def build_encoder(config: RunConfig, context: int = 0) -> Encoder:
     if model.head == "dlrm":
         return build_dlrm_encoder(config, context, **shared)
     shared |= {"position_bias": model.position_bias, "time_bias": model.time_bias}
-    if model.segment is None:
-        return HSTU(**shared)
-    names = ("segment", "segment_tokens", "segment_weight", "segment_pooling")
-    return SegmentedHSTU(**shared, **{name: getattr(model, name) for name in names})
+    return HSTU(**shared)
 
 
 def build_reducer(config: RunConfig) -> Thresholding | None:

@@ -11,7 +11,6 @@ from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.config import RunConfig
 from freescale.data.batches.negatives import choose_negatives
 from freescale.models.dlrm import DlrmRanking
-from freescale.segments import Segments
 
 # Cost of moving samples, however few: about 2 ms of one CPU core, in floating-point operations.
 _PRICE_OF_MOVES = 4e7
@@ -47,13 +46,11 @@ def build_balancer(
         )
     )
     partitioner = find_partitioner(config.train.balance, device)
-    segments = None if model.segment is None else Segments(model.segment, model.segment_tokens)
     return Balancer(
         partitioner,
         cost.with_prefix(prefix) if prefix else cost,
         config.train.balance_cap,
         adapt=config.train.balance_adapt,
-        segments=segments,
         least_gain=_PRICE_OF_MOVES if device.type == "cpu" else 0.0,
     )
 

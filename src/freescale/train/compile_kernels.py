@@ -304,10 +304,9 @@ def call_updates(
 
 def build_batch(config: RunConfig, actions: bool, span: int) -> SequenceBatch:
     """Builds a few samples with everything that the model may read, their times `span` seconds
-    apart: enough for sums in chunks; one has earlier segments, if the model has any."""
-    longest = 3 if config.model.segment is None else 2 * config.model.segment + 1
+    apart: enough for sums in chunks."""
     lengths = torch.ones(SAMPLES, dtype=torch.int64)
-    lengths[0] = min(longest, config.data.max_length)
+    lengths[0] = min(3, config.data.max_length)
     counts = torch.ones(SAMPLES, dtype=torch.int64)
     numbers = torch.arange(int(lengths.sum()))
     sequences = {

@@ -53,17 +53,6 @@ class PieceColumn(IntEnum):
     HISTORY = 3  # tokens before its candidates, at the sample's first piece; 0 at the others
 
 
-class SummaryTileColumn(IntEnum):
-    """Columns of a table of tiles of summary attention."""
-
-    START = 0  # the sample's first row in the batch
-    LENGTH = 1  # rows of the sample
-    FIRST = 2  # the sample's first summary in the batch
-    CLOSED = 3  # full segments of the sample
-    KNOWN = 4  # segments before its first row
-    PLACE = 5  # the tile's first row or summary in the sample
-
-
 class NewEventColumn(IntEnum):
     """Columns of a table of users with one new event each, int64. Those that follow are the
     addresses of the rows where the event's own columns go."""

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from freescale.kernels.attention import native_plan, reference, triton, triton_plan
 from freescale.kernels.attention import plan as reference_plan
-from freescale.kernels.attention.checks import Plan
 from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.versions import has_triton, is_on_gpu
-from freescale.kernels.summary_attention import reference as summary_reference
-from freescale.kernels.summary_attention import triton as summary_triton
 
 
 def plan_attention(
@@ -71,10 +68,3 @@ def hstu_attention(*inputs: Tensor, plan: AttentionPlan | TilePlan, **options: A
     if isinstance(plan, TilePlan):
         return triton.hstu_attention(*inputs, plan=plan, **options)
     return reference.hstu_attention(*inputs, plan=plan, **options)
-
-
-def attend_to_summaries(plan: Plan, *inputs: Any, **options: Any) -> Tensor:
-    """`summary_attention.reference`, in the version that fits `plan`."""
-    if isinstance(plan, TilePlan):
-        return summary_triton.summary_attention(*inputs, **options)
-    return summary_reference.summary_attention(*inputs, **options)

@@ -23,7 +23,6 @@ from freescale.models.dlrm.networks import (
 )
 from freescale.models.features import NO_FEATURES, FeatureTables
 from freescale.models.heads import Ranking
-from freescale.models.segments import Memory
 from freescale.models.sequence_head import to_at_least_float32
 
 ACTION_WIDTH, ACTION_STD = 8, 0.1  # of the vector of each bit of an action
@@ -108,9 +107,7 @@ class DlrmRanking(Ranking):
         parameters = [p for network in networks for p in network.parameters()]
         return sum(parameter.numel() for parameter in parameters if parameter.ndim == 2)
 
-    def _compute_logits(self, batch: SequenceBatch, memory: Memory | None = None) -> Tensor:
-        if memory is not None:
-            raise ValueError("a DLRM encoder has no segments, and so no memory of them")
+    def _compute_logits(self, batch: SequenceBatch) -> Tensor:
         history, candidates = find_sequence(batch, "history"), find_candidates(batch)
         _require_single_items(candidates)
         vectors, side = self._read(batch, "history")

@@ -109,8 +109,7 @@ def _check_model(model: Retrieval) -> HSTU | SASRec:
     if wide or not (type(encoder) is HSTU or type(encoder) is SASRec):
         raise ValueError(
             "histories grow for the encoders HSTU and SASRec, not for "
-            f"{'wide ' * wide}{type(encoder).__name__}; "
-            "SegmentedHSTU has `compress`"
+            f"{'wide ' * wide}{type(encoder).__name__}"
         )
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")

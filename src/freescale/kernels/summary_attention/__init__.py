@@ -1,1 +1,0 @@
-"""Attention from rows to summaries of earlier segments."""
