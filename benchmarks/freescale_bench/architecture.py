@@ -39,7 +39,6 @@ _ABOUT = {
     "data": "readers, histories, negatives, workers",
     "report": "the page of a run",
     "pipeline": "schedules: serial, staged, one rank",
-    "compress": "thresholded activations",
     "models": "HSTU, heads: nothing about ranks",
     "embedding": "sharded tables, exchange, row optimizers",
     "balance": "costs, partitioners, exchange of samples",

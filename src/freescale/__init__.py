@@ -16,7 +16,6 @@ _EXPORTS = {
     "freescale.balance.cost": "CostModel",
     "freescale.balance.problem": "Problem",
     "freescale.batch": "Jagged Nested SequenceBatch",
-    "freescale.compress.activations": "ThresholdedExchange",
     "freescale.config": "DataConfig ModelConfig RunConfig TrainConfig",
     "freescale.data.flat.schema": "Schema",
     "freescale.embedding.optimizers": "Adagrad Adam CountedAdam RowWiseAdagrad SGD",
@@ -25,7 +24,6 @@ _EXPORTS = {
     "freescale.embedding.sharded_model": "ShardedModel",
     "freescale.embedding.host_tables.tiers": "Disk Host",
     "freescale.ledger.ledger": "Ledger",
-    "freescale.pipeline.dense.thresholded": "Thresholding",
     "freescale.pipeline.independence": "check_samples_independent",
     "freescale.pipeline.loss_watch": "LossNotFinite",
     "freescale.pipeline.pipeline": "Pipeline",
@@ -82,8 +80,6 @@ __all__ = [
     "SequenceBatch",
     "ShardedModel",
     "StepResult",
-    "ThresholdedExchange",
-    "Thresholding",
     "TrainConfig",
     "Trainer",
     "Transport",
@@ -105,7 +101,6 @@ if TYPE_CHECKING:
     from freescale.balance.cost import CostModel
     from freescale.balance.problem import Problem
     from freescale.batch import Jagged, Nested, SequenceBatch
-    from freescale.compress.activations import ThresholdedExchange
     from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
     from freescale.data.flat.schema import Schema
     from freescale.embedding.dynamic_rules import LFU, After, Dynamic, Seen
@@ -114,7 +109,6 @@ if TYPE_CHECKING:
     from freescale.embedding.parallelize import parallelize
     from freescale.embedding.sharded_model import ShardedModel
     from freescale.ledger.ledger import Ledger
-    from freescale.pipeline.dense.thresholded import Thresholding
     from freescale.pipeline.independence import check_samples_independent
     from freescale.pipeline.loss_watch import LossNotFinite
     from freescale.pipeline.pipeline import Pipeline

@@ -344,7 +344,7 @@ def resume_after_an_odd_step(transport, folder):
         if result.step == 3:
             checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()})
     resumed, dense, again = alternating(transport)
-    assert len(again.reducer.flat) > 1
+    assert len(again.schedule.buckets.flat) > 1
     again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, dense)["pipeline"])
     list(again.run(data[3:]))
     assert_equal(resumed, parallel)
@@ -357,7 +357,7 @@ def load_the_order(transport, folder):
     )
     pipeline.load_state_dict(progress["pipeline"])
     names = [name for name, _ in parallel.module.named_parameters()]
-    return [names[number] for number in pipeline.reducer.order]
+    return [names[number] for number in pipeline.schedule.buckets.order]
 
 
 def test_sums_go_on_in_the_order_that_they_had(tmp_path):

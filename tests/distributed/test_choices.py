@@ -89,7 +89,7 @@ def _choose(transport):
     assert "dense_sums" not in first.state_dict()["choices"]
     first.tune()
     measured = first.schedule.choices.dense_sums
-    zeros = all(not flat.any() for flat in first.reducer.flat)
+    zeros = all(not flat.any() for flat in first.schedule.buckets.flat)
     repeated = {}
     for chosen in ("collective", "partitioned"):
         _, again = build(over, "serial", dense_sums="auto")

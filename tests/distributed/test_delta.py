@@ -39,7 +39,7 @@ def save_all(transport, folder, asynchronous=False, placement=MIXED, steps=STEPS
         saved = Checkpoints(Path(folder) / kind, transport, **options)
         for result in pipeline.run(batches(transport, 0, steps)):
             progress = {"step": result.step, "pipeline": pipeline.state_dict()}
-            saved.save(parallel, dense, progress, pipeline.reducer)
+            saved.save(parallel, dense, progress)
         saved.wait()
     if asynchronous:
         refuse_on_all_ranks(transport, saved, parallel, dense)
@@ -75,7 +75,7 @@ def restore(transport, folder, step, placement=MIXED):
     parallel, dense, pipeline = build(transport, placement=placement)
     checkpoints = Checkpoints(Path(folder), transport, keep=99, full_every=4)
     path = checkpoints.path(step)
-    progress = checkpoints.load(path, parallel, dense, pipeline.reducer)
+    progress = checkpoints.load(path, parallel, dense)
     pipeline.load_state_dict(progress["pipeline"])
     found = snapshot(parallel) | collect_optimizer(parallel, dense)
     list(pipeline.run(batches(transport, step, step + 1)))

@@ -15,7 +15,6 @@ from freescale.ledger.ledger import Ledger
 from freescale.ledger.merge import merge_step
 from freescale.pipeline.dense import buckets
 from freescale.pipeline.dense.partitioned import PartitionedAllReduce, partition
-from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 
@@ -85,7 +84,7 @@ def test_sums_in_rank_order(world, wire):
 
 def _schedules(transport, wire, sums):
     buckets._LEAST_BYTES["cpu"] = 256
-    assert len(build(transport, "serial")[1].reducer.flat) > 1
+    assert len(build(transport, "serial")[1].schedule.buckets.flat) > 1
     found = []
     for schedule in ("serial", "staged"):
         over = _over(transport, wire)
@@ -128,5 +127,3 @@ def test_the_ledger_has_the_bytes_and_the_path():
 def test_what_is_not_known_is_refused():
     with pytest.raises(ValueError, match="dense_sums must be one of"):
         build(LocalTransport(), "serial", dense_sums="ring")
-    with pytest.raises(ValueError, match="in their own way"):
-        build(LocalTransport(), "serial", dense_sums="partitioned", reducer=Thresholding(0.99))

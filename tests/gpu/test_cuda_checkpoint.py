@@ -63,14 +63,10 @@ def test_resumes_with_its_state_where_it_belongs(tmp_path, name, before):
     )
     run(pipeline, 0, 3)
     checkpoints = Checkpoints(tmp_path, parallel.transport)
-    checkpoints.save(
-        parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()}, pipeline.reducer
-    )
+    checkpoints.save(parallel, dense, {"step": 3, "pipeline": pipeline.state_dict()})
     resumed, fresh, again = build("cuda", OPTIMIZERS[name])
     checkpoints = Checkpoints(tmp_path, resumed.transport)
-    again.load_state_dict(
-        checkpoints.load(checkpoints.path(3), resumed, fresh, again.reducer)["pipeline"]
-    )
+    again.load_state_dict(checkpoints.load(checkpoints.path(3), resumed, fresh)["pipeline"])
     if before == "cuda":
         assert places(fresh) == places(dense)
     run(pipeline, 3, 6)

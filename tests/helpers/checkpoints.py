@@ -37,7 +37,7 @@ def batches(transport, first, last):
 def rewrite_as_format_1(path):
     """As it was written before there were checksums."""
     state = json.loads((path / "state.json").read_text())
-    known = ("dense", "tables", "placement", "optimizer", "progress", "ranks", "device", "carried")
+    known = ("dense", "tables", "placement", "optimizer", "progress", "ranks", "device")
     (path / "state.json").write_text(
         json.dumps({"format": 1} | {key: state[key] for key in known if key in state})
     )

@@ -11,7 +11,7 @@ import click
 import pytest
 import torch
 
-from freescale import Pipeline, Thresholding, connect, parallelize
+from freescale import Pipeline, connect, parallelize
 from freescale.balance.balancer import Balancer
 from freescale.cli.main import main
 from freescale.config import (
@@ -38,7 +38,6 @@ from freescale.ledger.collector import Collector
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
-from freescale.pipeline.dense.thresholded import ThresholdedGradients
 from freescale.pipeline.schedule import Schedule
 from freescale.simulate.compute import Model
 from freescale.simulate.generated_workload import GeneratedWorkload
@@ -53,7 +52,6 @@ OTHER_NAMES = {
     "checkpoint": "recompute",
     "cap": "balance_cap",
     "adapt": "balance_adapt",
-    "every": "compress_every",
     "kind": "split",
     "time": "split_time",
     "count": "negatives",
@@ -86,10 +84,8 @@ CALLABLES = [
         Retrieval,
         Ranking,
         Balancer,
-        Thresholding,
     ),
     *(
-        ThresholdedGradients,
         Tables,
         parallelize,
         Pipeline,

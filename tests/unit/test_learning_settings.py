@@ -111,7 +111,11 @@ def test_a_run_made_before_these_settings_keeps_its_meaning():
 
 
 @pytest.mark.parametrize(
-    ("part", "switch", "value", "more"), [("model", "segment", 16, "segment_tokens")]
+    ("part", "switch", "value", "more"),
+    [
+        ("model", "segment", 16, "segment_tokens"),
+        ("train", "compress_dense", 0.9, "compress_every"),
+    ],
 )
 def test_runs_that_used_a_removed_setting_are_refused_and_others_load(part, switch, value, more):
     raw = json.loads(config().to_json())

@@ -59,7 +59,7 @@ def test_a_complete_run_names_the_setting_that_ends_it(steps, epochs, words):
 def test_resuming_on_another_number_of_ranks_is_said(saved, ranks, words):
     progress = {"step": 24, "pipeline": None, "data": None}
     found = SimpleNamespace(path=Path("run/checkpoints/step-24"), state={"ranks": saved})
-    loads = SimpleNamespace(load_state_dict=lambda state: None, reducer=None, start=24)
+    loads = SimpleNamespace(load_state_dict=lambda state: None, start=24)
     state = RunState(
         SimpleNamespace(find=lambda name: found, load=lambda *_: progress),
         SimpleNamespace(transport=SimpleNamespace(world=ranks)),

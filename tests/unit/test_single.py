@@ -14,7 +14,6 @@ from freescale.balance.balancer import Balancer
 from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import PARTITIONERS
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.single import SerialSingle, Single
 from freescale.pipeline.staged import Staged
@@ -50,7 +49,6 @@ OPTIONS = {
     "all replicated": {"placement": "replicated", "optimizer": "adam"},
     "learning-rate schedule": {"learning_rate": lambda step: 1 / (1 + step % 3)},
     "balancer": {"balance": Balancer(PARTITIONERS["greedy"], CostModel.balanced_at(5))},
-    "compressed": {"reducer": Thresholding(0.5, every=2)},
     "rounded": {"wire": torch.bfloat16},
     "task weights": {"task_weights": {"like": 0.25}},
 }

@@ -117,7 +117,7 @@ class Measured:
 
     def _save_checkpoint(self) -> None:
         progress = {"step": self.pipeline.steps}
-        self.checkpoints.save(self.model, self.optimizer, progress, self.pipeline.reducer)
+        self.checkpoints.save(self.model, self.optimizer, progress)
 
     def finish(self) -> None:
         """Waits until the checkpoint or snapshot is complete."""
@@ -133,7 +133,7 @@ class Measured:
 
     def _collect(self, contents: Contents) -> None:
         progress = {"step": self.pipeline.steps, "pipeline": self.pipeline.state_dict()}
-        contents.collect(self.model, self.optimizer, progress, self.pipeline.reducer)
+        contents.collect(self.model, self.optimizer, progress)
         contents.state["checkpoint"] = self.checkpoints.describe_parent()
 
     def time_turn(self, save: bool) -> Turn:
@@ -213,7 +213,7 @@ class Measured:
         found = self.snapshots.find(self.run)
         choice = found.choose() if found is not None else None
         assert found is not None and choice is not None
-        found.load(choice, self.model, self.optimizer, self.pipeline.reducer)
+        found.load(choice, self.model, self.optimizer)
 
     def is_exact(self) -> bool:
         """Whether a checkpoint has exactly the trained rows. A collective."""

@@ -234,4 +234,7 @@ class RunConfig:
 
 _PARTS: dict[str, Any] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 # Settings that were removed, by the one that turned them on: runs without it still load.
-_REMOVED = {"segment": ("segment", "segment_tokens", "segment_weight", "segment_pooling")}
+_REMOVED = {
+    "segment": ("segment", "segment_tokens", "segment_weight", "segment_pooling"),
+    "compress_dense": ("compress_dense", "compress_every"),
+}

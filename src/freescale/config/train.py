@@ -105,16 +105,6 @@ class TrainConfig(Checked):
         "precision of rows and gradients on the way (bf16 rounds each value)",
         choices=("full", "bf16"),
     )
-    compress_dense: float | None = _distribution_option(
-        None,
-        "share of the dense gradients' entries that a step holds back: 0.99 sends the largest 1 % "
-        "(default: none, the exact step)",
-        minimum=0.0,
-        below=1.0,
-    )
-    compress_every: int = _distribution_option(
-        10, "steps between two resets of the thresholds of --compress-dense", minimum=1
-    )
     placement: str = _distribution_option(
         "auto",
         "auto, sharded, replicated, host:8GB (rows in host memory, the size is that of the cache "

@@ -147,7 +147,4 @@ def _derive_ratios(counters: Mapping[str, float], costs: Sequence[float]) -> dic
         ratios |= {name: value for name, value in counters.items() if name.startswith("dynamic_")}
         if capacity := ratios.pop("dynamic_capacity", 0):  # earlier versions did not count it
             ratios["dynamic_fill_percent"] = 100 * counters["dynamic_rows"] / capacity
-    if counters.get("dense_entries"):
-        entries = counters["dense_entries"]
-        ratios["dense_sent_percent"] = 100 * counters["dense_entries_sent"] / entries
     return ratios

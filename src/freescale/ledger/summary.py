@@ -19,7 +19,6 @@ _OPTIONAL = (
     "predicted_imbalance",
     "moved_tokens_percent",
     "cost_error_percent",
-    "dense_sent_percent",
     "cache_miss_percent",
     "cache_bytes_up",
     "cache_bytes_down",

@@ -55,9 +55,7 @@ class Choices:
         transport, reducer = self._transport, self._reducer
         if self.dense_sums is not None or transport.world == 1:
             return
-        if not isinstance(reducer, GradientBuckets):
-            self.dense_sums = DenseSums("collective", "compressed gradients have their own sums")
-        elif not transport.sums_apart or not reducer.flat:
+        if not transport.sums_apart or not reducer.flat:
             self.dense_sums = DenseSums("collective", "exchanges go through the process group, too")
         else:
             opened = self._open_partitioned()
@@ -101,8 +99,7 @@ class Choices:
             self.precision, _ = choose_precision(requested, device.type, supports_bf16(device))
             self._reason = _REPEATED
         # one rank sums nothing, and passes on what several may need again
-        exact = self._transport.world == 1 or isinstance(self._reducer, GradientBuckets)
-        if self.dense_sums is None and exact and "dense_sums" in state:
+        if self.dense_sums is None and "dense_sums" in state:
             self._adopt(DenseSums(state["dense_sums"], _REPEATED))
 
     def rest(self) -> None:

@@ -13,7 +13,6 @@ from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.ledger import Ledger
-from freescale.pipeline.dense.reducer import MakeReducer, Reducer
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.serial import Serial
 from freescale.pipeline.single import SerialSingle, Single, pads_products
@@ -47,7 +46,6 @@ class Pipeline:
             rates of the dense optimizer and of the rows. None leaves them alone, for torch's
             schedulers.
         task_weights: weight of each task's loss in the total; 1 for tasks that are not named.
-        reducer: sums dense gradients in another way than exactly: `freescale.Thresholding(0.99)`.
         dense_sums: "collective" (the process group's all-reduce), "partitioned" (each rank sums a
             partition, over the transport's own exchanges) or "auto": both are timed before step 1
             where they take different paths. Sums of three and more ranks may differ in their last
@@ -72,7 +70,6 @@ class Pipeline:
         precision: str = TrainConfig.precision,
         learning_rate: Callable[[int], float] | None = None,
         task_weights: Mapping[str, float] | None = None,
-        reducer: MakeReducer | None = None,
         dense_sums: str = TrainConfig.dense_sums,
         check: bool = True,
     ) -> None:
@@ -104,7 +101,6 @@ class Pipeline:
             learning_rate=learning_rate,
             task_weights=task_weights,
             balancer=make_balancer(balance, model.transport.device),
-            reducer=reducer,
             dense_sums=dense_sums,
             check=check,
         )
@@ -195,11 +191,6 @@ class Pipeline:
     def balancer(self) -> Balancer | None:
         """What distributes the samples of a global batch over the ranks."""
         return self.schedule.balancer
-
-    @property
-    def reducer(self) -> Reducer:
-        """What sums the dense gradients over the ranks; `Checkpoints` saves its state."""
-        return self.schedule.buckets
 
     @property
     def ledger(self) -> Ledger:

@@ -21,7 +21,7 @@ from freescale.pipeline.agreement import MAX_TASKS, Agreement
 from freescale.pipeline.choices import Choices
 from freescale.pipeline.dense.buckets import GradientBuckets
 from freescale.pipeline.dense.local import LocalGradients
-from freescale.pipeline.dense.reducer import MakeReducer, Reducer
+from freescale.pipeline.dense.reducer import Reducer
 from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
@@ -35,17 +35,12 @@ from freescale.transport.api import Transport
 DENSE_SUMS = ("auto", "collective", "partitioned")
 
 
-def check_options(accumulate: int, dense_sums: str, reducer: MakeReducer | None) -> None:
+def check_options(accumulate: int, dense_sums: str) -> None:
     """Raises a ValueError for values that no schedule has."""
     if accumulate < 1:
         raise ValueError(f"accumulate must be at least 1, got {accumulate}")
     if dense_sums not in DENSE_SUMS:
         raise ValueError(f"dense_sums must be one of {', '.join(DENSE_SUMS)}, not {dense_sums!r}")
-    if dense_sums == "partitioned" and reducer is not None:
-        raise ValueError(
-            "compressed gradients are summed in their own way: "
-            "dense_sums='partitioned' is for exact ones"
-        )
 
 
 def check_optimizer(parallel: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -86,12 +81,11 @@ class Schedule(ABC):
         learning_rate: Callable[[int], float] | None = None,
         task_weights: Mapping[str, float] | None = None,
         balancer: Balancer | None = None,
-        reducer: MakeReducer | None = None,
         dense_sums: str = TrainConfig.dense_sums,
         check: bool = True,
     ) -> None:
         """The keywords are those of `Pipeline`, with `balance` resolved to a `balancer`."""
-        check_options(accumulate, dense_sums, reducer)
+        check_options(accumulate, dense_sums)
         check_optimizer(parallel, optimizer)
         self.parallel, self.optimizer = parallel, optimizer
         self.tables, self.transport = parallel.tables, parallel.transport
@@ -121,8 +115,8 @@ class Schedule(ABC):
         self._first_batch = FirstBatchCheck(parallel.module, self.transport, check)
         dense = list(parallel.dense_parameters())
         alone = self.transport.world == 1
-        exact: Callable[..., Reducer] = LocalGradients if alone else GradientBuckets
-        self.buckets: Reducer = (reducer or exact)(dense, self.transport.device)
+        sums: Callable[..., Reducer] = LocalGradients if alone else GradientBuckets
+        self.buckets = sums(dense, self.transport.device)
         self.choices = Choices(self.transport, dense, self.buckets, precision, dense_sums)
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
@@ -346,7 +340,7 @@ class Schedule(ABC):
     # ---- state
 
     def _list_dense_names(self) -> list[str]:
-        """Names of the dense parameters, as the reducer counts them."""
+        """Names of the dense parameters, as `buckets` counts them."""
         named = self.parallel.module.named_parameters()
         return [name for name, parameter in named if parameter.requires_grad]
 

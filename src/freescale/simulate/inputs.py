@@ -151,7 +151,6 @@ def list_omissions(trained: RunConfig | None) -> list[str]:
     left = {
         "SASRec (simulated with the compute of HSTU)": trained.model.encoder == "sasrec",
         "micro-batches": trained.train.accumulate > 1,
-        "compressed dense gradients": trained.train.compress_dense is not None,
         "recomputed activations": trained.model.recompute,
         "sums of the rows of features": bool(get_request(trained.data)),
         "tables on a disk (simulated as host memory)": "disk:" in trained.train.placement,

@@ -13,7 +13,6 @@ from freescale.balance.problem import Partitioner
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
 from freescale.pipeline import pipeline
-from freescale.pipeline.dense.reducer import MakeReducer
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.step_result import StepResult
 from freescale.torchrec.batches import BatchForm
@@ -48,7 +47,7 @@ class Pipeline(pipeline.Pipeline):
         balance: as in `freescale.Pipeline`. Do not balance a model whose samples depend on each
             other (batch norm, attention divided by the batch's longest history);
             `freescale.check_samples_independent(model, batch)` checks it.
-        schedule, accumulate, clip, precision, learning_rate, reducer, dense_sums, check: as in
+        schedule, accumulate, clip, precision, learning_rate, dense_sums, check: as in
             `freescale.Pipeline`.
 
     Raises:
@@ -68,7 +67,6 @@ class Pipeline(pipeline.Pipeline):
         clip: float | None = None,
         precision: str = "fp32",
         learning_rate: Callable[[int], float] | None = None,
-        reducer: MakeReducer | None = None,
         dense_sums: str = TrainConfig.dense_sums,
         check: bool = True,
     ) -> None:
@@ -93,7 +91,6 @@ class Pipeline(pipeline.Pipeline):
             clip=clip,
             precision=precision,
             learning_rate=learning_rate,
-            reducer=reducer,
             dense_sums=dense_sums,
             check=check,
         )

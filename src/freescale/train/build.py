@@ -31,7 +31,6 @@ from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
 from freescale.pipeline.dense.adamw import AdamW
-from freescale.pipeline.dense.thresholded import Thresholding
 from freescale.pipeline.pipeline import Pipeline
 from freescale.train.build_balancer import build_balancer, count_extra_work
 from freescale.train.build_dlrm import build_dlrm, build_dlrm_encoder
@@ -216,12 +215,6 @@ def build_encoder(config: RunConfig, context: int = 0) -> Encoder:
     return HSTU(**shared)
 
 
-def build_reducer(config: RunConfig) -> Thresholding | None:
-    """Builds the compression of dense gradients; None sums them exactly."""
-    eta = config.train.compress_dense
-    return None if eta is None else Thresholding(eta, config.train.compress_every)
-
-
 def size_tables(features: Features) -> FeatureTables:
     """The tables of features, without vectors."""
     rows = features.item_rows, features.event_rows, features.user_rows
@@ -310,7 +303,6 @@ def build_pipeline(
         precision=train.precision,
         learning_rate=build_learning_rate(train.warmup, train.decay, total),
         balance=build_balancer(config, model.transport.device, *count_extra_work(model.module)),
-        reducer=build_reducer(config),
         dense_sums=train.dense_sums,
         task_weights=config.task_weights,
     )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from freescale.config.metrics import select_headlines
 from freescale.pipeline.step_result import StepResult
-from freescale.train.build import build_reducer
 from freescale.train.callbacks import Callback, Metrics, RunView
 
 if TYPE_CHECKING:
@@ -143,9 +142,6 @@ def describe_run(trainer: RunView) -> list[str]:
     """Lines about the data, the ranks, the model and its tables."""
     data, settings, transport = trainer.data, trainer.config.train, trainer.transport
     parameters = sum(parameter.numel() for parameter in trainer.model.dense_parameters())
-    about = ""
-    if compressed := build_reducer(trainer.config):
-        about = f" (the largest {1 - compressed.eta:.2%} of their gradients in a step)"
     drawn = f"; {describe_negatives(data.negatives)}" if data.sample.task == "retrieval" else ""
     items = f"{data.num_items:,} items"
     if data.any_ids:
@@ -159,7 +155,7 @@ def describe_run(trainer: RunView) -> list[str]:
         f"{samples}, {items}{drawn}",
         f"{ranks} on {transport.device.type}, global batch {data.global_batch}, schedule "
         f"{settings.schedule}, balance {settings.balance}",
-        f"{parameters:,} dense parameters{about}",
+        f"{parameters:,} dense parameters",
         *(["the layers of --head dlrm run in plain torch: their kernels are for GPUs"] * wide),
         transport.about,
         *trainer.pipeline.describe_choices(),

@@ -64,9 +64,7 @@ def _load(run: Run, checkpoint: str) -> None:
 def _load_snapshot(run: Run, found: FoundSnapshots) -> bool:
     """Loads the newest state if it is in memory."""
     state = run.state
-    loaded = found.load_newest(
-        state.checkpoints, state.model, state.optimizer, state.position.pipeline.reducer
-    )
+    loaded = found.load_newest(state.checkpoints, state.model, state.optimizer)
     if loaded is None:
         return False
     choice, contents = loaded

@@ -45,9 +45,7 @@ class RunState:
         protected: list[int] = []
         if (best := position.best) is not None:
             protected += [best.step] if best.kept and best.step else []
-        path = self.checkpoints.save(
-            self.model, self.optimizer, self.describe(), position.pipeline.reducer, protected
-        )
+        path = self.checkpoints.save(self.model, self.optimizer, self.describe(), protected)
         self._saved = position.step
         return path
 
@@ -71,17 +69,14 @@ class RunState:
     def collect(self, contents: Contents) -> None:
         """Collects the current step for a snapshot, with the checkpoint that its marks are
         since."""
-        reducer = self.position.pipeline.reducer
-        contents.collect(self.model, self.optimizer, self.describe(), reducer)
+        contents.collect(self.model, self.optimizer, self.describe())
         contents.state["checkpoint"] = self.checkpoints.describe_parent()
 
     def load(self, name: str | Intact = "last") -> int:
         """Loads a checkpoint, by name or as `Checkpoints.find` returns it, and returns its step.
         Later ones stay until the run continues. ValueError if there is none."""
         found = self.checkpoints.find(name) if isinstance(name, str) else name
-        progress = self.checkpoints.load(
-            found, self.model, self.optimizer, self.position.pipeline.reducer
-        )
+        progress = self.checkpoints.load(found, self.model, self.optimizer)
         self.go_on_from(progress)
         step, ranks = int(progress["step"]), self.model.transport.world
         note = f"resumed after step {step:,}, from {found.path}"
@@ -101,7 +96,7 @@ class RunState:
         found = verify_checkpoint(path, transport)
         if found.checksum != origin.checksum:
             raise ValueError(f"{path} has changed since this run was begun: begin another one")
-        load_checkpoint(found, self.model, self.optimizer, None, continues=False)
+        load_checkpoint(found, self.model, self.optimizer, continues=False)
         self.notes.append(origin.describe())
 
     def go_on_from(self, progress: Mapping[str, Any]) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from freescale.pipeline.dense.reducer import Reducer, make_flat, make_views
+from freescale.pipeline.dense.reducer import Reducer
 from freescale.transport.api import Transport
 
 
 class LocalGradients(Reducer):
-    """The methods of the other reducers. A gradient that a backward makes becomes the parameter's
+    """The methods of `GradientBuckets`. A gradient that a backward makes becomes the parameter's
     own, without a buffer to clear and to add to; parameters that a batch did not use have none.
     `clip` alone collects them in flat buffers."""
 
@@ -32,8 +32,11 @@ class LocalGradients(Reducer):
             views: dict[nn.Parameter, Tensor] = {}
             for dtype in dict.fromkeys(p.dtype for p in self.parameters):
                 own = [p for p in self.parameters if p.dtype == dtype]
-                self._flat[dtype] = make_flat(own, self._device)
-                views |= make_views(own, self._flat[dtype])
+                sizes = [p.numel() for p in own]
+                flat = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
+                pieces = zip(own, torch.split(flat, sizes), strict=True)
+                views |= {p: piece.view_as(p) for p, piece in pieces}
+                self._flat[dtype] = flat
             self._views = [views[p] for p in self.parameters]
         return list(self._flat.values())
 

@@ -1,18 +1,16 @@
-"""What sums the dense gradients over the ranks: exactly (buckets.py) or compressed
-(thresholded.py)."""
+"""What sums the dense gradients over the ranks (buckets.py), or keeps those of a single one
+(local.py)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from freescale.transport.api import Transport
-
-Carried = dict[nn.Parameter, dict[str, Tensor]]  # like the state of an optimizer
 
 
 class Reducer(ABC):
@@ -31,15 +29,6 @@ class Reducer(ABC):
 
     def adopt_order(self, order: Sequence[int] | None) -> None:  # noqa: B027 - most have none
         """Between two steps: goes on with the order of an earlier run."""
-
-    @property
-    def state(self) -> Carried:
-        """What this rank carries from step to step."""
-        return {}
-
-    def adopt(self, saved: Sequence[Carried], same_ranks: bool) -> None:  # noqa: B027
-        """Between two steps: goes on with the state of ranks of an earlier run, which had the
-        `same_ranks` or others."""
 
     def watch_backward(self) -> AbstractContextManager[object]:
         """Around a run: the backward tells which gradients are there."""
@@ -104,17 +93,3 @@ class Reducer(ABC):
             assert parameter.grad is view, (
                 "an optimizer or the model replaced a gradient during the step"
             )
-
-
-MakeReducer = Callable[[Iterable[nn.Parameter], torch.device], Reducer]
-
-
-def make_flat(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """Zeros [n] for the gradients of parameters of one dtype."""
-    return torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
-
-
-def make_views(parameters: Sequence[nn.Parameter], flat: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Each parameter's part of `flat`, in its shape."""
-    pieces = torch.split(flat, [p.numel() for p in parameters])
-    return {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}

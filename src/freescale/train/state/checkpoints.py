@@ -12,7 +12,6 @@ import torch
 from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
-from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.contents import (
     DiskContents,
     follow_changes,
@@ -162,7 +161,6 @@ class Checkpoints:
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, Any],
-        reducer: Reducer | None = None,
         protected: Collection[int] = (),
     ) -> Path:
         """Writes a checkpoint, or begins to if they are asynchronous. A collective.
@@ -172,8 +170,6 @@ class Checkpoints:
             optimizer: of its dense parameters.
             progress: plain JSON with at least `step` (`pipeline.steps`): where the run stands, for
                 instance `pipeline.state_dict()` and the position of the data.
-            reducer: `pipeline.reducer`: carries the order of sums, and errors of compression, from
-                step to step.
             protected: steps whose checkpoints stay in addition to the last `keep`.
 
         Returns:
@@ -201,7 +197,7 @@ class Checkpoints:
         )
 
         def collect() -> None:
-            contents.collect(model, optimizer, progress, reducer)
+            contents.collect(model, optimizer, progress)
             contents.state["format"] = FORMAT if parent is None else DELTA_FORMAT
             if parent is not None:
                 contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
@@ -343,7 +339,6 @@ class Checkpoints:
         checkpoint: Path | Intact,
         model: ShardedModel,
         optimizer: torch.optim.Optimizer | None = None,
-        reducer: Reducer | None = None,
     ) -> dict[str, Any]:
         """Restores tables, dense weights and, with an optimizer, its state and the random state. A
         collective.
@@ -353,8 +348,6 @@ class Checkpoints:
             model: the model, on any number of ranks.
             optimizer: of its dense parameters. Its settings (learning rate, weight decay, ...) stay
                 as they are: they may have changed on purpose.
-            reducer: `pipeline.reducer`, for errors of compression and the order of sums; it begins
-                anew if they were not saved.
 
         Returns:
             The progress that was saved.
@@ -366,7 +359,7 @@ class Checkpoints:
         if not isinstance(checkpoint, Intact):
             checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
         self._parent = None
-        progress = load_checkpoint(checkpoint, model, optimizer, reducer)
+        progress = load_checkpoint(checkpoint, model, optimizer)
         if optimizer is not None:
             self._go_on_from(checkpoint, model.tables)
         return progress

@@ -1,7 +1,7 @@
 """The contents of a state: everything that a run needs to continue, as named tensors and JSON.
 
     dense/NAME, optimizer/..., extra/...    the dense part and what trains it
-    random/RANK/..., carried/RANK/...       random state and what compression carries, of each rank
+    random/RANK/...                         random state of each rank
     table/TABLE/PART                        [rows, ...]: rows, and each tensor of their optimizer
     shards/TABLE/PART                       [virtual shards, ...]: of dynamic tables
     changed/...                             in place of table/...: only rows that have changed
@@ -26,7 +26,6 @@ from freescale.embedding.changed_rows import ChangedRows
 from freescale.embedding.layout import ShardLayout
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
-from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.copies import StateCopies
 from freescale.train.state.memory import StateFile, group_tables
 from freescale.train.state.model import (
@@ -41,7 +40,7 @@ from freescale.train.state.model import (
     pack_extra,
     share,
 )
-from freescale.train.state.packing import label_carried, pack_optimizer, refuse_before_it_steps
+from freescale.train.state.packing import pack_optimizer, refuse_before_it_steps
 
 CONSUMER = "snapshots"  # prefix of the consumers of row marks that belong to snapshots
 
@@ -65,13 +64,12 @@ class Contents(ABC):
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         progress: Mapping[str, Any],
-        reducer: Reducer | None,
     ) -> None:
         """Everything but the rows of sharded tables. From now on changes of rows are marked.
         ValueError names what a state cannot hold."""
         self._begin()
         listed = list_state(model.module)
-        shared, state = _collect_rest(model, listed, optimizer, progress, reducer)
+        shared, state = _collect_rest(model, listed, optimizer, progress)
         self.state |= state
         self.tensors |= self.copies.copy_all(shared) if self.copies is not None else shared
         self.tensors |= collect_random(model.transport)  # copies
@@ -268,7 +266,6 @@ def _collect_rest(
     listed: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     progress: Mapping[str, Any],
-    reducer: Reducer | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything except rows and random state: (tensors that share memory with the model's, plain
     JSON). `listed`: the result of `list_state`."""
@@ -280,16 +277,12 @@ def _collect_rest(
     tensors: dict[str, Tensor] = {}
     extra = pack_extra(listed, tensors)
     own, shared = pack_optimizer(optimizer, names, tensors)
-    carried = {} if reducer is None else reducer.state
     state = describe_model(model, listed, optimizer) | {"progress": dict(progress)}
     state |= {"ranks": transport.world, "device": transport.device.type}
     state |= {"optimizer_state": own, "optimizer_shared": shared, "extra_state": extra}
     if transport.device.type != "cpu":
         state["on_host"] = [name for name, value in tensors.items() if value.device.type == "cpu"]
-    if carried:
-        state["carried"] = sorted(names[id(parameter)] for parameter in carried)
-    labelled = label_carried(carried, names, transport.rank)
-    return collect_dense(listed) | tensors | labelled, state
+    return collect_dense(listed) | tensors, state
 
 
 # ---- which rows have changed

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.disk import Damaged
 from freescale.train.state.file_reads import FileReads
@@ -59,7 +58,6 @@ class FoundSnapshots:
         checkpoints: Checkpoints,
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
-        reducer: Reducer | None,
     ) -> tuple[Choice, dict[str, Any]] | None:
         """Restores the newest state of the run if that is in memory; a snapshot that is damaged is
         passed over with a warning. Returns it and its JSON; None if there is no snapshot, or an
@@ -68,7 +66,7 @@ class FoundSnapshots:
             if checkpoints.last_step() > choice.step and _is_newer(checkpoints, choice.step):
                 return None
             try:
-                return choice, self.load(choice, model, optimizer, reducer)
+                return choice, self.load(choice, model, optimizer)
             except Damaged as error:
                 if self.transport.rank == 0:
                     warnings.warn(f"{error}. Taking one before", stacklevel=2)
@@ -80,7 +78,6 @@ class FoundSnapshots:
         choice: Choice,
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
-        reducer: Reducer | None,
     ) -> dict[str, Any]:
         """Restores this rank, and returns the JSON of its snapshot.
 
@@ -106,7 +103,7 @@ class FoundSnapshots:
             def copy(name: str, to: Tensor) -> None:
                 segment.copy(name, to, reads)
 
-            load_snapshot(state, tensors, model, optimizer, reducer, copy)
+            load_snapshot(state, tensors, model, optimizer, copy)
             return state
 
     def _fetch(self, choice: Choice, own: Held, stack: ExitStack) -> Segment:

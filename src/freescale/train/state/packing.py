@@ -1,5 +1,5 @@
 """What trains the dense part, as JSON and named tensors, so that nothing has to be pickled: nested
-values, the optimizer's state and what the reducer carries from step to step.
+values and the optimizer's state.
 
 {"step": 3, "sums": [tensor, tensor]}
 ->  {"dict": [["step", 3], ["sums", {"list": [{"tensor": "a/sums/0"}, ...]}]]}
@@ -8,7 +8,7 @@ values, the optimizer's state and what the reducer carries from step to step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from freescale.pipeline.dense.reducer import Carried
 
 Packed = dict[str, Any]  # by parameter name
 Names = Mapping[int, str]  # of the model's parameters, by identity
@@ -179,23 +177,3 @@ def _name_format_1(saved: Iterable[str]) -> Packed:
             parameter, _, key = rest.rpartition("/")
             own.setdefault(parameter, []).append([key, {"tensor": name}])
     return {parameter: {"dict": entries} for parameter, entries in own.items()}
-
-
-# ---- what a reducer carries from step to step: each rank has its own
-
-
-def label_carried(carried: Carried, names: Names, rank: int) -> dict[str, Tensor]:
-    return {
-        f"carried/{rank}/{names[id(parameter)]}/{key}": value
-        for parameter, entries in carried.items()
-        for key, value in entries.items()
-    }
-
-
-def allocate_carried(carried: Carried, names: Names, saved: Collection[str]) -> Carried:
-    """Empty tensors of the same kind, for the parameters `saved`."""
-    return {
-        parameter: {key: torch.empty_like(value) for key, value in entries.items()}
-        for parameter, entries in carried.items()
-        if names[id(parameter)] in saved
-    }

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.sharded_model import ShardedModel
-from freescale.pipeline.dense.reducer import Reducer
 from freescale.train.state.contents import Span, mark_all_changed
 from freescale.train.state.grow import SmallerTable
 from freescale.train.state.intact import Intact
@@ -29,12 +28,7 @@ from freescale.train.state.model import (
     restore_extra,
     restore_random,
 )
-from freescale.train.state.packing import (
-    Unpacker,
-    allocate_carried,
-    label_carried,
-    unpack_optimizer,
-)
+from freescale.train.state.packing import Unpacker, unpack_optimizer
 from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
@@ -49,7 +43,6 @@ class Restore:
         saved: tensors with the shapes and types of the saved ones.
         model: the model, with placed tables. Deferred gradients are forgotten.
         optimizer: of its dense parameters; its settings stay. None: weights and tables only.
-        reducer: of the schedule.
         continues: whether the run goes on where it was, random state included.
     """
 
@@ -59,7 +52,6 @@ class Restore:
         saved: Mapping[str, Tensor],
         model: ShardedModel,
         optimizer: torch.optim.Optimizer | None,
-        reducer: Reducer | None,
         continues: bool = True,
     ) -> None:
         self._state, self._model, self._optimizer = state, model, optimizer
@@ -72,18 +64,10 @@ class Restore:
         if optimizer is not None:
             self._kept = unpack_optimizer(optimizer, names, state, unpacker)
         # Other ranks or devices have other random states; each rank keeps its own.
-        ranks = state["ranks"]
-        alike = ranks == transport.world and state["device"] == transport.device.type
-        alike = alike and continues
-        self._random = collect_random(transport) if optimizer is not None and alike else {}
+        alike = state["ranks"] == transport.world and state["device"] == transport.device.type
+        same = continues and alike and optimizer is not None
+        self._random = collect_random(transport) if same else {}
         self.tensors = collect_dense(list_state(model.module)) | unpacker.tensors | self._random
-        self._reducer, self._carried = reducer, []
-        if reducer is not None:
-            # the state of each old rank goes to exactly one new rank
-            for old in range(transport.rank, ranks, transport.world):
-                carried = allocate_carried(reducer.state, names, state.get("carried", ()))
-                self._carried.append(carried)
-                self.tensors |= label_carried(carried, names, old)
         model.tables.lease.discard()
 
     def finish(self) -> dict[str, Any]:
@@ -96,9 +80,6 @@ class Restore:
             self._optimizer.state.update(self._kept)
         if self._random:
             restore_random(self._random, model.transport)
-        if self._reducer is not None:  # begins without errors if nothing was saved
-            same_ranks = state["ranks"] == model.transport.world
-            self._reducer.adopt(self._carried, same_ranks)
         progress: dict[str, Any] = state["progress"]
         return progress
 
@@ -110,7 +91,6 @@ def load_checkpoint(
     checkpoint: Intact,
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None,
-    reducer: Reducer | None,
     continues: bool = True,
 ) -> dict[str, Any]:
     """As `Checkpoints.load`. A collective; returns the progress that was saved.
@@ -124,7 +104,7 @@ def load_checkpoint(
     refuse_other_model(path, state, model, optimizer, may_grow=not continues)
     reader = SafeReader(path)
     saved = run_on_all_ranks(transport, reader.list_tensors)
-    restore = Restore(state, saved, model, optimizer, reducer, continues)
+    restore = Restore(state, saved, model, optimizer, continues)
     smaller = [
         SmallerTable(name, state["tables"][name][0], model.tables)
         for name, spec in model.tables.specs.items()
@@ -235,13 +215,12 @@ def load_snapshot(
     tensors: Mapping[str, Tensor],
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
-    reducer: Reducer | None,
     copy: Callable[[str, Tensor], object],
 ) -> dict[str, Any]:
     """Restores a rank from a memory file. A collective; returns the progress that was saved.
     `copy`: (name, to) -> copies a large tensor of the file."""
     tables = model.tables
-    restore = Restore(state, tensors, model, optimizer, reducer)
+    restore = Restore(state, tensors, model, optimizer)
     with torch.no_grad():
         for name, to in restore.tensors.items():
             to.copy_(tensors[name])
