@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from freescale.folders import list_cache_folders, open_own_folder
 
@@ -26,6 +26,12 @@ def find_compiler() -> str | None:
         if name and (path := shutil.which(name)):
             return path
     return None
+
+
+def declare(function: Any, result: Any, *arguments: Any) -> Any:
+    """Tells ctypes the types of a function."""
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def compile_and_load(

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from freescale.transport.api import TransportError
-from freescale.transport.connect import connect
-from freescale.transport.meeting import meet, warn_of_shared_store
+from freescale.transport.connect import connect, meet, warn_of_shared_store
 
 
 @pytest.fixture

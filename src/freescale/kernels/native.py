@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freescale.compiled import compile_and_load
+from freescale.compiled import compile_and_load, declare
 
 SOURCE = Path(__file__).with_name("csrc") / "native.c"
 # Compiled for this processor. Sums are vectorised only where the source allows it.
@@ -73,8 +73,7 @@ def _load(path: str) -> ctypes.CDLL:
     """Loads the compiled kernels. A call of one releases Python's lock."""
     library = ctypes.CDLL(path)
     for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        declare(getattr(library, name), result, *arguments)
     if not library.adopt_sgemm(_find_sgemm()):
         raise OSError("the matrix product of torch's BLAS is not as expected")
     return library

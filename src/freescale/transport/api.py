@@ -22,30 +22,16 @@ Sizes = Sequence[int]  # rows for or from each rank
 
 
 class Handle(Protocol):
-    """A collective under way.
+    """A collective under way."""
 
-    Attributes:
-        path: what carries it, as the ledger names it.
-        bytes: number of bytes that leave this rank.
-    """
-
-    path: str
-    bytes: int
+    path: str  # what carries it, as the ledger names it
+    bytes: int  # that leave this rank
 
     def wait(self, host: bool = False) -> Tensor:
-        """Waits for the collective. To be called once.
-
-        Args:
-            host: also block the host until the bytes are there. Otherwise, on a GPU, the result is
-                ready for what the current stream does next, and the host waits only as long as it
-                takes part in the transfer.
-
-        Returns:
-            The result. What was sent may be overwritten afterwards.
-
-        Raises:
-            TransportError: a rank died, fell silent or disagrees on sizes.
-        """
+        """Waits for the collective. To be called once. What was sent may be overwritten afterwards.
+        `host`: also block the host until the bytes are there; otherwise, on a GPU, the result is
+        ready for what the current stream does next. TransportError if a rank died, fell silent or
+        disagrees on sizes."""
 
 
 class Transport(Protocol):
@@ -54,40 +40,24 @@ class Transport(Protocol):
     All ranks call the same methods in the same order. Methods that return a `Handle` start the
     collective; the tensor that they send must not change until it was waited for. `kind` is the
     kind of traffic that the ledger accounts the bytes under: counts, ids, rows, gradients, samples
-    or dense. All of them raise TransportError if the transport has failed before, or a rank died
-    or fell silent.
-
-    Attributes:
-        rank: of this process, from 0.
-        world: number of ranks.
-        device: of the tensors.
-        ledger: records every collective.
-        lines: messages that it can carry at the same time.
-        sums_apart: whether a channel's exchanges are a way around the process group, which sums.
-        nearby: whether all ranks are on one machine.
-        about: its name, and why it was chosen.
+    or dense. All of them raise TransportError if the transport has failed before, or a rank died or
+    fell silent.
     """
 
-    rank: int
-    world: int
-    device: torch.device
-    ledger: Ledger | ThreadLedger
-    lines: int
-    sums_apart: bool
-    nearby: bool
-    about: str
+    rank: int  # of this process, from 0
+    world: int  # number of ranks
+    device: torch.device  # of the tensors
+    ledger: Ledger | ThreadLedger  # records every collective
+    lines: int  # messages that it can carry at the same time
+    sums_apart: bool  # a channel's exchanges are a way around the process group, which sums
+    nearby: bool  # all ranks are on one machine
+    about: str  # its name, and why it was chosen
 
     def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Handle:
-        """Sends rows to every rank and receives rows from every rank.
-
-        Args:
-            tensor: [sum(send), ...], contiguous: the rows, in the order of the ranks they go to.
-            send: [world], number of rows for each rank, this one included.
-            receive: [world], number of rows from each rank: its `send[self.rank]`.
-
-        Returns:
-            A handle on [sum(receive), ...], rows in the order of the ranks they come from.
-        """
+        """Sends rows to every rank and receives rows from every rank. tensor [sum(send), ...]:
+        contiguous, in the order of the ranks that the rows go to. `send`, `receive`: [world]
+        numbers of rows for and from each rank, this one included. Returns a handle on
+        [sum(receive), ...], in the order of the ranks that they come from."""
 
     def all_gather(self, tensor: Tensor, kind: str) -> Handle:
         """Gathers tensor [...], of the same shape and dtype on every rank. Returns a handle on
@@ -107,42 +77,24 @@ class Transport(Protocol):
 
     def channel(self, ledger: ThreadLedger, urgent: bool = False) -> Transport:
         """Opens another transport over the same ranks, for another thread. A collective.
+        TransportError if any rank has no memory or connections for it.
 
-        Its traffic neither waits for this transport's nor holds it up. It carries all_to_all,
-        all_gather and gather_bytes; what torch's groups sum belongs to the main thread. A channel
-        that all ranks have released is handed out again.
-
-        Args:
-            ledger: records the channel's collectives.
-            urgent: its traffic overtakes that of other channels, if the transport can.
-
-        Returns:
-            The channel.
-
-        Raises:
-            TransportError: a rank has no memory or connections for it, too.
+        Its traffic neither waits for this transport's nor holds it up, and overtakes that of other
+        channels if it is `urgent` and the transport can. It carries all_to_all, all_gather and
+        gather_bytes; what torch's groups sum belongs to the main thread. A channel that all ranks
+        have released is handed out again.
         """
 
     def release(self, channel: Transport) -> None:
-        """Gives a channel back. The thread that used it must have ended.
-
-        Once all ranks have released it, the next call of `channel` with the same urgency returns
-        it. A channel that failed, or has something under way, is closed instead.
-
-        Args:
-            channel: what `channel` of this transport returned.
-
-        Raises:
-            ValueError: it was released before, or is another transport's.
-        """
+        """Gives a channel back. The thread that used it must have ended. Once all ranks have
+        released it, the next call of `channel` with the same urgency returns it; a channel that
+        failed, or has something under way, is closed instead. ValueError if it was released before,
+        or is another transport's."""
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
-        """Compares the clocks (`time.perf_counter_ns`) of the ranks. A collective.
-
-        Returns:
-            ([world] what to add to a rank's clock to get rank 0's, [world] the uncertainty of it),
-            in nanoseconds.
-        """
+        """Compares the clocks (`time.perf_counter_ns`) of the ranks. A collective. Returns, in
+        nanoseconds, [world] what to add to a rank's clock to get rank 0's, and [world] the
+        uncertainty of it."""
 
     def close(self) -> None:
         """Closes connections, threads and channels. Peers that still wait for this rank fail."""

@@ -67,10 +67,7 @@ class ChannelPool(Generic[_T]):
 
     def release(self, made: _T) -> bool:
         """Takes a channel back. Returns whether it is kept; otherwise the caller closes it.
-
-        Raises:
-            ValueError: the channel is not open, or not of this pool.
-        """
+        ValueError if it is not open, or not of this pool."""
         number = next(
             (number for number, channel in self._open.items() if channel.made is made), None
         )

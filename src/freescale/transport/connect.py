@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
+import time
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from freescale.config import TrainConfig
@@ -28,7 +32,6 @@ from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.transport import HostwireTransport
 from freescale.transport.local import LocalTransport
 from freescale.transport.machine import identify_machine
-from freescale.transport.meeting import meet, shares_store, warn_of_shared_store
 from freescale.transport.process_group import ProcessGroupTransport
 from freescale.transport.shared_gpu import PART, GpuBusy, is_divided, list_settings
 from freescale.transport.signs_of_life import SignsOfLife, choose_limit
@@ -39,16 +42,13 @@ _JOIN_SECONDS = 600.0
 # start keeps the rank that has the store busy for the square of their number.
 LAZY_FROM = 32
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's: ranks make a store of their own
+_LOOK = 0.02  # seconds between two looks for ranks that have come
 
 
 def choose_device(device: str, local_rank: int, local_world: int) -> torch.device:
     """The device of a rank. `auto` takes a GPU per local rank, the CPU if there is no GPU. Ranks
-    share GPUs that MPS divides.
-
-    Raises:
-        ValueError: there are fewer GPUs than local ranks, and they are not divided; or `device` is
-            unknown.
-    """
+    share GPUs that MPS divides. ValueError if there are too few GPUs, or `device` is unknown."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and gpus == 0):
         return torch.device("cpu")
@@ -69,12 +69,8 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
 
 
 def take_gpu(device: torch.device) -> None:
-    """Makes a GPU the current one.
-
-    Raises:
-        GpuBusy: under MPS, and where a GPU is for one process alone, until the end of a run before
-            is cleared away.
-    """
+    """Makes a GPU the current one. GpuBusy under MPS, and if a GPU is for one process alone, until
+    the end of a run before is cleared away."""
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:
@@ -153,13 +149,9 @@ def connect(
 
 
 def _open_store(soon: timedelta, longest: timedelta) -> dict[str, Any]:
-    """Arguments of init_process_group: where torchrun's agent keeps the store for all attempts, a
-    part of it for this one.
-
-    Args:
-        soon: until the agent's store answers: it is there before the ranks are started.
-        longest: until all ranks have come.
-    """
+    """Arguments of init_process_group: if torchrun's agent keeps the store for all attempts, a part
+    of it for this one. The agent's store answers `soon`, because it is there before the ranks are
+    started; all ranks have come after the `longest`."""
     if not shares_store(os.environ):
         return {}
     warning = warn_of_shared_store(os.environ)
@@ -173,6 +165,69 @@ def _open_store(soon: timedelta, longest: timedelta) -> dict[str, Any]:
     store.set_timeout(longest)
     own = meet(store, rank, world, longest.total_seconds())
     return {"store": own, "rank": rank, "world_size": world}
+
+
+def shares_store(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent keeps the store where the ranks meet."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def warn_of_shared_store(environment: Mapping[str, str]) -> str | None:
+    """What ranks over several machines that torchrun starts again should know. None: nothing.
+
+    torchrun's first agent says only once where its store is. An agent that comes later, because its
+    machine was lost, waits for word of it; if the first one itself was replaced, the others send
+    their ranks to the store that is gone.
+    """
+    several = int(environment["WORLD_SIZE"]) > int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    set_already = environment.get(_OWN_STORE) == "1"  # the static rendezvous ignores it
+    if set_already or not (shares_store(environment) and several and restarts):
+        return None
+    return (
+        "a machine whose torchrun is started again cannot join the others of a c10d rendezvous, "
+        f"whose store they share: set {_OWN_STORE}=1 where torchrun starts, on all machines"
+    )
+
+
+def meet(store: Store, rank: int, world: int, seconds: float) -> Store:
+    """Waits for all ranks of this attempt. A collective. Returns the store, which all ranks and
+    attempts share, with keys of this attempt alone. TransportError if not all come in time.
+
+    torchrun's agents keep one store for all attempts at a run, and the addresses of ranks that are
+    gone are still in it. So ranks agree on a name that no other attempt has:
+
+        rank 0                                  other ranks
+        takes the next number                   hello/RANK = a word that nobody used before
+        answers every hello it finds    ->      welcome/WORD = the attempt's name
+        waits until all have joined     <-      joined + 1
+
+    A hello of an earlier attempt may be answered, too: nobody reads it.
+    """
+    rooms = PrefixStore("freescale", store)
+    if rank != 0:
+        word = secrets.token_hex(8)
+        rooms.set(f"hello/{rank}", word)
+        rooms.wait([f"welcome/{word}"], timedelta(seconds=seconds))
+        name = rooms.get(f"welcome/{word}").decode()
+        rooms.add(f"{name}/joined", 1)
+        return PrefixStore(name, rooms)
+    name = f"attempt-{rooms.add('attempts', 1)}"
+    answered: dict[int, str] = {}
+    end = time.monotonic() + seconds
+    while (joined := rooms.add(f"{name}/joined", 0)) < world - 1:
+        if time.monotonic() > end:
+            raise TransportError(
+                f"rank 0 waited {seconds:.0f} s for the others: {joined + 1} of {world} ranks came"
+            )
+        for other in range(1, world):
+            if rooms.check([f"hello/{other}"]):
+                word = rooms.get(f"hello/{other}").decode()
+                if answered.get(other) != word:
+                    answered[other] = word
+                    rooms.set(f"welcome/{word}", name)
+        time.sleep(_LOOK)
+    return PrefixStore(name, rooms)
 
 
 def _join(
@@ -212,9 +267,8 @@ def _join(
 
 def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str, bool]:
     """Chooses the transport of ranks that have joined, by what all of them have: they may have
-    different packages and devices. A collective. Returns the transport's name, the reason, and
-    whether all ranks are on one machine. ValueError, on all ranks, if one may not open as many
-    files as the transport takes."""
+    different packages and devices. A collective. Returns its name, the reason, and whether all
+    ranks are on one machine. ValueError, on all ranks, if one may not open enough files."""
     needs_engine = depends_on_engine(transport)
     here = [
         identify_machine().hex(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import suppress
+from functools import partial
 
 # gloo groups of a channel, by device: gloo moves a group's bytes by one thread, which is not enough
 # for a GPU's
@@ -35,31 +37,20 @@ def count_needed(transport: str, device: str, world: int, local_world: int) -> i
     least of what may be chosen."""
     near = min(world, local_world) - 1
     far = world - 1 - near
+    candidates: tuple[str, ...] = (transport,)
+    if transport == "auto":
+        candidates = ("hostwire-tcp", "collective" if device == "cpu" else "hostwire-ucx")
     return _OTHERS + min(
         near * count_per_rank(name, device, neighbour=True) + far * count_per_rank(name, device)
-        for name in _list_candidates(transport, device)
+        for name in candidates
     )
 
 
 def count_fitting_ranks(transport: str, device: str, limit: int, local_world: int = 1) -> int:
     """The largest number of ranks that `limit` descriptors each are enough for."""
-    world = 1
-    for name in _list_candidates(transport, device):
-        left = max(0, limit - _OTHERS)
-        nearby = count_per_rank(name, device, neighbour=True)
-        near = min(local_world - 1, left // nearby)
-        far = 0
-        if near == local_world - 1:
-            far = (left - near * nearby) // count_per_rank(name, device)
-        world = max(world, 1 + near + far)
-    return world
-
-
-def _list_candidates(transport: str, device: str) -> tuple[str, ...]:
-    """What the transport may turn out to be."""
-    if transport != "auto":
-        return (transport,)
-    return ("hostwire-tcp", "collective" if device == "cpu" else "hostwire-ucx")
+    worlds = range(1, max(1, limit))  # each other rank takes one at least
+    need = partial(count_needed, transport, device, local_world=local_world)
+    return max(1, bisect_right(worlds, limit, key=lambda world: need(world=world)))
 
 
 def read_hard_limit() -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from freescale.compiled import compile_and_load
+from freescale.compiled import compile_and_load, declare
 
 SOURCE = Path(__file__).with_name("csrc") / "event_waits.c"
 HAPPENED = 0  # CUDA_SUCCESS
@@ -36,13 +36,9 @@ def wait_for_event(event: torch.cuda.Event) -> None:
 @cache
 def load_poll() -> Poll | None:
     """`poll_event` of csrc/event_waits.c; None where it cannot be compiled."""
-    return compile_and_load(SOURCE, _declare_poll)[0]
-
-
-def _declare_poll(path: str) -> Poll:
-    poll: Any = ctypes.CDLL(path).poll_event  # its calls release Python's lock
-    poll.restype, poll.argtypes = c_int, (c_void_p, c_void_p, c_double)
-    return poll  # type: ignore[no-any-return]
+    types = c_int, c_void_p, c_void_p, c_double
+    # its calls release Python's lock
+    return compile_and_load(SOURCE, lambda path: declare(ctypes.CDLL(path).poll_event, *types))[0]
 
 
 @cache

@@ -58,13 +58,8 @@ def failing_together(transport: Transport) -> Iterator[None]:
 
 def raise_in_step(error: Exception | None, transport: Transport, need: int = 0) -> None:
     """Like `raise_together`, but ranks exchange only one number each if none failed. A collective.
-
-    Args:
-        error: this rank's own failure; None if it has none.
-        transport: over all ranks.
-        need: how much this rank needs, if `error` is a shortage; otherwise 0. The error of the
-            rank that needs most is raised on all ranks, as a ValueError.
-    """
+    `need`: how much this rank needs, if `error` is a shortage; otherwise 0. The error of the rank
+    that needs most is raised on all ranks, as a ValueError."""
     mine = need if need or error is None else -1
     needs = transport.all_gather(torch.tensor([mine]), "counts").wait().view(-1).tolist()
     if not any(needs):
@@ -78,12 +73,9 @@ def raise_in_step(error: Exception | None, transport: Transport, need: int = 0) 
 
 
 def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[ValueError]) -> T:
-    """Runs `work` on every rank and returns its result on this one. A collective.
-
-    Raises:
-        ValueError: on all ranks, if `work` raises OSError or ValueError on any of them. If the
-            error's class is one of `kinds`, all ranks raise that class.
-    """
+    """Runs `work` on every rank and returns its result on this one. A collective. If it raises
+    OSError or ValueError on any rank, all raise ValueError, or the error's class if that is one of
+    `kinds`."""
     problem: list[str] | None = None
     try:
         result = work()

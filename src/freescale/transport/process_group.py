@@ -86,7 +86,7 @@ def call_guarded(call: Callable[[], _T], what: str) -> _T:
     failed."""
     try:
         return call()
-    except torch.AcceleratorError:  # a kernel's fault, which the host hears of here
+    except (TransportError, torch.AcceleratorError):  # a kernel's fault, which the host hears of
         raise
     except RuntimeError as error:
         # gloo and NCCL begin with the file they were built from and go on with advice: keep what
@@ -97,7 +97,9 @@ def call_guarded(call: Callable[[], _T], what: str) -> _T:
 
 
 @dataclass(eq=False)
-class _Pending:
+class Pending:
+    """A collective under way: the transport's `Handle`."""
+
     _start: InitVar[Callable[[], Started]]
     _collective: Collective
     _describe: str
@@ -109,13 +111,15 @@ class _Pending:
         self._started: Started | None = call_guarded(start, self._describe)
 
     def wait(self, host: bool = False) -> Tensor:
-        """Once: what was sent, and the result but for the caller, are free afterwards."""
         assert self._started is not None, "a collective is waited for once"
-        (work, result), self._started = self._started, None
+        (work, result), self._started = self._started, None  # what was sent is free afterwards
         with self._collective.wait():
             call_guarded(work.wait, self._describe)
             if host and result.device.type == "cuda":
-                current_stream(result.device).synchronize()
+                # hostwire's transfers know when the part that stays on this rank is there
+                arrived = getattr(work, "arrived", current_stream(result.device))
+                if arrived is not None:
+                    arrived.synchronize()
         self._exchanges.ended += 1
         return result
 
@@ -163,9 +167,9 @@ class ProcessGroupTransport:
 
     def _begin(
         self, kind: str, sent: int, received: int, path: str, start: Callable[[], Started]
-    ) -> _Pending:
+    ) -> Pending:
         collective = self.ledger.begin_collective(kind, sent, received, path)
-        return _Pending(
+        return Pending(
             start,
             collective,
             (f"rank {self.rank}: exchange of {kind} ({sent:,} bytes out, {received:,} in)"),
@@ -227,7 +231,7 @@ class ProcessGroupTransport:
 
         return self._begin(kind, size, size, self._path(tensor), start)
 
-    def broadcast(self, tensor: Tensor, kind: str) -> _Pending:
+    def broadcast(self, tensor: Tensor, kind: str) -> Pending:
         # along a tree or a ring most ranks pass it on once
         size = tensor.numel() * tensor.element_size()
         sent, received = (size, 0) if self.rank == 0 else (0, size)

@@ -19,12 +19,8 @@ def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -
     """Starts a thread that ends with the process and uses one core.
 
     It is a daemon: a thread that waits for a dead rank must not keep the process from ending. It
-    gets the signal to end first: a thread that is cut off inside torch aborts the process.
-
-    Args:
-        name: of the thread, after "freescale".
-        work: what it runs.
-        end: makes `work` finish what it has and return; called from another thread.
+    gets the signal to end first: a thread that is cut off inside torch aborts the process. `end`,
+    called from another thread, makes `work` finish what it has and return.
     """
 
     def run() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.compiled import compile_and_load
+from freescale.compiled import compile_and_load, declare
 
 SOURCE = Path(__file__).with_name("csrc") / "dynamic.c"
 
@@ -48,18 +48,12 @@ class DynamicLibrary:
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
         shards, rules, at = POINTER(ShardsStruct), POINTER(RulesStruct), c_void_p
-        self.plan_batch = _declare(
-            library.plan_batch, c_int, shards, shards, rules, c_int64, *[at] * 7
-        )
-        self.count_missing = _declare(library.count_missing, c_int, shards, rules, *[at] * 8)
-        self.find_batch = _declare(library.find_batch, None, shards, c_int64, c_int64, at, at)
-        self.exchange = _declare(library.exchange, None, shards, shards, c_int64, at, c_int)
-        self.rebuild = _declare(library.rebuild, None, shards)
-
-
-def _declare(function: Any, result: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
+        plan = (c_int, shards, shards, rules, c_int64, *[at] * 7)
+        self.plan_batch = declare(library.plan_batch, *plan)
+        self.count_missing = declare(library.count_missing, c_int, shards, rules, *[at] * 8)
+        self.find_batch = declare(library.find_batch, None, shards, c_int64, c_int64, at, at)
+        self.exchange = declare(library.exchange, None, shards, shards, c_int64, at, c_int)
+        self.rebuild = declare(library.rebuild, None, shards)
 
 
 @cache

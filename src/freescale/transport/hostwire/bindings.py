@@ -8,9 +8,8 @@ from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from freescale.compiled import compile_and_load
+from freescale.compiled import compile_and_load, declare
 
 SOURCE = Path(__file__).with_name("csrc") / "engine.c"
 
@@ -41,29 +40,24 @@ class EngineLibrary:
 
     def __init__(self, path: str) -> None:
         holding, releasing = ctypes.PyDLL(path), ctypes.CDLL(path)
-        self.gate_new = _declare(holding.gate_new, c_void_p, c_double)
-        self.gate_free = _declare(holding.gate_free, None, c_void_p)
+        self.gate_new = declare(holding.gate_new, c_void_p, c_double)
+        self.gate_free = declare(holding.gate_free, None, c_void_p)
         ring, inbox = (c_void_p, c_int, c_int64, c_int64), (c_void_p, c_int, c_int64)
         streams = (c_void_p, c_void_p)
         channel = (c_int, c_int, *ring, *inbox, c_void_p, c_double, POINTER(Driver), *streams)
-        self.channel_new = _declare(releasing.channel_new, c_void_p, *channel)
-        self.channel_free = _declare(releasing.channel_free, None, c_void_p)
-        self.channel_stop = _declare(holding.channel_stop, None, c_void_p)
+        self.channel_new = declare(releasing.channel_new, c_void_p, *channel)
+        self.channel_free = declare(releasing.channel_free, None, c_void_p)
+        self.channel_stop = declare(holding.channel_stop, None, c_void_p)
         peer = (c_void_p, c_int, c_int, c_int, c_void_p)
-        self.channel_set_peer = _declare(holding.channel_set_peer, None, *peer)
+        self.channel_set_peer = declare(holding.channel_set_peer, None, *peer)
         arrays = (POINTER(c_uint64), POINTER(c_int64)) * 2
         transfer = (c_void_p, c_int, c_int, c_void_p, c_int64, *arrays)
-        self.channel_submit = _declare(holding.channel_submit, c_int64, *transfer)
-        self.channel_wait = _declare(releasing.channel_wait, c_int, c_void_p, c_int64, c_double)
-        self.channel_is_done = _declare(holding.channel_is_done, c_int, c_void_p, c_int64)
-        self.channel_bytes_left = _declare(holding.channel_bytes_left, c_int64, c_void_p)
+        self.channel_submit = declare(holding.channel_submit, c_int64, *transfer)
+        self.channel_wait = declare(releasing.channel_wait, c_int, c_void_p, c_int64, c_double)
+        self.channel_is_done = declare(holding.channel_is_done, c_int, c_void_p, c_int64)
+        self.channel_bytes_left = declare(holding.channel_bytes_left, c_int64, c_void_p)
         error = (c_void_p, POINTER(c_int), POINTER(c_int64))
-        self.channel_error = _declare(holding.channel_error, c_int, *error)
-
-
-def _declare(function: Any, result: type | None, *arguments: type) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
+        self.channel_error = declare(holding.channel_error, c_int, *error)
 
 
 @cache

@@ -20,21 +20,13 @@ URGENT_TIMES = 2  # size limit of urgent pieces, in bulk pieces: urgent traffic 
 
 @dataclass(frozen=True)
 class ChannelParts:
-    """What a channel needs.
-
-    Attributes:
-        rank: of this process.
-        device: of the tensors.
-        ring: SLOTS slots that wires send from; ranks of this machine may read them.
-        piece: largest piece of bulk traffic, in bytes.
-        seconds: how long a peer may be silent.
-    """
+    """What a channel needs."""
 
     rank: int
     device: torch.device
-    ring: Pinned
-    piece: int
-    seconds: float
+    ring: Pinned  # SLOTS slots that wires send from; ranks of this machine may read them
+    piece: int  # bytes of the largest piece of bulk traffic
+    seconds: float  # how long a peer may be silent
 
     def __post_init__(self) -> None:
         assert not self.slot or self.largest <= self.slot, (self.piece, self.slot)

@@ -174,19 +174,9 @@ class EngineChannel:
         into: Sequence[int],
         into_sizes: Sequence[int],
     ) -> EngineTransfer:
-        """Starts a transfer.
-
-        Args:
-            kind: of traffic, for error messages.
-            urgent: bulk gives way to it.
-            tensors: the sent and the received tensor. On the host, the part that stays on this rank
-                is copied from one to the other as well.
-            out, out_sizes: [world], addresses in the first and bytes, by rank.
-            into, into_sizes: the same in the second.
-
-        Raises:
-            TransportError: the channel failed or was closed.
-        """
+        """Starts a transfer from the first of `tensors` to the second. `out`, `into`: addresses
+        [world] in each, with their bytes. On the host, the part that stays on this rank is copied
+        too. `kind` is for error messages. TransportError if the channel failed or was closed."""
         if self._error is not None:
             raise self._error
         on_host = tensors[0].device.type == "cpu"

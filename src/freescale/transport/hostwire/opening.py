@@ -28,19 +28,12 @@ _PROBE, _PROBES = 256 << 10, 4  # bytes, times
 
 @dataclass
 class Wires:
-    """The wires of a channel: two for the engine, or one over UCX.
+    """The wires of a channel: two for the engine, or one over UCX."""
 
-    Attributes:
-        ring: what the wires send from.
-        shared: between ranks of a machine; None if no two are on the same one.
-        network: TCP between machines, None if there is one machine; or UCX.
-        elsewhere: ranks that this one reaches over the network.
-    """
-
-    ring: Pinned
-    shared: SharedWire | None
-    network: TcpWire | UcxWire | None
-    elsewhere: list[int]
+    ring: Pinned  # what the wires send from
+    shared: SharedWire | None  # None if no two ranks are on one machine
+    network: TcpWire | UcxWire | None  # TCP between machines, None if there is one; or UCX
+    elsewhere: list[int]  # ranks that this one reaches over the network
 
     def describe(self) -> str:
         """What carries bytes from this rank to others."""

@@ -15,11 +15,8 @@ from freescale.pinning import pin
 
 class Pinned:
     """`size` bytes of host memory, as a tensor `bytes` [size]; pinned if `device` is a GPU. With
-    `file`, a descriptor, other processes of this machine can map the memory.
-
-    Raises:
-        RuntimeError, OSError: the memory cannot be allocated or pinned.
-    """
+    `file`, a descriptor, other processes of this machine can map the memory. RuntimeError or
+    OSError if it cannot be allocated or pinned."""
 
     def __init__(self, size: int, device: torch.device, file: int | None = None) -> None:
         self._unpin: Callable[[], object] = _do_nothing

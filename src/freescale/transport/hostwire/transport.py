@@ -11,7 +11,6 @@ without the copies.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -19,48 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freescale.config import TrainConfig
-from freescale.ledger.ledger import Collective, Ledger, ThreadLedger
+from freescale.ledger.ledger import Ledger, ThreadLedger
 from freescale.transport.api import Handle, Sizes
-from freescale.transport.channel_pool import ExchangeCount
 from freescale.transport.hostwire.bindings import load_engine
-from freescale.transport.hostwire.channel import (
-    URGENT_TIMES,
-    ChannelParts,
-)
-from freescale.transport.hostwire.engine import EngineChannel, EngineGate, EngineTransfer
+from freescale.transport.hostwire.channel import URGENT_TIMES, ChannelParts
+from freescale.transport.hostwire.engine import EngineChannel, EngineGate
 from freescale.transport.hostwire.opening import find_neighbours, measure_piece, open_wires
-from freescale.transport.hostwire.ucx_channel import Gate, UcxChannel, UcxTransfer
+from freescale.transport.hostwire.ucx_channel import Gate, UcxChannel
 from freescale.transport.hostwire.wires.ucx import UcxWire
-from freescale.transport.process_group import ProcessGroupTransport
+from freescale.transport.process_group import Pending, ProcessGroupTransport, Started
 
 _LEAVES_AT_ONCE = 1 << 20  # bytes
 _PIECE_SECONDS = 0.004  # network time of a piece, at most: how long urgent traffic waits for it
-
-
-@dataclass(eq=False)
-class Pending:
-    """A transfer under way: the transport's `Handle`."""
-
-    _transfer: EngineTransfer | UcxTransfer
-    _sent: Tensor
-    _output: Tensor
-    _collective: Collective
-    _exchanges: ExchangeCount | None  # None once it has ended
-
-    def __post_init__(self) -> None:
-        self.path, self.bytes = self._collective.path, self._collective.sent
-        assert self._exchanges is not None
-        self._exchanges.begun += 1
-
-    def wait(self, host: bool = False) -> Tensor:
-        with self._collective.wait():
-            self._transfer.wait()
-            if host and self._transfer.arrived is not None:
-                self._transfer.arrived.synchronize()
-        if self._exchanges is not None:
-            self._exchanges.ended += 1
-            self._exchanges = None
-        return self._output
 
 
 class _SumOfTwo:
@@ -76,22 +45,12 @@ class _SumOfTwo:
 
 class HostwireTransport(ProcessGroupTransport):
     """A transport whose AllToAll and AllGather take no multiprocessors. A collective to make.
+    TransportError, on all ranks, if one cannot open what it needs.
 
-    Args:
-        device: of the tensors.
-        ledger: records every collective.
-        group: carries what is summed.
-        control: a gloo group of the same ranks.
-        wire: tcp or ucx. With tcp, which needs the engine, ranks of one machine share memory; UCX
-            finds its own way.
-        shared: False: ranks of one machine use TCP too.
-        owner: torch's default group was made for this transport and ends with it.
-        timeout: how long a peer may be silent.
-        parent: the transport that this one is a channel of.
-        urgent: its traffic overtakes that of other channels.
-
-    Raises:
-        TransportError: on all ranks, if one cannot open what it needs.
+    Arguments are those of `ProcessGroupTransport`, with a `timeout` for how long a peer may be
+    silent. `wire`: tcp, which needs the engine, or ucx. With tcp, ranks of one machine share
+    memory, unless `shared` is False; UCX finds its own way. `parent`: the transport that this one
+    is a channel of. `urgent`: its traffic overtakes that of other channels.
     """
 
     def __init__(
@@ -159,9 +118,12 @@ class HostwireTransport(ProcessGroupTransport):
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         row = tensor.element_size() * math.prod(tensor.shape[1:])
         sent, received = (row * (sum(sizes) - sizes[self.rank]) for sizes in (send, receive))
-        collective = self.ledger.begin_collective(kind, sent, received, self._path_name)
-        transfer = self._channel.all_to_all(kind, self._urgent, tensor, send, output, receive)
-        return Pending(transfer, tensor, output, collective, self.exchanges)
+
+        def start() -> Started:
+            channel = self._channel
+            return channel.all_to_all(kind, self._urgent, tensor, send, output, receive), output
+
+        return self._begin(kind, sent, received, self._path_name, start)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Pending:
         return self._start_gathering(tensor, kind, self._urgent)
@@ -170,9 +132,11 @@ class HostwireTransport(ProcessGroupTransport):
         tensor = tensor.contiguous()
         output = tensor.new_empty((self.world, *tensor.shape))
         size = tensor.numel() * tensor.element_size() * (self.world - 1)
-        collective = self.ledger.begin_collective(kind, size, size, self._path_name)
-        transfer = self._channel.all_gather(kind, urgent, tensor, output)
-        return Pending(transfer, tensor, output, collective, self.exchanges)
+
+        def start() -> Started:
+            return self._channel.all_gather(kind, urgent, tensor, output), output
+
+        return self._begin(kind, size, size, self._path_name, start)
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
         size = tensor.numel() * tensor.element_size()
