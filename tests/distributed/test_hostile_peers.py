@@ -11,9 +11,14 @@ from helpers.ranks import gather_ranks, run_ranks
 
 from freescale.transport.api import TransportError
 from freescale.transport.hostwire.bindings import load_engine
-from freescale.transport.hostwire.channel import LARGEST, SLOTS, ChannelParts
+from freescale.transport.hostwire.channel import (
+    LARGEST,
+    SLOTS,
+    ChannelParts,
+    Pinned,
+    create_shared_file,
+)
 from freescale.transport.hostwire.engine import EngineChannel, EngineGate
-from freescale.transport.hostwire.pinned import Pinned, create_shared_file
 from freescale.transport.hostwire.wires.shared import SharedWire
 
 RING, SIZE = SLOTS * LARGEST, 1000

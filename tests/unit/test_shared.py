@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from freescale.transport.hostwire.pinned import Pinned, create_shared_file
+from freescale.transport.hostwire.channel import Pinned, create_shared_file
 from freescale.transport.hostwire.wires import shared
 
 SIZE = 1 << 12

@@ -147,7 +147,7 @@ def _check_ucx() -> Row:
 
 def _check_shared_memory(torch: Any) -> Row:
     """Tries what hostwire needs between ranks of one machine."""
-    from freescale.transport.hostwire.pinned import Pinned, create_shared_file
+    from freescale.transport.hostwire.channel import Pinned, create_shared_file
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

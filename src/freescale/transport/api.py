@@ -1,5 +1,4 @@
-"""The protocol that the embedding exchange, the pipeline and the tests use, whatever carries the
-bytes."""
+"""What the embedding exchange, the pipeline and the tests use, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ class Handle(Protocol):
     bytes: int  # that leave this rank
 
     def wait(self, host: bool = False) -> Tensor:
-        """Waits for the collective. To be called once. What was sent may be overwritten afterwards.
-        `host`: also block the host until the bytes are there; otherwise, on a GPU, the result is
-        ready for what the current stream does next. TransportError if a rank died, fell silent or
-        disagrees on sizes."""
+        """Waits for the collective, once. What was sent may be overwritten afterwards. `host`: also
+        block the host until the bytes are there; otherwise, on a GPU, the result is ready for what
+        the current stream does next. TransportError if a rank died, fell silent or disagrees on
+        sizes."""
 
 
 class Transport(Protocol):
@@ -60,16 +59,15 @@ class Transport(Protocol):
         [sum(receive), ...], in the order of the ranks that they come from."""
 
     def all_gather(self, tensor: Tensor, kind: str) -> Handle:
-        """Gathers tensor [...], of the same shape and dtype on every rank. Returns a handle on
-        [world, ...], in rank order."""
+        """Gathers tensor [...], alike on every rank. Returns a handle on [world, ...], in rank
+        order."""
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
-        """Adds a tensor up over the ranks, in place: of the same shape and dtype on every rank.
-        Returns a handle on it."""
+        """Adds a tensor up over the ranks, in place; alike on every rank. Returns a handle on
+        it."""
 
     def broadcast(self, tensor: Tensor, kind: str) -> Handle:
-        """Overwrites a tensor, of the same shape and dtype on every rank, by rank 0's. Returns a
-        handle on it."""
+        """Overwrites a tensor, alike on every rank, by rank 0's. Returns a handle on it."""
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Exchanges control messages of any length. Blocks; not meant for every step. Returns
@@ -86,15 +84,15 @@ class Transport(Protocol):
         """
 
     def release(self, channel: Transport) -> None:
-        """Gives a channel back. The thread that used it must have ended. Once all ranks have
-        released it, the next call of `channel` with the same urgency returns it; a channel that
-        failed, or has something under way, is closed instead. ValueError if it was released before,
-        or is another transport's."""
+        """Gives a channel back; the thread that used it has ended. Once all ranks have released it,
+        the next call of `channel` with the same urgency returns it; one that failed, or has
+        something under way, is closed instead. ValueError if it was released before, or is another
+        transport's."""
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
         """Compares the clocks (`time.perf_counter_ns`) of the ranks. A collective. Returns, in
-        nanoseconds, [world] what to add to a rank's clock to get rank 0's, and [world] the
-        uncertainty of it."""
+        nanoseconds, [world] what to add to a rank's clock to get rank 0's, and [world] how
+        uncertain it is."""
 
     def close(self) -> None:
         """Closes connections, threads and channels. Peers that still wait for this rank fail."""

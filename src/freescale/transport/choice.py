@@ -68,8 +68,7 @@ def choose_transport(
 
 
 def explain_fallback(missing: Sequence[str]) -> str:
-    """Why ranks use process groups instead of hostwire. `missing`: why each rank has no engine;
-    empty for those that have one."""
+    """Why ranks use process groups instead of hostwire: `missing` says why each has no engine."""
     ranks = [rank for rank, why in enumerate(missing) if why]
     named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
     named += ", ..." if len(ranks) > 8 else ""

@@ -69,8 +69,8 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
 
 
 def take_gpu(device: torch.device) -> None:
-    """Makes a GPU the current one. GpuBusy under MPS, and if a GPU is for one process alone, until
-    the end of a run before is cleared away."""
+    """Makes a GPU the current one. GpuBusy if another process, maybe of a run before, still has
+    it."""
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:

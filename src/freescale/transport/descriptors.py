@@ -22,8 +22,7 @@ _OTHERS = 256
 
 
 def count_per_rank(transport: str, device: str, neighbour: bool = False) -> int:
-    """Descriptors that a rank needs for each other one. `neighbour`: whether that is on the same
-    machine. The transport is not auto."""
+    """Descriptors that a rank needs for each other one, a `neighbour` if on the same machine."""
     common = _GROUPS + _STORE
     if transport == "collective":
         return common + _LANES * LINES[device]
@@ -33,8 +32,7 @@ def count_per_rank(transport: str, device: str, neighbour: bool = False) -> int:
 
 
 def count_needed(transport: str, device: str, world: int, local_world: int) -> int:
-    """Descriptors that one of `world` ranks needs, with `local_world` on its machine. For auto the
-    least of what may be chosen."""
+    """Descriptors that one of `world` ranks needs; for auto the least of what may be chosen."""
     near = min(world, local_world) - 1
     far = world - 1 - near
     candidates: tuple[str, ...] = (transport,)
@@ -79,8 +77,8 @@ def raise_limit() -> int | None:
 def check_limit(
     transport: str, device: str, world: int, local_world: int, limit: int | None, rank: int
 ) -> None:
-    """Raises ValueError if `rank`, with `local_world` ranks on its machine, needs more descriptors
-    than its `limit`."""
+    """ValueError if `rank`, with `local_world` ranks on its machine, needs more than its
+    `limit`."""
     need = count_needed(transport, device, world, local_world)
     if limit is not None and need > limit:
         fit = count_fitting_ranks(transport, device, limit, local_world)

@@ -1,8 +1,7 @@
 """Waits of the host for events of a GPU.
 
 To be woken takes longer than many a copy, so a thread polls for a moment before it sleeps: in C,
-without Python's lock. torch's own query keeps the lock, and a lane that polled by it would keep the
-interpreter from the thread that launches kernels.
+without Python's lock, which torch's own query would keep from the thread that launches kernels.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ Poll = Callable[[Any, int, float], int]  # (cuEventQuery, event, seconds) -> its
 
 
 def wait_for_event(event: torch.cuda.Event) -> None:
-    """Blocks the host: polls for a moment, then sleeps if the event was made with blocking=True.
-    Without a compiler it sleeps at once."""
+    """Blocks the host: polls for a moment, then sleeps if the event was made with blocking=True."""
     poll, query = load_poll(), find_query()
     if poll is None or query is None or poll(query, event.cuda_event, _SPIN) != HAPPENED:
         event.synchronize()  # raises what went wrong

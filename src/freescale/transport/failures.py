@@ -73,9 +73,8 @@ def raise_in_step(error: Exception | None, transport: Transport, need: int = 0) 
 
 
 def run_on_all_ranks(transport: Transport, work: Callable[[], T], *kinds: type[ValueError]) -> T:
-    """Runs `work` on every rank and returns its result on this one. A collective. If it raises
-    OSError or ValueError on any rank, all raise ValueError, or the error's class if that is one of
-    `kinds`."""
+    """Runs `work` on every rank and returns its result on this one. A collective. OSError or
+    ValueError on any rank is raised on all, as a ValueError or the one of `kinds` that it is."""
     problem: list[str] | None = None
     try:
         result = work()
@@ -106,8 +105,8 @@ def run_on_rank_0(
 
 
 def describe_error(error: BaseException) -> str:
-    """Describes an error in one line. A full disk is recognised even if torch's writer has wrapped
-    the error in one of its own."""
+    """An error in one line. A full disk is recognised even if torch's writer has wrapped the
+    error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _FULL:

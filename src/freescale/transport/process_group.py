@@ -1,10 +1,9 @@
 """Transport over torch's process groups: gloo on CPU tensors, NCCL on CUDA tensors, control traffic
 always over gloo.
 
-Channels, which run alongside compute, are always gloo's: tensors on a GPU go through pinned
-memory. NCCL's kernels of several communicators wait for each other on the device, in any order; a
-rank that meanwhile loads a kernel or maps memory, which waits for the device, would wait for ever.
-And they take multiprocessors from the compute.
+Channels, which run alongside compute, are gloo's: tensors on a GPU go through pinned memory. NCCL's
+kernels of several communicators wait for each other on the device and take its multiprocessors; a
+rank that meanwhile loads a kernel or maps memory would wait for ever.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def measure_clock_offsets(group: dist.ProcessGroup, gather: Gather) -> tuple[lis
 
 
 def _ping(group: dist.ProcessGroup, own: int, rank: int) -> tuple[int, int]:
-    """On `rank`: (its offset to rank 0, half the round trip). Rank 0 answers, the others do
-    nothing."""
+    """On `rank`: (its offset to rank 0, which answers, half the round trip)."""
     clock = torch.zeros(1, dtype=torch.int64)
     best = (0, 1 << 62)
     for _ in range(_PINGS):
@@ -82,8 +80,7 @@ Started = tuple[Waitable, Tensor]  # what is waited for, and the result
 
 
 def call_guarded(call: Callable[[], _T], what: str) -> _T:
-    """Calls; a failure of torch's groups becomes a TransportError of one line that says `what`
-    failed."""
+    """Calls; a failure of torch's groups becomes a TransportError that says `what` failed."""
     try:
         return call()
     except (TransportError, torch.AcceleratorError):  # a kernel's fault, which the host hears of
@@ -130,8 +127,7 @@ def _require(work: dist.Work | None) -> dist.Work:
 
 
 class ProcessGroupTransport:
-    """`group` carries the tensors; `control` is a gloo group of the same ranks, for what is planned
-    on the host as well."""
+    """`group` carries the tensors; `control`, of gloo, what is planned on the host as well."""
 
     def __init__(
         self,
@@ -143,9 +139,8 @@ class ProcessGroupTransport:
         timeout: timedelta | None = None,
         lines: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        """`owner`: torch's default group was made for this transport and ends with it. `timeout` is
-        that of further channels. `lines`: gloo's groups, whatever the device, that AllToAlls take
-        in turn."""
+        """`owner`: torch's default group ends with this transport. `timeout`: of further channels.
+        `lines`: gloo's groups, whatever the device, that AllToAlls take in turn."""
         self._owner, self._timeout = owner, timeout
         self.exchanges, self._channels = ExchangeCount(), ChannelPool[ProcessGroupTransport]()
         self.about = "transport collective"
@@ -161,8 +156,7 @@ class ProcessGroupTransport:
         self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
     def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
-        """What is planned on the host has a group of its own: it does not queue behind rows, and
-        never waits for a GPU."""
+        """What is planned on the host has its own group: it waits for neither rows nor a GPU."""
         return self.control if kind in _PLANNING and tensor.device.type == "cpu" else self.group
 
     def _begin(
@@ -297,8 +291,7 @@ class ProcessGroupTransport:
             channel._abandon()
 
     def _abandon(self) -> None:
-        """Of a channel that failed. Groups stay until the transport closes: gloo would wait here
-        for what is under way."""
+        """A channel that failed keeps its groups: gloo would wait here for what is under way."""
 
     def _open_channel(self, ledger: ThreadLedger, urgent: bool) -> ProcessGroupTransport:
         """Groups of its own: connections and threads of its own."""

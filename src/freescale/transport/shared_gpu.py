@@ -14,8 +14,7 @@ _MOST_QUEUES = 32  # of one process
 
 
 class GpuBusy(ValueError):
-    """A GPU is refused, and only another process can ask again: CUDA answers a process that
-    was refused the same for ever."""
+    """A GPU is refused. Only another process can ask again: CUDA repeats its answer to this one."""
 
     exit_status = 76  # of the rank's process, which its launcher starts again
 

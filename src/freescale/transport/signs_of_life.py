@@ -1,10 +1,9 @@
 """Names the rank that has fallen silent.
 
-When a collective fails, a rank knows that its time ran out or a connection broke, but seldom which
-rank is to blame: it may have waited for a rank that waited for another. So every rank writes a sign
-of life to the store twice a second, from a thread of its own. After a failure ranks look twice, and
-those without a new sign (killed, stopped, swapped out, cut off) are named. Clocks are not compared,
-and nothing is read while all goes well.
+When a collective fails, a rank seldom knows which rank is to blame: it may have waited for a rank
+that waited for another. So every rank writes a sign of life to the store twice a second. After a
+failure ranks look twice, and those without a new sign are named. Clocks are not compared, and
+nothing is read while all goes well.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Background threads: they end with the process, and leave torch's other cores to the main
-thread."""
+"""Background threads: they end with the process, and leave other cores to the main thread."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ class Driver(ctypes.Structure):
 
 
 class EngineLibrary:
-    """The compiled engine. Functions that wait release Python's lock; the others are too short for
-    that to pay off."""
+    """The compiled engine. Functions that wait release Python's lock; the others are too short."""
 
     def __init__(self, path: str) -> None:
         holding, releasing = ctypes.PyDLL(path), ctypes.CDLL(path)

@@ -1,9 +1,8 @@
 """A channel driven in C (csrc/engine.c): through memory that ranks of one machine share, and over
 TCP streams between machines.
 
-The thread that waits for a transfer drives it, both directions in turn: waking another thread takes
-longer than many a transfer. C does so without Python's lock, which the main thread needs for
-launching kernels.
+The thread that waits for a transfer drives it, both directions in turn, without Python's lock:
+waking another thread takes longer than many a transfer.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from torch import Tensor
 from freescale.streams import current_stream, new_stream, record_event, record_event_on
 from freescale.transport.api import Sizes, TransportError
 from freescale.transport.hostwire.bindings import Driver, EngineLibrary, ErrorCode
-from freescale.transport.hostwire.channel import LARGEST, SLOTS, ChannelParts, make_error
-from freescale.transport.hostwire.pinned import Pinned
+from freescale.transport.hostwire.channel import LARGEST, SLOTS, ChannelParts, Pinned, make_error
 from freescale.transport.hostwire.wires.shared import SharedWire
 from freescale.transport.hostwire.wires.tcp import TcpWire
 
@@ -94,8 +92,7 @@ class EngineTransfer:
 
 
 class EngineChannel:
-    """A channel that the engine drives, over wires to all other ranks. The channels of a rank share
-    a gate."""
+    """A channel that the engine drives, over wires to all other ranks; a rank's share a gate."""
 
     def __init__(
         self, parts: ChannelParts, wires: Sequence[SharedWire | TcpWire], gate: EngineGate

@@ -12,8 +12,7 @@ from datetime import timedelta
 from freescale.transport.api import TransportError
 from freescale.transport.failures import find_first_message
 from freescale.transport.hostwire.bindings import explain_missing_engine
-from freescale.transport.hostwire.channel import LARGEST, SLOTS
-from freescale.transport.hostwire.pinned import Pinned, create_shared_file
+from freescale.transport.hostwire.channel import LARGEST, SLOTS, Pinned, create_shared_file
 from freescale.transport.hostwire.wires.shared import SharedWire
 from freescale.transport.hostwire.wires.shared import connect as connect_shared
 from freescale.transport.hostwire.wires.tcp import TcpWire

@@ -26,8 +26,7 @@ from freescale.packed import view_bytes
 from freescale.streams import current_stream, new_stream, record_event_on
 from freescale.transport.api import Sizes
 from freescale.transport.event_waits import wait_for_event
-from freescale.transport.hostwire.channel import SLOTS, ChannelParts, make_error
-from freescale.transport.hostwire.pinned import Pinned
+from freescale.transport.hostwire.channel import SLOTS, ChannelParts, Pinned, make_error
 from freescale.transport.hostwire.wires.ucx import Piece, UcxWire
 from freescale.transport.threads import start_thread
 
@@ -43,12 +42,12 @@ _Filled = tuple[int, list[_Part], torch.cuda.Event | None]
 
 
 class Gate:
-    """Between two pieces, bulk traffic of this rank gives way to urgent traffic. csrc/gate.h does
-    the same for channels of the engine."""
+    """Bulk traffic of this rank gives way to urgent traffic between two pieces, as in
+    csrc/gate.h."""
 
     def __init__(self, patience: float) -> None:
-        """`patience`, in seconds: urgent traffic that has not moved for so long is waiting for a
-        slow rank, not for the network."""
+        """`patience`: urgent traffic that has not moved for so many seconds waits for a slow
+        rank."""
         self._patience = patience
         self._condition = threading.Condition()
         self._urgent = 0  # transfers under way
@@ -74,8 +73,8 @@ class Gate:
         self._moved = time.monotonic()
 
     def give_way(self) -> None:
-        """Waits until bulk may move. Never indefinitely: the urgent transfer may itself wait for a
-        rank that waits for this bulk."""
+        """Waits until bulk may move, not for ever: the urgent transfer's peer may wait for this
+        bulk."""
         if not self._urgent:
             return
         with self._condition:
@@ -120,8 +119,7 @@ class UcxTransfer:
 
 
 class UcxChannel:
-    """As `EngineChannel`, over UCX between `world` ranks. Its two threads are named after `name`;
-    the channels of a rank share a gate."""
+    """As `EngineChannel`, over UCX between `world` ranks. Its threads are named after `name`."""
 
     def __init__(
         self, name: str, parts: ChannelParts, world: int, wire: UcxWire, gate: Gate

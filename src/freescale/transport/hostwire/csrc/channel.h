@@ -2,8 +2,7 @@
 
    All of it belongs to the thread that is inside the channel, except `stopped` and the gate. */
 
-#ifndef FREESCALE_CHANNEL_H
-#define FREESCALE_CHANNEL_H
+#pragma once
 
 #include <errno.h>
 #include <poll.h>
@@ -281,5 +280,3 @@ static bool receive_header(Channel *c, int peer, uint64_t header[2]) {
     memcpy(header, from->header, HEADER_BYTES);
     return true;
 }
-
-#endif

@@ -5,8 +5,7 @@
    only channel_stop may be called at any time. A gate is shared by the channels of a rank and may
    be used by all their threads at once. */
 
-#ifndef FREESCALE_ENGINE_H
-#define FREESCALE_ENGINE_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -81,5 +80,3 @@ int64_t channel_bytes_left(const Channel *c);
 
 /* The first error, the rank it concerns and its cause. */
 int channel_error(const Channel *c, int *peer, int64_t *cause);
-
-#endif

@@ -3,8 +3,7 @@
    A gate never holds bulk back for good: an urgent transfer may itself wait for a rank that waits
    for this bulk. */
 
-#ifndef FREESCALE_GATE_H
-#define FREESCALE_GATE_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -59,5 +58,3 @@ static bool gate_is_open_for_bulk(Gate *gate) {
     int64_t moved = atomic_load_explicit(&gate->moved_ns, memory_order_relaxed);
     return moved + gate->patience_ns <= now_ns();
 }
-
-#endif

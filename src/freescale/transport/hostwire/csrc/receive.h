@@ -1,7 +1,6 @@
 /* The receiving direction: takes pieces from rings and streams, and copies them to their place. */
 
-#ifndef FREESCALE_RECEIVE_H
-#define FREESCALE_RECEIVE_H
+#pragma once
 
 #include "channel.h"
 #include "rings.h"
@@ -108,5 +107,3 @@ static bool advance_receiving(Channel *c) {
     c->receiving++;
     return true;
 }
-
-#endif

@@ -3,8 +3,7 @@
        out   tensor -> slot of the ring -> message "these bytes" (16 bytes, Unix socket)
        in    message -> peer's slot -> tensor -> message "read" (1 byte) */
 
-#ifndef FREESCALE_RINGS_H
-#define FREESCALE_RINGS_H
+#pragma once
 
 #include "channel.h"
 
@@ -76,5 +75,3 @@ static bool acknowledge(Channel *c, int peer) {
     } while (count < 0 && errno == EINTR);
     return count >= 0 || !would_block();
 }
-
-#endif

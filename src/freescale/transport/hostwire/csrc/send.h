@@ -1,7 +1,6 @@
 /* The sending direction: copies pieces to slots, and hands them to rings and streams. */
 
-#ifndef FREESCALE_SEND_H
-#define FREESCALE_SEND_H
+#pragma once
 
 #include "channel.h"
 #include "rings.h"
@@ -115,5 +114,3 @@ static bool advance_sending(Channel *c) {
     c->sending++;
     return true;
 }
-
-#endif

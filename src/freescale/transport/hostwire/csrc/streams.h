@@ -5,8 +5,7 @@
 
    CPU tensors take no slots: the stream reads and writes the tensor. */
 
-#ifndef FREESCALE_STREAMS_H
-#define FREESCALE_STREAMS_H
+#pragma once
 
 #include <sys/uio.h>
 
@@ -87,5 +86,3 @@ static void set_low_water(Channel *c, int peer, int64_t bytes) {
     if (!setsockopt(from->receive_socket, SOL_SOCKET, SO_RCVLOWAT, &low, sizeof low))
         from->low_water = low;
 }
-
-#endif

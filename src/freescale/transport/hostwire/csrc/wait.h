@@ -1,7 +1,6 @@
 /* How a thread that waits for a transfer sleeps when nothing can move. */
 
-#ifndef FREESCALE_WAIT_H
-#define FREESCALE_WAIT_H
+#pragma once
 
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -150,5 +149,3 @@ static int find_lagging_peer(Channel *c) {
     }
     return c->landing_count ? c->landings[c->first_landing].peer : c->rank;
 }
-
-#endif

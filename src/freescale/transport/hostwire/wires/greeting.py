@@ -12,6 +12,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 _GREETING_SECONDS = 2.0  # seconds that a caller has for its greeting
@@ -20,8 +21,8 @@ _MAX_SILENT = 128  # callers that may be silent at a time, in addition to the ex
 
 @dataclass
 class Caller:
-    """A connection, its message and the files sent along. Who gets it from `accept_callers` closes
-    what it does not keep."""
+    """A connection, its message and the files sent along. Its receiver closes what it does not
+    keep."""
 
     connection: socket.socket
     until: float
@@ -46,8 +47,7 @@ def accept_callers(
     welcome: Callable[[socket.socket], bool] = lambda _: True,
 ) -> Generator[Caller, None, None]:
     """Yields callers as they complete their greeting of `size` bytes; `ranks` are expected. Callers
-    that `welcome` refuses are disconnected at once. TimeoutError at `end` of the monotonic
-    clock."""
+    that `welcome` refuses are disconnected. TimeoutError at `end` of the monotonic clock."""
     listener.setblocking(False)
     silent: dict[int, Caller] = {}  # by descriptor, in order of arrival
     watched = select.poll()  # not select(), which takes no descriptor above 1,023
@@ -81,6 +81,30 @@ def accept_callers(
     finally:
         for caller in silent.values():
             caller.close()
+
+
+def accept_peers(
+    listener: socket.socket,
+    size: int,
+    awaited: set[int],
+    end: float,
+    where: str,
+    find_rank: Callable[[Caller], int | None],
+    welcome: Callable[[socket.socket], bool] = lambda _: True,
+) -> Generator[tuple[int, Caller], None, None]:
+    """As `accept_callers`, of the awaited ranks alone, each once; `find_rank` reads a caller's."""
+    with closing(accept_callers(listener, size, len(awaited), end, welcome)) as callers:
+        while awaited:
+            try:
+                caller = next(callers)
+            except TimeoutError:
+                raise TimeoutError(f"ranks {sorted(awaited)} did not call {where}") from None
+            peer = find_rank(caller)
+            if peer is None or peer not in awaited:
+                caller.close()
+                continue
+            awaited.discard(peer)
+            yield peer, caller
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:

@@ -1,10 +1,8 @@
 """The wire between ranks of one machine: a slot of the sender's ring is memory that the receiver
-can read. Nothing is copied on the way; with GPUs the sender's copy engine writes the slot and the
-receiver's reads it.
+can read. Nothing is copied on the way; on GPUs copy engines write and read the slot.
 
 Every ordered pair of ranks has a Unix domain socket. The sender sends which bytes of its ring are
-the next piece; the receiver answers once it has read them. A rank that waits sleeps, and a peer
-that dies closes its sockets.
+the next piece, the receiver answers once it has read them. A peer that dies closes its sockets.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from contextlib import ExitStack, closing, suppress
 import torch
 
 from freescale.transport.api import Gather
-from freescale.transport.hostwire.pinned import Pinned
-from freescale.transport.hostwire.wires.greeting import accept_callers
+from freescale.transport.hostwire.channel import Pinned
+from freescale.transport.hostwire.wires.greeting import Caller, accept_peers
 
 _HELLO = struct.Struct("<IQ")  # rank, size of its ring
 
 
 class SharedWire:
-    """`out`: sockets this rank sends on, `into`: sockets it receives on, `rings`: the peers'
-    memory. By peer."""
+    """By peer: `out` and `into`, sockets to send and receive on; `rings`, their memory."""
 
     path = "shared memory"
 
@@ -94,29 +91,17 @@ def connect(
             socket.send_fds(out[peer], [_HELLO.pack(rank, ring.bytes.numel())], [file])
         into: dict[int, socket.socket] = {}
         rings: dict[int, Pinned] = {}
-        callers = always.enter_context(
-            closing(
-                accept_callers(
-                    listener, _HELLO.size, len(peers), time.monotonic() + seconds, _is_ours
-                )
-            )
+        size, end = ring.bytes.numel(), time.monotonic() + seconds
+
+        def find_rank(caller: Caller) -> int | None:
+            peer, theirs = _HELLO.unpack(caller.hello)
+            return peer if theirs == size and _is_ring(caller.files, size) else None
+
+        calls = accept_peers(
+            listener, _HELLO.size, {*peers}, end, f"rank {rank}", find_rank, _is_ours
         )
-        while len(into) < len(peers):
-            try:
-                caller = failed.enter_context(closing(next(callers)))
-            except TimeoutError:
-                raise TimeoutError(
-                    f"ranks {[peer for peer in peers if peer not in into]} did not call rank {rank}"
-                ) from None
-            peer, size = _HELLO.unpack(caller.hello)
-            if (
-                peer not in peers
-                or peer in into
-                or not _is_ring(caller.files, size)
-                or size != ring.bytes.numel()
-            ):
-                caller.close()
-                continue
+        for peer, caller in always.enter_context(closing(calls)):
+            failed.enter_context(closing(caller))
             rings[peer] = Pinned(size, device, caller.files[0])
             failed.callback(rings[peer].close)
             caller.drop_files()
@@ -127,8 +112,8 @@ def connect(
 
 
 def _is_ring(files: list[int], size: int) -> bool:
-    """Whether a caller sent memory of that size that it cannot shrink: reading missing memory would
-    kill this process."""
+    """Whether a caller sent memory of that size that it cannot shrink, which would kill this
+    process."""
     import fcntl
 
     try:
@@ -141,8 +126,8 @@ def _is_ring(files: list[int], size: int) -> bool:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the caller is a process of this user, or of root: everybody on the machine can see
-    the socket's name."""
+    """Whether the caller is this user's or root's: everybody on the machine sees the socket's
+    name."""
     known = getattr(socket, "SO_PEERCRED", None)  # Linux
     if known is None:
         return True

@@ -11,11 +11,11 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 
 from freescale.transport.api import Gather
-from freescale.transport.hostwire.wires.greeting import accept_callers
+from freescale.transport.hostwire.wires.greeting import Caller, accept_peers
 
 _HELLO = struct.Struct("<16sI")  # token of the called rank, number of the calling rank
 _INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's control traffic uses the same interface
@@ -39,8 +39,7 @@ class TcpWire:
         }
 
     def limit_buffers(self, size: int) -> None:
-        """Limits the bytes queued in a stream to about `size`: urgent traffic on another one waits
-        behind them on the network."""
+        """Limits the bytes queued in a stream to about `size`: urgent traffic waits behind them."""
         for stream in self.streams.values():
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
@@ -87,8 +86,8 @@ class TcpWire:
 
 
 def find_own_address() -> str:
-    """The address at which other machines reach this one: that of the interface GLOO_SOCKET_IFNAME,
-    or of the route to MASTER_ADDR."""
+    """Where other machines reach this one: at GLOO_SOCKET_IFNAME, or by the route to
+    MASTER_ADDR."""
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         import fcntl
 
@@ -155,14 +154,15 @@ def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpW
                     f"({_INTERFACE} names an interface): {error}"
                 ) from error
             streams[peer].sendall(_HELLO.pack(bytes.fromhex(key), rank))
-        for peer, stream in _accept_peers(
-            listener,
-            token,
-            {peer for peer in peers if peer < rank},
-            end,
-            f"rank {rank} at {address}",
-        ):
-            streams[peer] = failed.enter_context(stream)
+
+        def find_rank(caller: Caller) -> int | None:
+            given, peer = _HELLO.unpack(caller.hello)
+            return peer if secrets.compare_digest(given, token) else None
+
+        lower, where = {peer for peer in peers if peer < rank}, f"rank {rank} at {address}"
+        for peer, caller in accept_peers(listener, _HELLO.size, lower, end, where, find_rank):
+            caller.drop_files()
+            streams[peer] = failed.enter_context(caller.connection)
         failed.pop_all()
     for stream in streams.values():
         stream.setblocking(False)
@@ -172,28 +172,6 @@ def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpW
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ROOM)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     return TcpWire(streams)
-
-
-def _accept_peers(
-    listener: socket.socket, token: bytes, awaited: set[int], end: float, where: str
-) -> Iterator[tuple[int, socket.socket]]:
-    """Yields the awaited ranks as they call; each sends the token once."""
-    if not awaited:
-        return
-    with closing(accept_callers(listener, _HELLO.size, len(awaited), end)) as callers:
-        try:
-            for caller in callers:
-                given, peer = _HELLO.unpack(caller.hello)
-                if not secrets.compare_digest(given, token) or peer not in awaited:
-                    caller.close()
-                    continue
-                awaited.discard(peer)
-                caller.drop_files()
-                yield peer, caller.connection
-                if not awaited:
-                    return
-        except TimeoutError:
-            raise TimeoutError(f"ranks {sorted(awaited)} did not call {where}") from None
 
 
 def _seconds_left(end: float) -> float:

@@ -1,10 +1,9 @@
-"""The wire over UCX (through ucxx): sockets, shared memory or RDMA, whatever UCX finds and UCX_TLS
+"""The wire over UCX (through ucxx): sockets, shared memory or RDMA, as UCX finds and UCX_TLS
 allows.
 
-One thread owns UCX's objects: it posts what other threads submit, makes progress, wakes threads
-that wait, and sleeps when nothing moves. A peer is gone when its connection breaks (shared memory
-has none), when its process ends (noticed on the same machine) or when `close` sends its goodbye.
-Otherwise it is silent, and `wait` times out.
+One thread owns UCX's objects: it posts what others submit, makes progress and wakes threads that
+wait. A peer is gone when its connection breaks (shared memory has none), its process ends on this
+machine, or `close` sends its goodbye. Otherwise it is silent, and `wait` times out.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Piece:
             self._done.set()
 
     def wait(self, seconds: float) -> None:
-        """Waits until the memory is sent or filled. OSError if the peer is gone, or silent for
+        """Until the memory is sent or filled. OSError if the peer is gone, or silent for
         `seconds`."""
         if not self._done.wait(seconds):
             raise TimeoutError(f"silent for {seconds:g} s")
@@ -243,8 +242,7 @@ class UcxWire:
         self._post(Piece(peer, torch.zeros(1, dtype=torch.uint8), self._world + peer, out=False))
 
     def _say_goodbye(self, peer: int) -> None:
-        """Once per peer, which answers at once: a rank that gets the answer knows that all it sent
-        has arrived."""
+        """Once per peer, which answers at once: then it has received all that this rank sent."""
         if peer not in self._left:
             self._left.add(peer)
             self._say(peer, _GOODBYE)
