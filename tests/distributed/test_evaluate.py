@@ -10,7 +10,7 @@ from helpers.toys import rank_slice
 
 import freescale
 from freescale.batch import Jagged, Nested, SequenceBatch
-from freescale.embedding.dynamic.layout import compute_keys
+from freescale.embedding.layout import compute_keys
 from freescale.ledger.ledger import Ledger
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU

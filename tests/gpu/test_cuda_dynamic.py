@@ -16,8 +16,8 @@ from helpers.gpu_training import CudaClicks
 import freescale
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.draws import DrawCounts
-from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic
+from freescale.embedding.layout import compute_keys
 from freescale.pipeline.staged import Staged
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport

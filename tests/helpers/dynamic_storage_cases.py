@@ -13,12 +13,11 @@ import torch
 from freescale.embedding.dynamic import drawn_rows
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
-from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic_rules import SHARDS, After
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import DynamicLayout, TableSpec
 from freescale.embedding.optimizers import SGD, Adam, RowWiseAdagrad
 from freescale.embedding.storage import dynamic as dynamic_storage
-from freescale.embedding.storage.api import TableRange
+from freescale.embedding.storage.api import Counted, TableRange
 from freescale.embedding.storage.device import DeviceStorage
 from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
 from freescale.kernels.id_map import triton as triton_id_map
@@ -60,7 +59,7 @@ class Storages:
         for storage in self.both:
             device = storage.weight.device
             marks = None if counted is None else counted.to(device)
-            slots = storage.resolve(keys.to(device), Ledger(), marks).slots.unique()
+            slots = storage.resolve(keys.to(device), Ledger(), Counted(marks)).slots.unique()
             gradients = torch.sin(storage.gather(slots, torch.float32) * 7 + step)
             storage.begin()
             storage.update(storage.find_targets(slots), gradients, step=step, factor=0.1, clip=None)

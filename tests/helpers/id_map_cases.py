@@ -13,14 +13,12 @@ import torch
 from freescale.embedding.dynamic import device_directory
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Decided, Directory
-from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import TableSpec, compute_keys
 from freescale.embedding.storage.api import draw_initial_rows
 from freescale.kernels.id_map import reference as draws
 from freescale.kernels.id_map import reference as id_map
 from freescale.kernels.id_map import triton as triton_id_map
-from freescale.kernels.id_map import triton_draws
 from freescale.kernels.id_map import triton_memory as id_map_memory
 from freescale.kernels.row_moves import triton as row_exchange
 from freescale.random import derive, hash_name, mix
@@ -355,12 +353,12 @@ def drawn(device="cpu"):
             mine = keys[number * 100 : 500 + number * 100]
             worth = torch.randint(0, 3, mine.shape, generator=generator) << 18
             draws.add_draws(sums, mine, worth, 5 - SHARDS // 2, take_back=back)
-            triton_draws.add_draws(
+            triton_id_map.add_draws(
                 there, mine.to(device), worth.to(device), 5 - SHARDS // 2, take_back=back
             )
             held["sums"] &= torch.equal(there.cpu(), sums)
         expected = draws.estimate_log(sums, keys, 5 - SHARDS // 2)
-        found = triton_draws.estimate_log(there, keys.to(device), 5 - SHARDS // 2).cpu()
+        found = triton_id_map.estimate_log(there, keys.to(device), 5 - SHARDS // 2).cpu()
         held["logarithms"] &= torch.allclose(found, expected, rtol=2e-7, atol=0)
     return held
 

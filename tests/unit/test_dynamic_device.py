@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from freescale.config import DataConfig, RunConfig
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.draws import DrawCounts
-from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import (
     ENTRY_BYTES,
     SHARDS,
@@ -28,7 +27,7 @@ from freescale.embedding.dynamic_rules import (
     Seen,
     parse_dynamic,
 )
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import TableSpec, compute_keys
 from freescale.embedding.storage import opening
 from freescale.embedding.storage.api import TableRange
 from freescale.embedding.storage.device import DeviceStorage

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from freescale.data import hash_ids
 from freescale.embedding.dynamic.directory import Directory
-from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic_rules import (
     ENTRY_BYTES,
     LFU,
@@ -26,7 +25,7 @@ from freescale.embedding.dynamic_rules import (
     parse_count,
     parse_dynamic,
 )
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import DynamicLayout, TableSpec, compute_keys
 
 POOL = [id_in(shard, number) for shard in (0, 1, 1365, 4095) for number in range(12)] + SPECIAL
 SWEPT = [id_in(shard, number) for shard in range(12) for number in range(3)]  # by early batches

@@ -22,10 +22,9 @@ import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import RunConfig
 from freescale.embedding.dynamic.draws import MOST_BUCKETS, SAMPLE, DrawCounts
-from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.groups.local import InPlaceRows
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import TableSpec, compute_keys
 from freescale.embedding.request import list_ids
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU

@@ -14,8 +14,8 @@ from helpers.loading import build_specs, load_histories
 
 from freescale.config import SimulateConfig
 from freescale.embedding.dynamic.directory import Directory
-from freescale.embedding.dynamic.layout import compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic, Seen
+from freescale.embedding.layout import compute_keys
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.simulate.growth import _fill_shard, predict_growth
 from freescale.simulate.inputs import find_dynamic

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
-from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic_rules import MAPS, Dynamic
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import DynamicLayout, TableSpec, compute_keys
 from freescale.embedding.optimizers import RowWiseAdagrad
 from freescale.embedding.storage.api import TableRange
 from freescale.embedding.storage.device import DeviceStorage
@@ -75,6 +74,8 @@ def measure_map(where: str, count: int, room: int, evict: str, device: torch.dev
         times["new_ids"].append(_time(device, lambda: _use(storage, mixed, ledger)))  # noqa: B023
         evicted += storage.last_figures.evicted
         present = storage.get_ids("item")
+    directory = storage.directory
+    entries = directory.rows if isinstance(directory, Directory) else directory.map
     return {
         "map": where,
         "ids": count,
@@ -83,7 +84,7 @@ def measure_map(where: str, count: int, room: int, evict: str, device: torch.dev
         "evict": evict,
         **{f"{name}_ms": 1e3 * statistics.median(each[WARMUP:]) for name, each in times.items()},
         "evicted_of_a_batch": evicted / REPEATS,
-        "bytes_beside_a_row": storage.directory.nbytes / storage.spec.rows,
+        "bytes_beside_a_row": entries.nbytes / storage.spec.rows,
     }
 
 

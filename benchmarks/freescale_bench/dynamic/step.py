@@ -30,8 +30,8 @@ from torch import Tensor
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.config import RunConfig
-from freescale.embedding.dynamic.layout import DynamicLayout, compute_keys
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic
+from freescale.embedding.layout import DynamicLayout, compute_keys
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.storage.dynamic import DynamicStorage
 from freescale.ledger.ledger import Ledger

@@ -1,2 +1,1 @@
-"""Embedding tables sharded by row: layout, row optimizers, exchange, and the swap of a model's
-nn.Embedding modules."""
+"""Embedding tables sharded by row, in the place of a model's nn.Embedding modules."""

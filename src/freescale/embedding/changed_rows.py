@@ -1,11 +1,10 @@
-"""Which rows have changed: marks that row updates set and that consumers, each in its own time,
-take and clear.
+"""Which rows have changed: marks that row updates set and that consumers (differential checkpoints,
+for instance), each in its own time, take and clear.
 
-A consumer (differential checkpoints, for instance) has a bit of its own in the byte of each row, so
-that one that takes its marks leaves those of the others alone. To mark a row is to set them all:
-one store, by the kernel that updates the row where there is one, and nothing is read on the host.
-Finding the marked rows waits for the device. A consumer's bits are cleared on the thread and stream
-that update the rows: they lie in bytes that others set.
+A consumer has a bit of its own in the byte of each row. To mark a row is to set them all: one
+store, by the kernel that updates the row where there is one, and nothing is read on the host.
+Finding the marked rows waits for the device. Bits are cleared on the thread and stream that update
+the rows.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ChangedRows:
         return self._get_bytes()[: self._size].bitwise_and(self._bits[consumer]).ne(0)
 
     def set_marks(self, consumer: str, marks: Tensor) -> None:
-        """Marks [size] bool of a consumer as they once were; from now on changes are marked for
+        """Sets a consumer's marks [size] bool as they once were; from now on changes are marked for
         it."""
         self.follow(consumer)
         bits = marks.to(self.device, torch.uint8).mul_(self._bits[consumer])
@@ -77,8 +76,7 @@ class ChangedRows:
             self.marks.fill_(ALL)
 
     def find(self, consumer: str, part: slice) -> Tensor:
-        """Marked rows [n] of a part, ascending and counted from its beginning. Waits for the
-        device."""
+        """Marked rows [n] of a part, ascending, from its beginning. Waits for the device."""
         return find_marks(self._get_bytes()[: self._size][part], self._bits[consumer])
 
     def _get_bytes(self) -> Tensor:
@@ -90,8 +88,7 @@ ALL = 255  # the bits of a changed row
 
 
 def mark_rows(marks: Tensor, rows: Tensor) -> None:
-    """Sets all bits of rows [n] int64, which may repeat, in marks [size] uint8; a row of -1 is the
-    last one."""
+    """Sets all bits of rows [n] int64 in marks [size] uint8; a row of -1 is the last one."""
     assert marks.is_contiguous() and marks.dtype == torch.uint8
     library = load_native() if marks.is_cpu else None
     if library is None:

@@ -1,9 +1,12 @@
-"""Which rows two consecutive batches share, found by their owner, and how requests are divided by
-it. Pure functions of the requested rows: the size of the table does not matter.
+"""Which rows two consecutive batches share, and how requests are divided by it.
 
 A row of batch i+1 that batch i reads too must wait for i's update (it collides). A row of batch i
 that batch i+1 reads too must be updated first (it is shared). Whether a row is one or the other is
 the same for every rank that requests it.
+
+The owner of a row sees the requests of all ranks and marks what the two batches share; one AllToAll
+tells the requesters (kind: ids). Both ends then divide both requests in the same way: first the
+part with the marked rows, then pieces of the others.
 """
 
 from __future__ import annotations
@@ -16,15 +19,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from freescale.embedding.request import Requested, RequestPart, split_request
 from freescale.kernels.dispatch.requests import collision_masks, tag_rows
 from freescale.kernels.requests.native import divide, fits_division
 from freescale.kernels.requests.reference import MarkedRows, group_by_tag
+from freescale.streams import begin_reading
+from freescale.transport.api import Transport
 
 # (rows that the current batch requests, that the following one requests) -> (which of the current
 # ones are shared, which of the following ones collide)
 Masks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-__all__ = ["MarkedRows", "Masks", "collision_masks", "count_pieces", "divide_rows", "is_few"]
+FindLocal = Callable[[Tensor], Tensor]
+
+__all__ = [
+    "MarkedRows", "Masks", "collision_masks", "compare_requests", "count_pieces", "divide_rows",
+    "is_few",
+]  # fmt: skip
 
 # Bulk traffic travels in pieces, so that the buffers of both ends stay small compared to the batch.
 # Smallest size of a piece: an AllToAll of less is all latency. On a GPU that is mostly the host's:
@@ -36,8 +47,7 @@ _MOST_PIECES = 64
 
 
 def count_pieces(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> int:
-    """Into how many pieces bulk traffic is cut: a power of two, the same on every rank if
-    `bytes_per_rank` (a mean over ranks) is."""
+    """Into how many pieces bulk traffic is cut: a power of two, by a mean over the ranks."""
     least = max(_LEAST_BYTES[device.type], _LEAST_MESSAGE * ranks)
     wanted = min(_MOST_PIECES, bytes_per_rank // least)
     return 1 << max(0, int(wanted).bit_length() - 1)
@@ -46,21 +56,17 @@ def count_pieces(bytes_per_rank: int, device: torch.device, ranks: int = 1) -> i
 def is_few(bytes_per_rank: int, device: torch.device, nearby: bool) -> bool:
     """Whether the rows of a batch are so few that all may wait for the update of the batch before:
     within a machine, to find and divide what need not wait takes longer than to send it. On a GPU
-    the next forward would wait, which takes longer still. The same on every rank if
-    `bytes_per_rank` is."""
+    the next forward would wait, which takes longer still."""
     return nearby and device.type == "cpu" and bytes_per_rank < _LEAST_BYTES["cpu"]
 
 
 def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """Divides each list into the marked rows and pieces of the others.
+    """Divides each list into the marked rows and pieces of the others. A row is always in the same
+    piece, whoever requests it, so a piece has all gradients of its rows.
 
-    Returns:
-        Positions [n] of each list, and counts [sum of bins] of all lists: first the marked rows,
-        then the others piece by piece, each of these rank by rank, in their order. A list has
-        (1 + pieces) * ranks counts.
-
-    A row is always in the same piece, whoever requests it, so a piece has all gradients of its
-    rows.
+    Returns positions [n] of each list, and counts [sum of bins] of all lists: first the marked
+    rows, then the others piece by piece, each of these rank by rank, in their order. A list has (1
+    + pieces) * ranks counts.
     """
     on_host = lists[0].rows.device.type == "cpu"
     return _divide_on_host(lists) if on_host else _divide_by_one_sort(lists)
@@ -76,8 +82,7 @@ def _divide_by_one_sort(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tens
 
 
 def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """`divide_rows` list by list, in C or by numpy: few calls if there are few rows, and little
-    extra memory if there are many."""
+    """`divide_rows` list by list, in C or by numpy: few calls, and little extra memory."""
     positions, counts = [], []
     for one in lists:
         if fits_division(one.rows):
@@ -99,3 +104,53 @@ def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
         positions.append(torch.from_numpy(order))
         counts.append(np.bincount(tags, minlength=one.bins))
     return positions, torch.from_numpy(np.concatenate(counts))
+
+
+def compare_requests(
+    current: Requested,
+    following: Requested,
+    find_local: FindLocal,
+    transport: Transport,
+    masks: Masks,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[list[RequestPart], list[RequestPart]]:
+    """Divides the requests of two consecutive batches by the rows that they share. On the caller's
+    thread and stream. A collective.
+
+    `masks` finds the shared rows, on their owner. `find_local` makes local rows of keys.
+    `meanwhile` is called while a GPU divides them, once what travels has arrived. Returns the parts
+    of both requests: the first part of each has the shared rows, the others are pieces of the rest.
+    """
+    requests, ranks = (current, following), transport.world
+    with transport.ledger.span("compare"):
+        served = masks(current.owned, following.owned)
+        # One message to each requester: marks of its current request, then of the following one.
+        pairs = zip(
+            *(torch.split(marks, one.whole.receive) for one, marks in zip(requests, served)),
+            strict=True,
+        )
+        marks = torch.cat([part for pair in pairs for part in pair]).view(torch.uint8)
+        send = [sum(pair) for pair in zip(current.whole.receive, following.whole.receive)]
+        sizes = list(zip(current.whole.send, following.whole.send, strict=True))
+        receive = [sum(pair) for pair in sizes]
+    answer = transport.all_to_all(marks, send, receive, "ids").wait().view(torch.bool)
+    with transport.ledger.span("compare"):
+        by_owner, lists = torch.split(answer, [size for pair in sizes for size in pair]), []
+        for place, one in enumerate(requests):
+            whole, keys, pieces = one.whole, one.index.keys, one.pieces
+            # of one piece are all rows, whatever their numbers
+            local = find_local(keys) if pieces > 1 else keys
+            requested = torch.cat(by_owner[place::2])
+            lists.append(MarkedRows(requested, local, whole.send, pieces))
+            lists.append(MarkedRows(served[place], one.owned, whole.receive, pieces))
+        positions, counts = divide_rows(lists)
+        read_counts = begin_reading(counts)  # one trip to the host for all split sizes
+    meanwhile()
+    with transport.ledger.span("compare"):
+        numbers, parts = iter(read_counts()), []
+        for place, one in enumerate(requests):
+            bins = (1 + one.pieces) * ranks
+            send, receive = ([next(numbers) for _ in range(bins)] for _ in range(2))
+            here, there = positions[2 * place : 2 * place + 2]
+            parts.append(split_request(here, send, there, receive, ranks))
+        return parts[0], parts[1]

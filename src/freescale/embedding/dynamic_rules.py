@@ -1,5 +1,4 @@
-"""What a user says of a dynamic table: how many rows it has room for, which ids get one, and which
-rows make room for others."""
+"""What a user says of a dynamic table: its room, which ids get a row, and which rows make room."""
 
 from __future__ import annotations
 
@@ -25,13 +24,9 @@ _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGB]?)\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Seen:
-    """Admits an id once it has occurred in a number of global batches; until then it reads zeros.
-
-    Args:
-        batches: how many. 1 admits every id at once.
-        room: ids that are counted at a time, over all ranks; 23 bytes of host memory each. The one
-            that was seen longest ago is forgotten for a new one. None: as many as the table's rows.
-    """
+    """Admits an id once it has occurred in so many global `batches`; until then it reads zeros.
+    `room`: ids that are counted at a time, over all ranks, for 23 bytes of host memory each; the
+    one that was seen longest ago is forgotten for a new one. None: as many as the table's rows."""
 
     batches: int
     room: int | None = None
@@ -49,12 +44,9 @@ class Seen:
 @dataclass(frozen=True)
 class After:
     """Removes rows that no step has used for a while; a row is never evicted for another one. Each
-    step looks through one shard.
-
-    Args:
-        steps: a row goes once its last use is more than this many steps ago, at the latest as many
-            steps later as the table has shards: 4,096 from 520,193 rows on, else fewer.
-    """
+    step looks through one shard: a row goes once its last use is more than `steps` steps ago, at
+    the latest as many steps later as the table has shards (4,096 from 520,193 rows on, else
+    fewer)."""
 
     steps: int
 
@@ -69,12 +61,8 @@ class After:
 @dataclass(frozen=True)
 class LFU:
     """Evicts the row that the fewest batches have used, and forgets old uses: all counts are halved
-    at once, again and again, so that rows which were popular long ago make room. By integers alone,
-    from a row's count and the batch that used it last; nothing is swept.
-
-    Args:
-        halved_every: batches from one halving to the next.
-    """
+    at once, every `halved_every` batches, so that rows which were popular long ago make room. By
+    integers alone, from a row's count and the batch that used it last; nothing is swept."""
 
     halved_every: int
 

@@ -20,6 +20,10 @@ from torch import Tensor
 from freescale.batch import SequenceBatch
 from freescale.embedding.dynamic_rules import Dynamic
 from freescale.kernels.row_sums import triton as triton_row_sums
+from freescale.random import mix
+
+_SIGN = -(1 << 63)
+_LAST = (1 << 63) - 1  # the largest key
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,7 @@ def find_feature_ids(
     batch: SequenceBatch, spec: TableSpec, *, strict: bool = False
 ) -> list[tuple[str, Tensor]]:
     """(feature, its ids) for each of the table's features that the batch has. `strict` refuses a
-    batch that lacks one: a training batch must have them all, one for evaluation brings no
-    negatives."""
+    batch that lacks one, as a training batch must not."""
     if not len(batch):
         return []
     present = [f for f in spec.features if strict or f in batch]
@@ -64,8 +67,8 @@ def spread_ids(ids: Tensor, rows: int) -> Tensor:
 
 
 def find_ids(position: Tensor, rows: int) -> Tensor:
-    """The inverse of `spread_ids`. The inverse stride may be as large as `rows`, hence the product
-    in two halves."""
+    """The inverse of `spread_ids`; in two halves, as the inverse stride may be as large as
+    `rows`."""
     inverse = pow(choose_stride(rows), -1, rows) if rows > 1 else 0
     if rows <= 1 << 31:
         return position * inverse % rows
@@ -104,8 +107,7 @@ class Layout(Protocol):
         """ids [n] -> local rows [n], if one rank owns all."""
 
     def list_rows(self, ids: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
-        """(table, ids) -> local rows [n] of all these ids, on a device with Triton, if one rank
-        owns all."""
+        """(table, ids) -> their local rows [n], on a device with Triton, if one rank owns all."""
 
     def list_edges(self, device: torch.device) -> Tensor:
         """[world]: keys of rank r are below edge r."""
@@ -117,8 +119,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Tables of one group over `world` ranks. Every rank holds `size` local rows; a key is owner *
-    size + local row."""
+    """Tables of one group over `world` ranks; a key is owner * size + local row."""
 
     specs: tuple[TableSpec, ...]
     world: int
@@ -184,3 +185,82 @@ class ShardLayout:
     def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
         block, rows = self.block(table), self.specs[table].rows
         return min(rank * block, rows), min((rank + 1) * block, rows)
+
+
+def compute_keys(ids: Tensor) -> Tensor:
+    """ids [...] -> keys [...]."""
+    return mix(ids.long()).bitwise_xor_(_SIGN)
+
+
+@dataclass(frozen=True)
+class DynamicLayout:
+    """A dynamic table over `world` ranks.
+
+    A key is the id's hash, a bijection of 64 bits, ordered as a signed number. Its upper bits are
+    the virtual shard, 12 of them in a large table, and ranks own contiguous ranges of shards:
+    sorted keys are grouped by owner, and within it by shard. If there are more ranks than shards,
+    the last ones own nothing. Row r of a shard has position shard * rows of a shard + r in the
+    table, whatever the number of ranks, so that a checkpoint is one plain array.
+    """
+
+    specs: tuple[TableSpec]
+    world: int
+
+    @property
+    def rules(self) -> Dynamic:
+        rules = self.specs[0].dynamic
+        assert rules is not None
+        return rules
+
+    @property
+    def _block(self) -> int:
+        """Shards of each rank (the last ranks may own fewer)."""
+        return -(-self.rules.shards // self.world)
+
+    @property
+    def size(self) -> int:
+        """Most rows of a rank."""
+        return self._block * self.rules.shard_rows
+
+    def base(self, table: int) -> int:
+        return 0
+
+    def get_owned_shards(self, rank: int) -> tuple[int, int]:
+        """[first, last) shards of a rank."""
+        shards = self.rules.shards
+        return min(rank * self._block, shards), min((rank + 1) * self._block, shards)
+
+    def get_owned_range(self, table: int, rank: int) -> tuple[int, int]:
+        first, last = self.get_owned_shards(rank)
+        return first * self.rules.shard_rows, last * self.rules.shard_rows
+
+    def compute_keys(self, table: int, ids: Tensor) -> Tensor:
+        return compute_keys(ids)
+
+    @property
+    def local_dtype(self) -> torch.dtype:
+        return torch.int64  # of keys: only the owner knows the rows
+
+    def find_local(self, keys: Tensor) -> Tensor:
+        return keys
+
+    def find_rows(self, table: int, ids: Tensor) -> Tensor:
+        return compute_keys(ids)
+
+    def list_rows(self, ids: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return compute_keys(torch.cat([none, *(each.reshape(-1) for _, each in ids)]))
+
+    def list_edges(self, device: torch.device) -> Tensor:
+        """The largest key of all is below none, see `count_owned`."""
+        shards = [self.get_owned_shards(rank)[1] for rank in range(self.world)]
+        bits, all_shards = self.rules.shard_bits, self.rules.shards
+        edges = [(shard << bits) + _SIGN if shard < all_shards else _LAST for shard in shards]
+        return torch.tensor(edges, dtype=torch.int64, device=device)
+
+    def count_owned(self, keys: Tensor, below: Tensor) -> Tensor:
+        last = self.rules.shards
+        owner = next(r for r in range(self.world) if self.get_owned_shards(r)[1] == last)
+        above = torch.zeros_like(below)
+        above[owner] = (keys == _LAST).any()
+        return below + above

@@ -12,9 +12,8 @@ from freescale.embedding.storage.api import Storage
 
 
 class Capture:
-    """A copy of the tables' rows, to be made when they are exactly those of a step, by whichever
-    thread has them in that state. Others wait for it. An error is theirs: training goes on without
-    the copy."""
+    """A copy of the tables' rows, to be made by whichever thread has them exactly as after a step.
+    Others wait for it. An error is theirs: training goes on without the copy."""
 
     def __init__(self, copy: Callable[[], None]) -> None:
         self._copy = copy
@@ -52,14 +51,10 @@ class Deferring(Protocol):
 
 
 class TableLease:
-    """One schedule at a time has the tables.
-
-    Attributes:
-        storages: of the tables' groups, once these are placed.
-    """
+    """One schedule at a time has the tables."""
 
     def __init__(self) -> None:
-        self.storages: Sequence[Storage] = ()
+        self.storages: Sequence[Storage] = ()  # of the groups, once the tables are placed
         self._schedule: Deferring | None = None  # the last that trained
 
     def take_over(self, schedule: Deferring) -> Deferring | None:
@@ -78,8 +73,8 @@ class TableLease:
             self._schedule = None
 
     def flush(self) -> None:
-        """Applies deferred gradients and rolls back, before the tables are read: they are those
-        after the last step. A collective."""
+        """Applies deferred gradients and rolls back: tables are those of the last step. A
+        collective."""
         if self._schedule is not None:
             self._schedule.flush()
         self.roll_back()
@@ -106,23 +101,21 @@ class TableLease:
 
     @contextmanager
     def looking_back(self, mark: Sequence[int]) -> Iterator[None]:
-        """Inside, which rows there are is as it was at the mark, one or two steps ago. For copies:
-        nobody updates rows meanwhile."""
+        """Inside, which rows there are is as at the mark, one or two steps ago; nobody updates
+        them."""
         with ExitStack() as stack:
             for storage, begun in zip(self.storages, mark, strict=True):
                 stack.enter_context(storage.looking_back(begun))
             yield
 
     def discard(self) -> None:
-        """Forgets deferred gradients and rows that were fetched ahead, before the tables are
-        replaced. A collective."""
+        """Forgets deferred gradients and rows fetched ahead: tables are replaced. A collective."""
         if self._schedule is not None:
             self._schedule.discard()
 
     def capture(self, capture: Capture) -> None:
         """Makes a copy of the rows of sharded tables when they are exactly those of the last step:
-        now, or if gradients are deferred, after these are applied and before the next step changes
-        a row."""
+        now, or after deferred gradients are applied and before the next step changes a row."""
         if self._schedule is None:
             capture.make()
         else:

@@ -1,8 +1,8 @@
 """Row optimizers: lazy (only rows read in the step change), each row once per step.
 
-Each is a small value object: what state a row needs, and how a set of unique rows is updated.
-`step` is the global step that made the gradients, counted from 1; `factor` scales the learning rate
-(its schedule). `marks` are those of changed rows.
+Each is a small value object: what state a row needs, and how unique rows are updated. `step` is the
+global step that made the gradients, from 1; `factor` scales the learning rate; `marks` are those of
+changed rows.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class RowOptimizer(Protocol):
         step: int,
         factor: float,
     ) -> None:
-        """Updates unique rows [u] of weight [n, width] and of the state, in place, by their
-        gradients [u, width]."""
+        """Updates unique rows [u] of weight [n, width] and state by gradients [u, width]."""
 
 
 @dataclass(frozen=True)

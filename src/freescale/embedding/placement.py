@@ -1,27 +1,25 @@
-"""Sharded or replicated: decided per table before step 1, from its size and the ids of the first
-batch. And where the rows of a sharded table are at home (host_tables/tiers.py): on the device,
-unless the user says otherwise or they do not fit.
+"""Sharded or replicated: decided per table before step 1. And where the rows of a sharded table are
+at home: on the device, unless the user says otherwise or they do not fit.
 
-The rule. A table is replicated when its rows and optimizer state take at most `BUDGET` bytes on
-every rank and either they take at most `TINY` bytes or a rank's first batch reads at least `SHARE`
-of its rows (mean over the ranks). Otherwise it is sharded.
-
-Why. A replicated table costs one AllReduce of the whole table; a sharded one costs four dependent
-exchanges of what is read. Where a quarter of a small table is read anyhow, the four waits are the
-larger price.
+A table is replicated when its rows and optimizer state take at most `BUDGET` bytes and either at
+most `TINY` bytes or a rank's first batch reads at least `SHARE` of its rows (mean over the ranks).
+That costs one AllReduce of the whole table; a sharded one costs four dependent exchanges of what is
+read, and if that is a quarter of a small table, the four waits are the larger price.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import platform
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from freescale.batch import SequenceBatch
 from freescale.embedding.host_tables.tiers import Disk, Host, Tier, format_bytes, parse_tier
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
-from freescale.embedding.memory import check_memory, find_room, list_memory
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.transport.api import Transport, gather_json
 
@@ -47,6 +45,75 @@ class Placement:
 Wanted = str | Host | Disk
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank finds on its machine before it allocates tables."""
+
+    host: str  # names the machine
+    device: str  # of the rank; ranks with the same host and device share its memory
+    free: Mapping[str, int]  # bytes, by device: the rank's own, and the CPU
+
+
+def list_memory(transport: Transport) -> list[RankMemory]:
+    """Of each rank. A collective."""
+    # Containers of one host have limits of their own, and names of their own.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text().strip() if boot.exists() else str(transport.rank)
+    devices = {str(device): device for device in (transport.device, torch.device("cpu"))}
+    free = {name: get_available_memory(device) for name, device in devices.items()}
+    mine = RankMemory(f"{host}/{platform.node()}", str(transport.device), free)
+    return [RankMemory(**each) for each in gather_json(transport, vars(mine))]
+
+
+def find_room(ranks: list[RankMemory]) -> int:
+    """Bytes that every rank can have of its device."""
+    sharers = Counter((rank.host, rank.device) for rank in ranks)
+    return min(rank.free[rank.device] // sharers[rank.host, rank.device] for rank in ranks)
+
+
+def check_memory(
+    ranks: list[RankMemory], on_device: int, on_host: int, specs: Iterable[TableSpec]
+) -> None:
+    """Compares what the ranks of each machine need with what it has, so that all ranks refuse
+    together: ValueError if a machine has less. `on_device` and `on_host` are the bytes that each
+    rank's tables take on its device, and in addition in host memory."""
+    need: Counter[tuple[str, str]] = Counter()
+    free: dict[tuple[str, str], int] = {}
+    for rank in ranks:
+        for device, size in ((rank.device, on_device), ("cpu", on_host)):
+            place = rank.host, device
+            need[place] += size
+            free[place] = min(rank.free[device], free.get(place, 1 << 62))
+    for place in sorted(need):
+        if need[place] > free[place]:
+            largest = max(specs, key=lambda spec: spec.rows * spec.bytes_per_row)
+            what = "a machine" if place[1] == "cpu" else "a GPU"
+            fix = "a disk (--placement TABLE=disk:FOLDER:CACHE)"
+            if what == "a GPU":
+                fix = "host memory (--placement TABLE=host:CACHE)"
+            raise ValueError(
+                f"the tables need {need[place] / 2**30:.1f} GiB on {what} with "
+                f"{free[place] / 2**30:.1f} GiB free (the largest is "
+                f"{largest.name!r}, {largest.rows:,} x {largest.width}): use more machines, a "
+                f"smaller width, RowWiseAdagrad, or {fix}"
+            )
+
+
+def get_available_memory(device: torch.device) -> int:
+    """Bytes that can still be had: on the host, also within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 1 << 62
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
 def count_state_bytes(optimizer: RowOptimizer, spec: TableSpec) -> int:
     """Bytes of optimizer state for each row."""
     shapes = optimizer.state_shapes(spec.width).values()
@@ -56,8 +123,7 @@ def count_state_bytes(optimizer: RowOptimizer, spec: TableSpec) -> int:
 def choose_placement(
     spec: TableSpec, state_bytes_per_row: int, rows_read: float | None
 ) -> Placement:
-    """Where a table lives, and why. `rows_read`: distinct rows that a rank reads in a step, mean
-    over ranks; None if unknown."""
+    """Where a table lives, and why. `rows_read`: different rows in a rank's step; None: unknown."""
     total = spec.rows * (spec.bytes_per_row + state_bytes_per_row)
     size = f"{total / 2**20:.1f} MiB with its optimizer state"
     if total <= TINY:
@@ -74,9 +140,8 @@ def choose_placement(
 def parse_placement(
     wanted: Wanted | Mapping[str, Wanted], names: list[str]
 ) -> dict[str, Placement]:
-    """The user's choice for each table that has one. `wanted`: `auto`, one of CHOICES or a tier for
-    all tables, or a mapping from table to choice. ValueError if there is no such table or
-    choice."""
+    """The user's choice for each table that has one: `auto`, one of CHOICES or a tier, for all
+    tables or by table. ValueError if there is no such table or choice."""
     mapping = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(names, wanted)
     placements = {}
     for name, choice in mapping.items():
@@ -105,9 +170,9 @@ def move_to_host(
     fixed: Collection[str] = (),
 ) -> dict[str, Placement]:
     """Placements that fit onto a GPU: if those given do not, the largest sharded tables have their
-    rows in host memory, and caches take half of what is left of the GPU for them. `sizes`: bytes
-    that each table takes on a rank's GPU, rows and state. `room`: bytes that are free there. Tables
-    that the user has placed are `fixed`."""
+    rows in host memory, and caches take half of what is left of the GPU. `sizes`: bytes that each
+    table takes on a rank's GPU, which has `room` bytes. Tables that the user has placed are
+    `fixed`."""
     need = sum(sizes.values())
     if need <= room:
         return dict(placements)
@@ -142,19 +207,9 @@ def place_tables(
     batch: SequenceBatch | None,
     transport: Transport,
 ) -> dict[str, Placement]:
-    """Decides where each table lives. A collective.
-
-    Args:
-        specs: all tables.
-        optimizers: of each table.
-        wanted: the user's choices.
-        recorded: kinds of an earlier run, which are kept.
-        batch: this rank's first batch; None if nobody has looked at the data.
-        transport: connects the ranks.
-
-    Raises:
-        ValueError: the tables do not fit into the memory of a machine.
-    """
+    """Decides where each table lives. A collective. ValueError if they do not fit into the memory
+    of a machine. `wanted`: the user's choices; `recorded`: kinds of an earlier run, which are kept;
+    `batch`: this rank's first, None if nobody has looked at the data."""
     rows_read, placements = _count_rows_read(specs, batch, transport), {}
     for spec in specs:
         if spec.name in wanted:
@@ -191,8 +246,7 @@ def _fit_memory(
     fixed: Collection[str],
     transport: Transport,
 ) -> dict[str, Placement]:
-    """Moves tables that do not fit onto the GPUs into host memory, and refuses what does not fit
-    there either. A collective."""
+    """Moves tables that do not fit onto the GPUs to the host; refuses what does not fit there."""
     ranks, sizes = list_memory(transport), {}
     for spec in specs:
         parts = transport.world if placements[spec.name].kind == "sharded" else 1

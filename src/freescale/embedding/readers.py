@@ -1,9 +1,8 @@
 """What stands in a model where its embeddings stood: modules without parameters that read the
-tables. And pooled features: the rows of a bag of ids are added up, or averaged, into one.
+tables, and pool rows of bags of ids.
 
-Rows travel as they always do, each once, and are pooled on the rank that requested them. Features
-whose rows lie side by side (tables of one group) are pooled by one operation: its backward makes
-one gradient of these rows, however many features there are.
+Rows are pooled on the rank that requested them. Features whose rows lie side by side (tables of one
+group) are pooled by one operation: its backward makes one gradient of these rows.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ class TableReader(nn.Module):
         return self._tables.read(self.table, ids, dtype)
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [...] -> (rows [u, width], index [...]): what `forward` returns is rows[index], of
-        which nothing is copied here."""
+        """ids [...] -> (rows [u, width], index [...]): `forward` returns rows[index]; nothing is
+        copied."""
         return self._tables.locate(self.table, ids)
 
     def find_log_q(self, ids: Tensor) -> Tensor | None:

@@ -91,8 +91,7 @@ def has_default_row(spec: TableSpec) -> bool:
 
 
 class Index:
-    """Finds the fetched row of an id: by identity for the tensors that were given, else by
-    search."""
+    """Finds the fetched row of an id: by identity of the given tensors, else by search."""
 
     def __init__(self, keys: Tensor, given: GroupIds, inverse: Tensor) -> None:
         """keys [u] sorted; the given tensors of ids, and inverse [n], the key of each id."""
@@ -109,8 +108,8 @@ class Index:
         return Index(keys, [(table, ids) for table, ids, *_ in self._known], inverse)
 
     def redirect(self, missing: Tensor) -> Index:
-        """missing [u] bool: keys that have no row. Returns an index that reads the row of the last
-        given id for them."""
+        """missing [u] bool: keys without a row. An index that reads the last given id's row for
+        them."""
         if not missing.numel():
             return self
         found = copy(self)
@@ -123,8 +122,7 @@ class Index:
         return found
 
     def find_own(self, table: int, ids: Tensor, keys: Tensor) -> Tensor:
-        """Where keys [...] of ids [...] are among those that were fetched, whatever row is read for
-        them."""
+        """Where keys [...] of ids [...] are among those fetched, whatever row is read for them."""
         known = self.find_known(table, ids)
         if known is not None:
             return self._own[known[0]].view(ids.shape)
@@ -136,8 +134,8 @@ class Index:
         return [part for *_, part in self._known]
 
     def find_known(self, table: int, ids: Tensor) -> tuple[int, Tensor] | None:
-        """(number of the part, indices [...] of the fetched rows of ids [...]); None if the tensor
-        is not one of those that were given."""
+        """(number of the part, indices [...] of fetched rows) of ids [...] that were given, else
+        None."""
         for number, (owner, tensor, version, part) in enumerate(self._known):
             if owner != table:  # first: there may be hundreds of features
                 continue
@@ -179,8 +177,8 @@ class RequestPart:
 def split_request(
     requested: Tensor, send: list[int], served: Tensor, receive: list[int], ranks: int
 ) -> list[RequestPart]:
-    """Positions and counts, part after part and within each rank by rank (`divide_rows` gives
-    both) -> the parts."""
+    """Positions and counts, part after part, each rank by rank, as of `divide_rows` -> the
+    parts."""
     sends, receives = (
         [counts[at : at + ranks] for at in range(0, len(counts), ranks)]
         for counts in (send, receive)

@@ -23,8 +23,7 @@ class Rows(Protocol):
         [...]: which ids are there; None if all are known to be."""
 
     def read(self, part: int | None, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The rows [..., width] at index [...]; `part` of the ids that were given, or others. In
-        another dtype if one is given."""
+        """The rows [..., width] at index [...], of a given `part` of ids, or others; as `dtype`."""
 
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
         """All rows [u, width], and the index [...] of some: for readers without `read`."""
@@ -45,14 +44,8 @@ class FetchedRows:
         train: bool,
         log_q: Tensor | None = None,
     ) -> None:
-        """
-        Args:
-            index: finds the rows of ids.
-            rows: [u, width], whose memory is used as it is.
-            find_keys: makes keys of ids.
-            train: whether their gradient is wanted.
-            log_q: [u] of the index's keys, if the table counts draws.
-        """
+        """rows [u, width], whose memory is used as it is; `train`: their gradient is wanted; log_q
+        [u] of the index's keys, if the table counts draws."""
         self.index, self.log_q = index, log_q
         self._find_keys = find_keys
         self._rows = rows.detach().requires_grad_(train)

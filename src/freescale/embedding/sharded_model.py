@@ -71,18 +71,9 @@ class ShardedModel:
 
         Works before the first step and between steps; deferred gradients are applied first. Does
         not change the training mode: call `eval` if the model needs it. A collective: every rank
-        enters, one that has no batch with None.
-
-        Args:
-            batch: this rank's samples, on any device; features that only training needs may be
-                missing.
-
-        Yields:
-            The batch, on the device of the model.
-
-        Raises:
-            TypeError, ValueError: the batch cannot be read, on this rank.
-            RemoteError: another rank's batch cannot be read.
+        enters, one that has no batch with None. Features that only training needs may be missing.
+        Yields the batch on the device of the model. TypeError or ValueError if this rank's batch
+        cannot be read, RemoteError if another rank's cannot.
         """
         with failing_together(self.transport):
             batch = self.check_batch(SequenceBatch() if batch is None else batch)

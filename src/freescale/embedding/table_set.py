@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.groups.api import TableGroup
 from freescale.embedding.groups.local import LocalGroup
 from freescale.embedding.groups.replicated import Replicated
 from freescale.embedding.groups.sharded import Sharded
 from freescale.embedding.host_tables.tiers import Tier
-from freescale.embedding.layout import TableSpec
+from freescale.embedding.layout import Layout, TableSpec
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.placement import Placement
 from freescale.embedding.request import Requested
+from freescale.embedding.storage.api import Storage, UpdateOptions
 from freescale.transport.api import Transport
+
+
+class TableGroup(Protocol):
+    """Tables of one width, dtype and optimizer, on all ranks. `Any` is what the group's own verb
+    before it has returned. All verbs run on the caller's thread and stream; the first three are
+    collectives over `transport`, if there is anything to exchange."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def rows(self) -> Storage: ...
+
+    def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Any:
+        """What some (micro-)batches read."""
+
+    def fetch(self, request: Any, transport: Transport, train: bool) -> Any:
+        """The requested rows, as `Rows`, for the model. With `train`, their step begins."""
+
+    def collect(self, rows: Any, transport: Transport) -> Any:
+        """The gradients of what has read the rows. Nothing can be read any more."""
+
+    def update(
+        self, collected: Any, transport: Transport, **options: Unpack[UpdateOptions]
+    ) -> None:
+        """Updates the rows by these gradients."""
 
 
 class TablePlace(NamedTuple):
@@ -29,21 +54,14 @@ class TablePlace(NamedTuple):
 
 
 class TableSet:
-    """Groups of tables. Each verb takes what the one before it has returned, one for each group.
-
-    Attributes:
-        groups: all groups, the sharded ones first.
-        sharded: those whose rows are divided over the ranks.
-        replicated: those that every rank holds whole.
-        places: of each table.
-    """
+    """Groups of tables. Each verb takes what the one before it has returned, one for each group."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.sharded: list[Sharded] = []
         self.replicated: list[Replicated] = []
-        self.groups: list[TableGroup] = []
-        self.places: dict[str, TablePlace] = {}
+        self.groups: list[TableGroup] = []  # all, the sharded ones first
+        self.places: dict[str, TablePlace] = {}  # by table
 
     def request(
         self, batches: Sequence[SequenceBatch], transport: Transport | None = None
@@ -72,15 +90,13 @@ class TableSet:
     def apply(
         self, rows: Sequence[Any], *, step: int, factor: float = 1.0, clip: float | None
     ) -> None:
-        """`collect` and `update`, group by group: the gradients of one are in memory at a time. A
-        collective."""
+        """`collect` and `update`, with one group's gradients in memory at a time. A collective."""
         for group, one in zip(self.groups, rows, strict=True):
             collected = group.collect(one, self._transport)
             group.update(collected, self._transport, step=step, factor=factor, clip=clip)
 
     def count_collisions(self, requests: Sequence[Requested]) -> tuple[int, Tensor | int]:
-        """Over all sharded groups: (requests at this owner, those whose row the last step read
-        too)."""
+        """Of sharded groups: (requests at this owner, those whose row the last step read too)."""
         pairs = zip(self.sharded, requests, strict=False)
         counts = [group.count_collisions(request) for group, request in pairs]
         return sum(total for total, _ in counts), sum(hit for _, hit in counts)

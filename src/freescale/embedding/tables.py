@@ -10,28 +10,19 @@ from torch import Tensor
 
 from freescale.batch import SequenceBatch
 from freescale.config import TrainConfig
-from freescale.embedding.groups.api import TableGroup
 from freescale.embedding.layout import ShardLayout, TableSpec, find_feature_ids
 from freescale.embedding.lease import TableLease
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.placement import Placement, Wanted, parse_placement, place_tables
 from freescale.embedding.rows import Rows
-from freescale.embedding.table_set import TableSet, open_locally, open_tables
+from freescale.embedding.table_set import TableGroup, TableSet, open_locally, open_tables
 from freescale.transport.api import Transport
 from freescale.transport.failures import failing_together
 
 
 class Tables:
     """All tables of a model on this rank. `parallelize` makes it; `place`, once and before step 1,
-    allocates the rows.
-
-    Attributes:
-        specs: of each table, by name.
-        optimizers: of the rows of each table.
-        placements: where each table lives; empty until the tables are placed.
-        set: the groups of tables, with the verbs of a step.
-        lease: the schedule that trains the tables.
-    """
+    allocates the rows."""
 
     def __init__(
         self,
@@ -48,13 +39,13 @@ class Tables:
     ) -> None:
         if row_clip is not None and not row_clip > 0:
             raise ValueError(f"row_clip must be positive, got {row_clip}")
-        self.specs = {spec.name: spec for spec in specs}
+        self.specs = {spec.name: spec for spec in specs}  # by name, as the optimizers
         self.optimizers = dict(optimizers)
         self.transport = transport
         self.row_clip = row_clip
         self._wire = wire
-        self.placements: dict[str, Placement] = {}
-        self.set = TableSet(transport)
+        self.placements: dict[str, Placement] = {}  # empty until the tables are placed
+        self.set = TableSet(transport)  # the groups, with the verbs of a step
         self._wanted = parse_placement(placement, list(self.specs))
         for name, wanted in self._wanted.items():
             if wanted.kind == "replicated" and self.specs[name].dynamic is not None:
@@ -62,7 +53,7 @@ class Tables:
         self._seed, self.init_std, self._weights = seed, dict(std), dict(weights or {})
         # the rows of each group, while the model can read them
         self._open: Sequence[Rows] | None = None
-        self.lease = TableLease()
+        self.lease = TableLease()  # the schedule that trains the tables
 
     @property
     def placed(self) -> bool:
@@ -70,8 +61,7 @@ class Tables:
 
     @property
     def cached(self) -> bool:
-        """Whether the host decides where rows of a table are: at home elsewhere than on the device,
-        or coming and going."""
+        """Whether the host decides where rows are: at home elsewhere, or coming and going."""
         tiers = any(placed.tier is not None for placed in self.placements.values())
         return tiers or any(spec.dynamic is not None for spec in self.specs.values())
 
@@ -80,15 +70,9 @@ class Tables:
     def place(
         self, batch: SequenceBatch | None = None, recorded: Mapping[str, str] | None = None
     ) -> None:
-        """Decides where each table lives and allocates it. A collective.
-
-        Args:
-            batch: this rank's first batch; None if nobody has looked at the data.
-            recorded: placement of each table in an earlier run, which is kept.
-
-        Raises:
-            ValueError: the tables do not fit into the memory of a machine.
-        """
+        """Decides where each table lives and allocates it. A collective. ValueError if the tables
+        do not fit into the memory of a machine. `batch`: this rank's first; None if nobody has
+        looked at the data. `recorded`: placement of each table in an earlier run, which is kept."""
         assert not self.placed, "tables are placed once"
         specs = list(self.specs.values())
         self.placements = place_tables(
@@ -137,15 +121,8 @@ class Tables:
     # ---- every step
 
     def check(self, batch: SequenceBatch, *, strict: bool = True) -> None:
-        """Refuses ids that no table row has. Reads the ids: call it while the batch is on the host.
-
-        Args:
-            batch: on the host.
-            strict: whether the batch must have all features that the tables read.
-
-        Raises:
-            ValueError: an id is not an integer, or no row of its table.
-        """
+        """Refuses ids that no table row has, with a ValueError. Reads the ids: call it while the
+        batch is on the host. `strict`: the batch must have all features that the tables read."""
         for name, spec in self.specs.items():
             for feature, ids in find_feature_ids(batch, spec, strict=strict):
                 if ids.dtype not in (torch.int64, torch.int32):
@@ -181,8 +158,8 @@ class Tables:
         return result
 
     def locate(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows [u, width], index [...]): all rows of the table's group that were fetched, and
-        where among them those of ids [...] are."""
+        """(rows [u, width], index [...]): all fetched rows of the table's group, and where ids
+        [...] are."""
         rows, part, index = self._locate(name, ids)
         return rows.offer(part, index)
 
@@ -219,19 +196,18 @@ class Tables:
 
     def get_local_state(self, name: str) -> dict[str, Tensor]:
         """Views of this rank's part of a table: `rows` and the state of its optimizer, in spread
-        order. On the host where the rows are at home there. Whoever writes to them calls
-        `reload`."""
+        order, on the host if they are at home there. Whoever writes to them calls `reload`."""
         return self.get_group(name).rows.get_tensors(name)
 
     def reload(self) -> None:
-        """The tensors of `get_local_state` were written to: steps read what they hold now. Lanes
-        must be quiet, as after `discard`."""
+        """The tensors of `get_local_state` were written to. Lanes must be quiet, as after
+        `discard`."""
         for group in self.groups:
             group.rows.reload()
 
     def get_local_rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """(ids [n], rows [n, width]): this rank's part of a table. The parts of all ranks make up
-        the table, each row once."""
+        """(ids [n], rows [n, width]): this rank's part of a table; over all ranks each row is there
+        once."""
         rows = self.get_group(name).rows
         ids, weight = rows.list_rows(name)
         if self.placements[name].kind == "sharded":

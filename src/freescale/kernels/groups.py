@@ -1,9 +1,8 @@
 """Jagged samples in padded groups of similar length.
 
-Batched matrix products need rectangles. Padding a whole batch to its longest sample costs samples *
-max(length)^2 in attention. Padding groups of similar length costs about sum(length^2), which is
-also the load balancer's assumption. The plan is a pure function of the lengths on the host; moving
-values in and out is index arithmetic.
+Batched matrix products need rectangles. Padding a batch to its longest sample costs samples *
+max(length)^2 in attention, groups of similar length about sum(length^2), which the load balancer
+assumes too. The plan is a pure function of the lengths on the host.
 """
 
 from __future__ import annotations

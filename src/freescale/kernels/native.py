@@ -113,6 +113,5 @@ def list_addresses(tensors: Sequence[Tensor | None]) -> Any:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """The address of a contiguous tensor's first element; None (NULL) for None. The caller keeps
-    the tensor alive until C returns."""
+    """The address of a contiguous tensor, or NULL. The caller keeps the tensor until C returns."""
     return None if tensor is None else tensor.data_ptr()

@@ -26,7 +26,7 @@ from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage.api import TableRange, UpdateOptions
 from freescale.embedding.storage.device import DeviceStorage
-from freescale.kernels.dispatch.id_map import choose_draws, choose_id_map
+from freescale.kernels.dispatch.id_map import choose_id_map
 from freescale.kernels.dispatch.requests import collision_masks, deduplicate, tag_rows
 from freescale.kernels.dispatch.rows import (
     gather_rows,
@@ -252,7 +252,7 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
 
 def call_draws(rules: Dynamic, device: torch.device) -> None:
     """Calls the operations of a dynamic table for log-q."""
-    kernels, keys = choose_draws(device), torch.zeros(1, dtype=torch.int64, device=device)
+    kernels, keys = choose_id_map(device), torch.zeros(1, dtype=torch.int64, device=device)
     sums = DrawCounts(rules, 0, 1, device).sums
     for back in (False, True):
         kernels.add_draws(sums, keys, keys, 0, take_back=back)

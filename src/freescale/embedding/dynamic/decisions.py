@@ -33,12 +33,7 @@ class Decision:
 
 
 class Decisions:
-    """The last ones. The caller holds the storage's lock.
-
-    Attributes:
-        undone: how many are undone, from the last one back.
-        begun: batches whose step has begun.
-    """
+    """The last ones. The caller holds the storage's lock."""
 
     def __init__(
         self,
@@ -49,7 +44,8 @@ class Decisions:
         """`exchange_rows`: swaps the rows of a decision with those in its slots."""
         self._directory, self._draws, self._exchange_rows = directory, draws, exchange_rows
         self._kept: deque[Decision] = deque(maxlen=_KEPT)
-        self.undone = self.begun = 0
+        self.undone = 0  # how many are undone, from the last one back
+        self.begun = 0  # batches whose step has begun
 
     @property
     def last(self) -> Decision:

@@ -6,7 +6,7 @@ The decisions are those of directory.py, to the id; the map is in the memory of 
     1. every id of the batch is looked up; those that have a row use it, the others are listed
     2. `After` removes old rows of the shard whose turn it is
     3. these, each once, by shard and ascending, get empty rows or those of victims; with
-       `Seen(n)`, n > 1, the host counts them before (waiting_ids.py)
+       `Seen(n)`, n > 1, the host counts them before (`WaitingIds`)
     4. they are looked up again
 
 All of it is work of the current stream. The host reads a few numbers: what the ledger reports, and
@@ -18,24 +18,90 @@ Work on the map is in the order of the calls, whichever threads and streams they
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from freescale.embedding.dynamic.bindings import CHANGE, FIGURES, address, load_dynamic
 from freescale.embedding.dynamic.directory import (
     BatchClock,
     BatchFigures,
     Decided,
+    ShardArrays,
+    describe_rules,
     get_shard_tensors,
 )
-from freescale.embedding.dynamic.waiting_ids import Admitted, WaitingIds
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
 from freescale.kernels.dispatch.id_map import choose_id_map
-from freescale.kernels.id_map.reference import EMPTY, Contents, Uses
+from freescale.kernels.id_map.reference import EMPTY, Contents, Missing, Uses
 from freescale.kernels.id_map.triton import read_rows
+from freescale.kernels.upload import upload
 from freescale.streams import InTurn
 
 _SUMS = 3  # over shards, which kernels write to the host; behind them, how many rows were swept
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What a batch has decided."""
+
+    missing: Missing  # that get a row, on the device
+    turned_away: int
+    waiting: int
+    forgotten: int
+    log: NDArray[Any]  # of CHANGE: the other state of each counter, in the order of changes
+
+
+class WaitingIds:
+    """Ids of one rank's shards [first, last) that have no row yet and are counted (`Seen`), in host
+    memory: only a batch's ids without a row travel there, and those that get a row travel back."""
+
+    def __init__(self, rules: Dynamic, shards: tuple[int, int]) -> None:
+        """ValueError without a C compiler."""
+        self._library = load_dynamic()
+        self._rules, self._shards = rules, shards
+        count = shards[1] - shards[0]
+        self.counters = ShardArrays(count, rules.shard_counters, rules.shard_bits)
+
+    def count(self, missing: Missing, room: Tensor, batch: int) -> Admitted:
+        """Counts missing ids; as there is `room` [shards], they are admitted. Waits for the
+        device."""
+        wanted, free = torch.stack([missing.wanted, room]).cpu().numpy()
+        total, device = int(wanted.sum()), room.device
+        ids = missing.ids[:total].cpu().numpy()
+        admitted, counts = np.empty(total, np.int64), np.empty(total, np.int32)
+        given, figures = np.zeros_like(wanted), np.zeros(len(FIGURES), np.int64)
+        log = np.empty(2 * total, CHANGE)
+        rules = describe_rules(self._rules, self._shards, batch)
+        arrays = wanted, free, ids, log, admitted, counts, given, figures
+        if self._library.count_missing(self.counters.struct, rules, *map(address, arrays)):
+            raise MemoryError(f"counts of {total:,} ids need more memory than there is")
+        found = dict(zip(FIGURES, figures.tolist(), strict=True))
+        starts = np.cumsum(given, dtype=np.int64) - given
+        return Admitted(
+            Missing(
+                upload(admitted[: found["inserted"]], device),
+                upload(given, device),
+                upload(starts, device),
+                upload(counts[: found["inserted"]], device),
+            ),
+            found["turned_away"],
+            found["waiting"],
+            found["forgotten"],
+            log[: found["changes"]].copy(),
+        )
+
+    def exchange(self, admitted: Admitted, back: bool) -> None:
+        """To the state before the batch (back), or after it."""
+        log = admitted.log
+        self._library.exchange(None, self.counters.struct, log.size, address(log), back)
+
+    def rebuild(self) -> None:
+        """After counters were written."""
+        self._library.rebuild(self.counters.struct)
 
 
 @dataclass(frozen=True)
@@ -89,23 +155,15 @@ class DeviceDirectory(BatchClock):
         self.used = 0  # entries that hold an id
         self._in_turn = InTurn(device)  # on the map
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.map.nbytes)
-
     def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
         """Decides for the next batch: `begin` and `finish`."""
         return self.finish(self.begin(keys, counted, absent))
 
     def begin(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Deciding:
-        """The device decides for the next batch. `finish` has to follow before the next call.
-
-        Args:
-            keys: [n] of its ids on this rank (layout.py), in any order and as often as they occur.
-            counted: [n] uint8, 0 for negatives: they use a row that is there, and change nothing
-                else. None: all count.
-            absent: the entry of ids that have none.
-        """
+        """The device decides for the next batch. `finish` has to follow before the next call. keys
+        [n] of its ids on this rank (layout.py), in any order and as often as they occur. counted
+        [n] uint8: 0 for negatives, which use a row that is there, and change nothing else.
+        `absent`: the entry of ids that have none."""
         evict, batch, kernels = self._rules.evict, self.batches, self._kernels
         keys, counted = keys.contiguous(), None if counted is None else counted.contiguous()
         bounds = {"limit": batch - PINNED + 1, "evicts": not isinstance(evict, After)}
@@ -178,8 +236,7 @@ class DeviceDirectory(BatchClock):
         return swept
 
     def find(self, keys: Tensor, absent: int = -1) -> Tensor:
-        """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
-        nothing."""
+        """Entries [n] of keys [n]; `absent` for those without a row. Changes nothing."""
         with self._in_turn():
             return self._kernels.find(self.map, keys.contiguous(), absent)
 
@@ -226,8 +283,8 @@ class DeviceDirectory(BatchClock):
         return {"ids": self.map.ids, "last_use": self.map.last, "count": self.map.count}
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds besides its entries, [shards, ...]: batches so far, and the counts
-        of ids that have no row."""
+        """What each shard holds besides entries, [shards, ...]: batches, and counts of waiting
+        ids."""
         counters = None if self._waiting is None else self._waiting.counters
         return get_shard_tensors(self.clock, self._shards, counters)
 

@@ -147,11 +147,6 @@ class Directory(BatchClock):
         """Entries that hold an id."""
         return self.rows.used
 
-    @property
-    def nbytes(self) -> int:
-        """Of the rows' entries."""
-        return self.rows.nbytes
-
     def decide(self, keys: Tensor, counted: Tensor | None = None, absent: int = -1) -> Decided:
         """`plan` of keys [n] on any device, in any order and as often as they occur. Waits for the
         device, which has to tell the keys. `absent`: the entry of ids that have none."""
@@ -171,14 +166,9 @@ class Directory(BatchClock):
         )
 
     def plan(self, keys: Numbers, counted: NDArray[np.uint8] | None = None) -> BatchChanges:
-        """Decides for the next batch.
-
-        Args:
-            keys: [n] of its ids on this rank (layout.py), ascending and unique.
-            counted: [n] 0 for those that are negatives alone: they use a row that is there, and
-                change nothing else; 2 for those that need no admission, and go first. None: all
-                count.
-        """
+        """Decides for the next batch. keys [n] of its ids on this rank (layout.py), ascending and
+        unique. counted [n]: 0 for those that are negatives alone, which use a row that is there and
+        change nothing else; 2 for those that need no admission, and go first. None: all count."""
         keys = np.ascontiguousarray(keys)
         n = keys.size
         found, inserted = np.empty(n, np.int64), np.empty(n, np.int64)
@@ -204,8 +194,7 @@ class Directory(BatchClock):
         )
 
     def find(self, keys: Tensor, absent: int = -1) -> Tensor:
-        """Entries [n] of keys [n], in any order; `absent` for those without a row. Changes
-        nothing."""
+        """Entries [n] of keys [n]; `absent` for those without a row. Changes nothing."""
         wanted = np.ascontiguousarray(keys.cpu().numpy())
         found = np.empty(wanted.size, np.int64)
         self._library.find_batch(
@@ -239,8 +228,8 @@ class Directory(BatchClock):
         return self.rows.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds besides its entries, [shards, ...]: batches so far, and the counts
-        of ids that have no row."""
+        """What each shard holds besides entries, [shards, ...]: batches, and counts of waiting
+        ids."""
         return get_shard_tensors(self.clock, self._shards, self.counters)
 
     def end_reading(self) -> None:

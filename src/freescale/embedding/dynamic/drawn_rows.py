@@ -18,18 +18,14 @@ _ALIGNED = 32  # rows: the rest begins at an address for which kernels are compi
 
 
 class DrawnRows:
-    """Insertions into a storage's rows and their state.
-
-    Attributes:
-        early: what was in the slots of rows that are inserted before their number is known.
-        late: batches with which more rows came than were inserted early.
-    """
+    """Insertions into a storage's rows and their state."""
 
     def __init__(self, spec: TableSpec, weight: Tensor, state: dict[str, Tensor]) -> None:
         self._spec, self._weight, self._state = spec, weight, state
         self._inserted = (0, 0)  # rows, by each of the last two batches
+        # what was in the slots of rows that are inserted before their number is known
         self.early: dict[str, Tensor] = {}
-        self.late = 0
+        self.late = 0  # batches with which more rows came than were inserted early
         self.seed_with(0, 1.0)
 
     def seed_with(self, seed: int, std: float) -> None:
@@ -45,8 +41,8 @@ class DrawnRows:
         self.early = self._insert(slots, ids, room, total) if room else {}
 
     def end(self, slots: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Inserts those that are left. Returns what was in all of the slots [m], by part, and maybe
-        anything behind it."""
+        """Inserts the rest. Returns what was in all slots [m], by part, and maybe more behind
+        it."""
         early, self.early = self.early, {}
         count = slots.numel()
         self._inserted = (self._inserted[-1], count)
@@ -62,8 +58,7 @@ class DrawnRows:
     def _insert(
         self, slots: Tensor, ids: Tensor, room: int, total: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Draws the first rows, as many as there is room for, and puts zeros into their state.
-        Returns what was there."""
+        """Draws the first `room` rows, and puts zeros into their state. Returns what was there."""
         kept, state = {}, dict(self._state)
         # A number of each row goes with it: a launch less for the host.
         narrow = next((name for name, value in state.items() if value.dim() == 1), "")

@@ -1,13 +1,11 @@
 """How probable ids are as in-batch negatives, from counts over the batches so far.
 
 A draw is a sample of the batch, then one of its ids: an id of a sample with n of them is worth 1/n,
-in integer parts of `SAMPLE`. A table is divided into 4,096 parts by the upper bits of the hash, one
-or more of which are a virtual shard. Each part sums up what its ids are worth in two rows of
-buckets, an id in one of each by its hash, and takes the smaller sum (a count-min sketch). The room
-is bounded whatever comes and goes; ids that share both buckets with others look more probable than
-they are. Sums are of integers: they depend on the global batches alone, never on the number of
-ranks, and what a batch has added can be taken back. They lie where the table's map does: on a GPU
-nothing of it comes to the host.
+in integer parts of `SAMPLE`. A table is divided into 4,096 parts by the upper bits of the hash.
+Each sums up what its ids are worth in two rows of buckets, an id in one of each by its hash, and
+takes the smaller sum (a count-min sketch): ids that share both buckets look more probable than they
+are. Integer sums depend on the global batches alone, and can be taken back. They lie where the
+table's map does: on a GPU nothing of it comes to the host.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic
-from freescale.kernels.dispatch.id_map import choose_draws
+from freescale.kernels.dispatch.id_map import choose_id_map
 from freescale.kernels.id_map.buckets import ROWS
 from freescale.streams import InTurn
 
@@ -46,7 +44,7 @@ class DrawCounts:
         count = (last_shard - first_shard) * parts
         self.sums = torch.zeros(count, size, dtype=torch.int64, device=device)
         self._lowest = first_shard * parts - SHARDS // 2  # as keys begin
-        self._kernels = choose_draws(device)
+        self._kernels = choose_id_map(device)
         self._in_turn = InTurn(device)  # lanes count, and the main thread may take back
 
     def add(self, keys: Tensor, worth: Tensor) -> BatchDraws:

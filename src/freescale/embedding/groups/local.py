@@ -23,7 +23,7 @@ from freescale.embedding.dynamic.directory import mark_any
 from freescale.embedding.layout import Layout
 from freescale.embedding.request import GroupIds, Index, RequestedIds, list_ids
 from freescale.embedding.rows import FetchedRows, Rows, sum_readings
-from freescale.embedding.storage.api import Storage, UpdateOptions
+from freescale.embedding.storage.api import Counted, Storage, UpdateOptions
 from freescale.kernels.dispatch.requests import deduplicate
 from freescale.kernels.dispatch.rows import gather_rows, keeps_gradients, read_rows
 from freescale.kernels.row_sums.reference import SortedRows
@@ -87,8 +87,8 @@ class InPlaceRows:
         return read_rows(self._table, index, self._gradients, part, dtype)
 
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Rows.offer`. The gradient of all rows that are offered will exist, so they are a copy
-        of those that the step reads."""
+        """As `Rows.offer`, of a copy of the rows that the step reads: all of their gradient will
+        exist."""
         if self._copy is None:
             self._copy = _Copy(self._table, self.index, self.slots)
         if part is not None:
@@ -160,8 +160,7 @@ def _find_reading(ordered: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
 
 
 class CopiedRows(FetchedRows):
-    """Rows that are read in a copy, if the kernels cannot keep the gradients of what reads the
-    table, or if rows are rounded."""
+    """Rows that are read in a copy: they are rounded, or no kernel keeps the gradients of reads."""
 
     def __init__(self, request: CopyRequest, rows: Tensor) -> None:
         super().__init__(request.index, rows, request.find_rows, train=True, log_q=request.log_q)
@@ -213,7 +212,7 @@ class LocalGroup:
 
     def _request_in_place(self, given: RequestedIds, transport: Transport) -> InPlaceRows:
         rows = self.layout.list_rows(given.ids, self.rows.weight.device)
-        found = self.rows.resolve(rows, transport.ledger, given.marks, given.draws)
+        found = self.rows.resolve(rows, transport.ledger, Counted(given.marks, given.draws))
         slots = found.slots
         if found.missing is not None and slots.numel():  # the default row is that of the last id
             slots = torch.where(found.missing.bool(), slots[-1], slots)
@@ -229,7 +228,7 @@ class LocalGroup:
             marks = mark_any(given.marks, inverse, unique.numel())
         if given.draws is not None:
             draws = torch.zeros_like(unique).index_add_(0, inverse, given.draws)
-        found = self.rows.resolve(unique, transport.ledger, marks, draws)
+        found = self.rows.resolve(unique, transport.ledger, Counted(marks, draws))
         index = Index(unique, given.ids, inverse)
         if found.missing is not None:
             index = index.redirect(found.missing.bool())

@@ -1,5 +1,4 @@
-"""One group of tables that every rank holds whole: nothing is requested. Its only traffic is the
-AllReduce of gradients in `collect`."""
+"""One group of tables that every rank holds whole: it only sums gradients, in `collect`."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class ReplicatedRows(FetchedRows):
 
 
 class Replicated:
-    """A group of tables that every rank holds whole. Lazy like the sharded ones: only rows that
-    some rank read change."""
+    """Tables that every rank holds whole. Lazy: only rows that some rank read change."""
 
     def __init__(
         self, specs: Sequence[TableSpec], optimizer: RowOptimizer, transport: Transport

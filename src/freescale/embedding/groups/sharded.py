@@ -12,7 +12,7 @@ the owners.
 
 Bulk traffic is cut into pieces: `pull_rows` and `push_gradients` send one while they work on the
 one before it. `fetch`, `collect` and `update` are the blocking verbs that all groups have
-(groups/api.py): the serial schedule needs no others.
+(table_set.py): the serial schedule needs no others.
 Everything runs on the caller's thread and stream, over the transport that it passes.
 """
 
@@ -30,13 +30,16 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.collision import Masks, collision_masks, count_pieces
-from freescale.embedding.comparison import compare_requests
+from freescale.embedding.collision import (
+    Masks,
+    collision_masks,
+    compare_requests,
+    count_pieces,
+)
 from freescale.embedding.dynamic.directory import mark_any
-from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.host_tables.plan import CacheTooSmall
 from freescale.embedding.host_tables.tiers import Tier
-from freescale.embedding.layout import Layout, ShardLayout, TableSpec
+from freescale.embedding.layout import DynamicLayout, Layout, ShardLayout, TableSpec
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.request import (
     GradientParts,
@@ -53,7 +56,7 @@ from freescale.embedding.request import (
     list_ids,
 )
 from freescale.embedding.rows import FetchedRows, TrainingRows
-from freescale.embedding.storage.api import Storage, UpdateOptions
+from freescale.embedding.storage.api import Counted, Storage, UpdateOptions
 from freescale.embedding.storage.opening import open_dynamic_storage, open_storage
 from freescale.kernels.dispatch.requests import deduplicate, put_rows
 from freescale.kernels.dispatch.rows import group_duplicates
@@ -120,11 +123,10 @@ class Sharded:
         self._has_marks = bool(negatives) or has_default_row(specs[0])
         self._counts_draws = bool(rules and rules.draws is not None)
 
-    # ---- the verbs of a step, blocking: groups/api.py
+    # ---- the verbs of a step, blocking: table_set.py
 
     def request(self, batches: Sequence[SequenceBatch], transport: Transport) -> Requested:
-        """Deduplicates the ids of some (micro-)batches and sends them to the owners of their rows.
-        A collective."""
+        """Sends the different ids of (micro-)batches to the owners of their rows. A collective."""
         with transport.ledger.span("deduplicate"):
             given = list_ids(batches, self.layout.specs)
             keys = self._compute_keys(given.ids, transport.device)
@@ -155,8 +157,7 @@ class Sharded:
         )
 
     def fetch(self, request: Requested, transport: Transport, train: bool) -> FetchedRows:
-        """Brings all rows of the request here. With `train`, they become resident at their owners,
-        and their step begins. A collective."""
+        """Brings all rows of the request here. With `train`, their step begins. A collective."""
         if train:
             return self.fetch_resident(request, self.resolve(request, transport), transport)
         index, missing = request.index, self.rows.describe(request.owned)
@@ -214,7 +215,8 @@ class Sharded:
         table counts draws: log-q are on their way from then on."""
         error = found = None
         try:
-            found = self.rows.resolve(request.owned, transport.ledger, request.marks, request.draws)
+            counted = Counted(request.marks, request.draws)
+            found = self.rows.resolve(request.owned, transport.ledger, counted)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = caught
         if self.rows.may_fail:
@@ -242,9 +244,8 @@ class Sharded:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[GradientParts, RowParts]:
         """Divides the gradients of the current request and the rows of the following one by the
-        rows that both read. A collective, unless nothing is divided: then all gradients are urgent
-        and all rows late, which is right whatever the batches share. Calls `meanwhile` while a GPU
-        compares."""
+        rows that both read. A collective, unless nothing is divided: all gradients are urgent then,
+        and all rows late. Calls `meanwhile` while a GPU compares."""
         request, resident = current
         if divides:
             find_local = self.layout.find_local
@@ -262,9 +263,8 @@ class Sharded:
         return GradientParts(urgent, deferred), RowParts(late, early, collisions)
 
     def allocate_rows(self, request: Requested, spent: Tensor | None) -> Tensor:
-        """Memory for the rows of the request, to be filled as they arrive: that of the `spent`
-        gradients if it is large enough. Fresh memory would cost another batch, and the time to map
-        it. From then on any lane may pull them."""
+        """Memory for the rows of the request, which any lane may pull from then on: that of the
+        `spent` gradients if it is large enough, since fresh memory has to be mapped first."""
         self.rows.wait_for_rows()
         count, width = request.index.keys.numel(), self.rows.weight.shape[1]
         if spent is not None and spent.numel() >= count * width:
@@ -274,8 +274,7 @@ class Sharded:
     def pull_rows(
         self, resident: Resident, rows: Tensor, parts: Sequence[RequestPart], transport: Transport
     ) -> None:
-        """Looks up the parts on their owners and stores the rows in rows [u, width]. A
-        collective."""
+        """Looks up the parts on their owners, into rows [u, width]. A collective."""
 
         def store(part: RequestPart, found: Tensor) -> None:
             if part.requested is None:
@@ -297,9 +296,9 @@ class Sharded:
         meanwhile: Callable[[], None] | None = None,
         **options: Unpack[UpdateOptions],
     ) -> None:
-        """Sends the parts of the gradient [u, width] to the owners, who update the rows; calls
-        `meanwhile`, before a row is updated, while the first ones are on their way. `targets` are
-        those of `Resident`. A collective."""
+        """Sends the parts of the gradient [u, width] to the owners, who update the rows, `targets`
+        of `Resident`; calls `meanwhile` before, while the first ones are on their way. A
+        collective."""
         lines = transport.lines
         if meanwhile is not None and gradient.is_cuda:
             lines += 1  # it takes the host as long as some pieces travel

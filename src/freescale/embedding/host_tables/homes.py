@@ -33,8 +33,8 @@ class Home:
         """These rows, each [n], will be read or written soon."""
 
     def pin(self) -> str:
-        """Lets GPUs read and write it themselves, for as long as this object lives. Returns why
-        not, in words; "" if they can."""
+        """Lets GPUs read and write it for as long as it lives. Returns why not; empty if they
+        can."""
         pinned: list[Callable[[], object]] = []
         for tensor in self.tensors.values():
             if not tensor.numel():
@@ -59,8 +59,7 @@ class MappedHome(Home):
         self._mapped = mapped
 
     def expect(self, *rows: Tensor) -> None:
-        """The disk gets all of their pages to read at once. Whoever touches one page after the
-        other waits for each."""
+        """The disk gets all of their pages to read at once, instead of one page after another."""
         offset, ordered = 0, np.sort(torch.cat(rows).cpu().numpy())
         for tensor in self.tensors.values():
             width = tensor.nbytes // max(1, tensor.shape[0])
@@ -74,8 +73,8 @@ class MappedHome(Home):
 
 
 def find_pages(rows: Numbers, offset: int, width: int) -> list[tuple[int, int]]:
-    """(first, last) of each run of pages that rows [n], ascending, `width` bytes each from `offset`
-    on, lie in."""
+    """(first, last) of each run of pages with rows [n], ascending, `width` bytes each from
+    `offset`."""
     if not rows.size or not width:
         return []
     first = (offset + rows * width) // mmap.PAGESIZE

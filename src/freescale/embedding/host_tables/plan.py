@@ -3,12 +3,9 @@ batch reads are known before it computes.
 
 A batch brings the rows that it wants and that are not there. Room is made by rows that none of
 `PINNED` consecutive batches reads: this one, the one before, which computes, and the one before
-that, whose gradients may still be on the way. Of the others those go that were used longest ago;
-of equally old ones, those with the smallest row numbers. All of it depends on the numbers of
-batches, never on time, so that every schedule makes the same decisions.
-
-`plan_cache` decides and changes nothing; `CacheContents.apply` carries a decision out. Both work
-where the cache is: a GPU plans the rows of a batch in a fraction of the host's time.
+that, whose gradients may be on the way. Of the others those go that were used longest ago, by
+batches and then row numbers: every schedule makes the same decisions. `plan_cache` decides, where
+the cache is, and changes nothing; `CacheContents.apply` carries a decision out.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Where the rows of a sharded table are at home, if not on the device: `Host` and `Disk`, each with
-a cache of the rows that steps use."""
+"""Where rows of a sharded table are at home, if not on the device: `Host` and `Disk`, cached."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Rows in storage: the part of a group of tables that this rank holds, with the optimizer state of
-each row.
+"""Rows in storage: the part of a group of tables that this rank holds, with their optimizer state.
 
 A row has two numbers. Its *local row* is its place in the rank's part of the tables and never
-changes. Its *slot* is where it lies on the device that computes, from `resolve` on, for as long as
-the steps that requested it read and update it. In device.py the two are the same, in cached.py the
-slots are those of a cache. In dynamic.py rows come and go, and the key of an id takes the place of
-a local row.
+changes. Its *slot* is where it lies on the device that computes, from `resolve` on, until the steps
+that requested it have updated it: the same in device.py, a place in the cache in cached.py. In
+dynamic.py rows come and go, and the key of an id takes the place of a local row.
 """
 
 from __future__ import annotations
@@ -47,6 +45,13 @@ class UpdateOptions(TypedDict):
     clip: float | None  # largest norm of a row's gradient
 
 
+class Counted(NamedTuple):
+    """What a dynamic table counts of requested rows [n]: as of `RequestedIds`."""
+
+    marks: Tensor | None = None
+    draws: Tensor | None = None
+
+
 class Resolved(NamedTuple):
     """Where requested rows are."""
 
@@ -59,8 +64,7 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True)
 class TableRange:
-    """Where a table is in the local storage: local rows [base, base + last - first) are its
-    positions [first, last)."""
+    """Where a table is: its positions [first, last) are local rows from `base` on."""
 
     spec: TableSpec
     base: int
@@ -114,16 +118,10 @@ class Storage(ABC):
     # ---- every step
 
     @abstractmethod
-    def resolve(
-        self,
-        rows: Tensor,
-        ledger: Recorder,
-        marks: Tensor | None = None,
-        draws: Tensor | None = None,
-    ) -> Resolved:
+    def resolve(self, rows: Tensor, ledger: Recorder, counted: Counted | None = None) -> Resolved:
         """Makes local rows [n] of a training batch resident: they keep their slots until two more
-        batches are resolved, in the order of training. `marks` and `draws` are those of the
-        requests, see `RequestedIds`. Runs on the caller's thread and stream."""
+        batches are resolved, in the order of training. Runs on the caller's thread and
+        stream."""
 
     def wait_for_rows(self) -> None:  # noqa: B027 - for rows that come and go
         """Waits until the rows that were resolved last are there, and what was decided about them
@@ -136,8 +134,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Local rows [n] -> [n, width] on the device that computes, for reading alone: nothing
-        becomes resident."""
+        """Local rows [n] -> [n, width] on the device that computes, for reading alone."""
 
     def gather(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """Slots [n] -> their rows [n, width]."""
@@ -148,8 +145,8 @@ class Storage(ABC):
         return slots
 
     def update(self, slots: Tensor, gradients: Tensor, **options: Unpack[UpdateOptions]) -> None:
-        """Unique slots [u], of `find_targets`, and the summed gradients [u, width] of their rows;
-        on a GPU a slot of -1 is none."""
+        """Unique slots [u], of `find_targets`, -1 for none, and summed gradients [u, width] of
+        their rows."""
         if options["clip"] is not None:
             gradients = choose_optimizers(self.weight).clip_rows(gradients, options["clip"])
         self._update(slots, gradients, options)
@@ -157,9 +154,8 @@ class Storage(ABC):
     def update_readings(
         self, slots: SortedRows, gradients: Tensor, **options: Unpack[UpdateOptions]
     ) -> None:
-        """Slots, of `find_targets`, sorted, and the gradients [n, width] of all that read them, in
-        the dtype of what was read: `update` by the sum of each row's. In one go where that gives
-        the same bits."""
+        """Slots, of `find_targets`, sorted, and the gradients [n, width] of all that read them:
+        `update` by the sum of each row's, in one go if that gives the same bits."""
         is_row_wise = isinstance(self.optimizer, RowWiseAdagrad)
         if options["clip"] is None and self._has_kernel and not is_row_wise:
             self._update(slots, gradients, options)

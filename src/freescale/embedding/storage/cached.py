@@ -4,10 +4,8 @@
     gather, update  by slots of the cache, as if it were the table
     get_tensors     write back all that changed; then the home is the table
 
-The home is working memory: between two calls of `get_tensors` some of its rows are older than those
-in the cache, and a run that ends leaves nothing of it. It is always made from initial rows or a
-checkpoint. What is resident, and since when, depends on the batches alone: schedules that train the
-same batches make the same decisions.
+The home is working memory: some of its rows are older than those in the cache, and a run that ends
+leaves nothing of it. What is resident depends on the batches alone, whatever the schedule.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from freescale.embedding.host_tables.plan import (
 )
 from freescale.embedding.host_tables.tiers import Host, Tier, format_bytes
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.storage.api import Recorder, Resolved, Storage, TableRange
+from freescale.embedding.storage.api import Counted, Recorder, Resolved, Storage, TableRange
 from freescale.kernels.dispatch.versions import has_triton
 from freescale.streams import InTurn
 
@@ -68,11 +66,8 @@ class CachedStorage(Storage):
         device: torch.device,
         tier: Tier,
     ) -> None:
-        """As `Storage`. The cache has the tier's size for each of the tables.
-
-        Raises:
-            ValueError: memory or disk space cannot be had.
-        """
+        """As `Storage`, with a cache of the tier's size for each table. ValueError for want of
+        room."""
         super().__init__(ranges, size, optimizer, device)
         spec = ranges[0].spec
         shapes = {"rows": (size, spec.width)} | {
@@ -117,13 +112,7 @@ class CachedStorage(Storage):
 
     # ---- every step
 
-    def resolve(
-        self,
-        rows: Tensor,
-        ledger: Recorder,
-        marks: Tensor | None = None,
-        draws: Tensor | None = None,
-    ) -> Resolved:
+    def resolve(self, rows: Tensor, ledger: Recorder, counted: Counted | None = None) -> Resolved:
         """Waits for the device, which plans: the host has to know which rows it copies."""
         with ledger.span("make resident"), self._in_turn():
             slots = self._make_resident(rows)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.optimizers import RowOptimizer
-from freescale.embedding.storage.api import Recorder, Resolved, Storage, TableRange
+from freescale.embedding.storage.api import Counted, Recorder, Resolved, Storage, TableRange
 
 
 class DeviceStorage(Storage):
@@ -18,13 +18,7 @@ class DeviceStorage(Storage):
         super().__init__(ranges, size, optimizer, device)
         self.weight, self.state = self._allocate(size, device)
 
-    def resolve(
-        self,
-        rows: Tensor,
-        ledger: Recorder,
-        marks: Tensor | None = None,
-        draws: Tensor | None = None,
-    ) -> Resolved:
+    def resolve(self, rows: Tensor, ledger: Recorder, counted: Counted | None = None) -> Resolved:
         return Resolved(rows)
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,6 +36,7 @@ from freescale.embedding.dynamic.drawn_rows import DrawnRows
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED, SHARDS
 from freescale.embedding.storage.api import (
+    Counted,
     Recorder,
     Resolved,
     Storage,
@@ -60,9 +61,8 @@ class DynamicStorage(Storage):
         directory: Directory | DeviceDirectory,
         draws: DrawCounts | None = None,
     ) -> None:
-        """`inner`: has `EXTRA_ROWS` more than the table. A device directory is for rows that are at
-        home on the device, whose slots are its entries. `draws`: of the same shards, if log-q is
-        wanted."""
+        """`inner`: has `EXTRA_ROWS` more than the table; its slots are the entries of a device
+        directory. `draws`: of the same shards, if log-q is wanted."""
         self.draws = draws
         (own,) = inner._ranges.values()
         self.spec, self.inner, self.directory = own.spec, inner, directory
@@ -84,15 +84,10 @@ class DynamicStorage(Storage):
 
     # ---- every step
 
-    def resolve(
-        self,
-        rows: Tensor,
-        ledger: Recorder,
-        marks: Tensor | None = None,
-        draws: Tensor | None = None,
-    ) -> Resolved:
+    def resolve(self, rows: Tensor, ledger: Recorder, counted: Counted | None = None) -> Resolved:
         """Keys [n]; those whose `marks` are all 0 do not get a row. A host directory waits for the
         keys; if the device decides, `wait_for_rows` waits, once the rows are needed."""
+        marks, draws = counted or Counted()
         slots = self._decide(rows, ledger, marks)
         missing = self._find_missing(slots) if self._has_default else None
         log_q = None
@@ -174,8 +169,7 @@ class DynamicStorage(Storage):
         )
 
     def _insert(self, decided: Decided, slots: Tensor) -> None:
-        """On a GPU in one pass for each part: rows are drawn where the ones that go were read. The
-        host has decided."""
+        """The host has decided. On a GPU, rows are drawn where the ones that go were read."""
         decision = Decision(decided.changes, decided.removed, slots, {})
         if self._draws_in_place:
             decision.rows = self._drawn.end(slots, decided.new_ids)
@@ -263,8 +257,8 @@ class DynamicStorage(Storage):
     # ---- what is provisional
 
     def begin(self, ledger: Recorder | None = None) -> None:
-        """The step of the next resolved batch begins. Waits for a lane that decides about another
-        batch only if something was rolled back."""
+        """The step of the next resolved batch begins. Waits for a lane only if it was rolled
+        back."""
         # Counted here, not where it is decided: a lane may be late, and the ledger's step would
         # have the rows of two batches, and the one before it none.
         if not self._uncounted:
@@ -279,8 +273,8 @@ class DynamicStorage(Storage):
                 self._decisions.redo_until(self._decisions.begun)
 
     def roll_back(self) -> None:
-        """Takes back what was decided for steps that have not begun. `begin`, or the decision about
-        another batch, makes it again."""
+        """Takes back what was decided for steps that have not begun; made again when it is
+        needed."""
         with self._lock:
             self.wait_for_rows()
             self._decisions.undo_after(self._decisions.begun)
@@ -332,8 +326,8 @@ class DynamicStorage(Storage):
         return self.inner.get_tensors(name) | self.directory.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds besides its rows, [shards, ...]: batches so far, the counts of ids
-        that have no row, and those of draws."""
+        """What shards hold besides rows, [shards, ...]: batches, counts of waiting ids and of
+        draws."""
         found = self.directory.get_shard_tensors()
         if self.draws is not None:
             assert self.spec.dynamic is not None

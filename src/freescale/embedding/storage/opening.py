@@ -1,5 +1,4 @@
-"""Opens the storage of a rank's part of a group of sharded tables, by where its rows are at home
-and whether they come and go."""
+"""Opens the storage of a rank's part of sharded tables: where their rows are at home."""
 
 from __future__ import annotations
 
@@ -8,10 +7,9 @@ import torch
 from freescale.embedding.dynamic.device_directory import DeviceDirectory
 from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.draws import DrawCounts
-from freescale.embedding.dynamic.layout import DynamicLayout
 from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.host_tables.tiers import Tier
-from freescale.embedding.layout import Layout, ShardLayout
+from freescale.embedding.layout import DynamicLayout, Layout, ShardLayout
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage.api import Storage, TableRange
 from freescale.embedding.storage.cached import CachedStorage
@@ -23,8 +21,7 @@ from freescale.transport.api import Transport
 def open_storage(
     layout: ShardLayout, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
 ) -> Storage:
-    """Allocates the rows of tables of a fixed size. `tier`: where the rows are at home, if not on
-    the device."""
+    """Allocates rows of tables of a fixed size. `tier`: their home, if not the device."""
     return _open(layout, layout.size, optimizer, transport, tier)
 
 

@@ -44,8 +44,7 @@ def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
 
 
 def _divide(size: int, most: int, add: Callable[[int, int], Words]) -> Words:
-    """Calls add(begin, end) on parts of `size` bytes, in up to `most` threads, and joins the
-    sums."""
+    """Joins the sums of add(begin, end) on parts of `size` bytes, in up to `most` threads."""
     threads = min(most, size // _PART)
     if threads < 2:
         return add(0, size)

@@ -1,9 +1,8 @@
 """Checksums of host memory that stay right while its rows are replaced.
 
-Memory is cut into blocks of 4,096 words of 64 bits. The sum of a block is the sum of its words,
-each multiplied by an odd factor of its place, modulo 2**64. Any change of one word changes the sum,
-and the words of a row are enough to update it when the row changes. The last block is padded with
-zeros.
+The sum of a block of 4,096 words of 64 bits is the sum of its words, each multiplied by an odd
+factor of its place, modulo 2**64: it changes with any word, and a changed row's words are enough to
+update it. The last block is padded with zeros.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def sum_blocks(value: Tensor) -> Words:
 
 
 def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
-    """The sums of the blocks in bytes [place, place + size) of a file, by up to `threads` threads
-    in C. OSError if the file ends before."""
+    """The sums of the blocks in bytes [place, place + size) of a file. OSError if it ends
+    before."""
     parts = [np.empty(0, np.uint64)]
     for begin in range(0, size, _READ):
         count = min(_READ, size - begin)
@@ -79,14 +78,7 @@ def copy_blocks(value: Tensor, into: Tensor) -> Words:
 def replace_rows(
     into: Tensor, sums: Words, rows: Tensor, source: Tensor, packed: bool = False
 ) -> None:
-    """Sets into[rows] = source[rows] and updates the sums.
-
-    Args:
-        into: [size, ...], contiguous.
-        sums: The sums of the blocks of `into`, changed in place.
-        rows: [n] int64, each once.
-        source: [size, ...], or [n, ...] if `packed`.
-        packed: Whether `source` has one row for each of `rows`.
-    """
+    """Sets into[rows] = source[rows], rows [n] int64, each once, and updates the sums of the blocks
+    of `into` in place. `packed`: `source` has one row for each of `rows`."""
     into.index_copy_(0, rows, source if packed else source.index_select(0, rows))
     sums[:] = sum_blocks(into)

@@ -1,4 +1,4 @@
-"""Chooses the version of the map from ids to rows, and of the sums of draws, for a device."""
+"""Chooses the version of the map from ids to rows, with its sums of draws, for a device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.dispatch.versions import runs_triton
-from freescale.kernels.id_map import reference, triton, triton_draws
-from freescale.kernels.id_map import reference as draws
+from freescale.kernels.id_map import reference, triton
 from freescale.kernels.id_map.reference import IdMap
 
 
@@ -32,11 +31,6 @@ class IdMapVersion(Protocol):
     def shorten(self, *arguments: Any, **named: Any) -> Any: ...
     def swap_uses(self, *arguments: Any, **named: Any) -> None: ...
     def swap_contents(self, *arguments: Any, **named: Any) -> None: ...
-
-
-class DrawSums(Protocol):
-    """The functions of `draws.reference`."""
-
     def add_draws(
         self, sums: Tensor, keys: Tensor, worth: Tensor, lowest: int, *, take_back: bool = False
     ) -> None: ...
@@ -46,8 +40,3 @@ class DrawSums(Protocol):
 def choose_id_map(device: torch.device) -> IdMapVersion:
     """The functions on the map of a dynamic table on this device."""
     return triton if runs_triton(device) else reference
-
-
-def choose_draws(device: torch.device) -> DrawSums:
-    """The functions on sums of draws on this device."""
-    return triton_draws if runs_triton(device) else draws

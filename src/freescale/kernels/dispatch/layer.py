@@ -1,6 +1,4 @@
-"""The operations around the attention, in the version that fits the batch's attention plan; and the
-sampled softmax.
-"""
+"""The operations around the attention, by the batch's attention plan; the sampled softmax."""
 
 from __future__ import annotations
 
@@ -81,15 +79,8 @@ def gated_norm(plan: Plan, x: Tensor, gate: Tensor, *parameters: Any, **options:
 def fits_fused_layer(
     plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype, wide: bool = False
 ) -> bool:
-    """Whether whole layers of this batch can run fused, in Triton or C.
-
-    Args:
-        plan: Of the batch.
-        x: [tokens, width].
-        gate_width: Width of the gates.
-        dtype: Of the products.
-        wide: Whether the layers are wide. Those run in plain torch on a CPU.
-    """
+    """Whether whole layers of this batch, x [tokens, width], can run fused, in Triton or C.
+    `dtype`: of the products. `wide` layers run in plain torch on a CPU."""
     fits = _fits_triton(plan, x) and gate_width <= triton.MAX_WIDTH
     return (plan.tokens > 0 and fits) or (not wide and native.fits(plan, x, dtype))
 
@@ -111,11 +102,8 @@ def sampled_softmax(
     outputs: Tensor, rows: Tensor, targets: Tensor, negatives: Negatives, lengths: Tensor,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`softmax.reference.sampled_softmax`.
-
-    On a GPU in Triton, with products in autocast's dtype. On a CPU in C for small batches that
-    share their negatives, and for negatives of each token.
-    """
+    """`softmax.reference.sampled_softmax`. On a GPU in Triton, with products in autocast's dtype.
+    On a CPU in C for small batches that share their negatives, and for negatives of each token."""
     inputs = (outputs, rows, targets, negatives, lengths)
     if (
         runs_triton(outputs.device)

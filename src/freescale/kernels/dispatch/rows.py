@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from freescale.kernels.dispatch.versions import Versions, runs_triton
+from freescale.kernels.dispatch.versions import runs_triton
 from freescale.kernels.requests import native as native_requests
 from freescale.kernels.row_moves import triton as triton_row_moves
 from freescale.kernels.row_sums import reference as row_sums
@@ -51,16 +51,11 @@ def fits_exchange(weight: Tensor) -> bool:
     return _fits_triton(weight, (torch.float32,))
 
 
-_UPDATES = Versions[RowUpdates](
-    row_updates,
-    (triton_updates, lambda weight: fits_exchange(weight)),
-    (native_updates, native_updates.fits),
-)
-
-
 def choose_optimizers(weight: Tensor) -> RowUpdates:
     """The functions that update this table."""
-    return _UPDATES.choose(weight)
+    if fits_exchange(weight):
+        return triton_updates
+    return native_updates if native_updates.fits(weight) else row_updates
 
 
 def choose_row_exchange(weight: Tensor) -> RowExchange:
@@ -69,8 +64,7 @@ def choose_row_exchange(weight: Tensor) -> RowExchange:
 
 
 def keeps_gradients(table: Tensor) -> bool:
-    """Whether `read_rows` can leave gradients of this table to `RowGradients`, and the optimizers
-    skip row numbers of -1."""
+    """Whether `read_rows` can leave gradients of a table to `RowGradients`, and -1 names no row."""
     return choose_optimizers(table) is triton_updates
 
 
@@ -85,8 +79,7 @@ def read_rows(
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """table [u, width], index [...] into it -> [..., width], in another dtype if one is given. With
-    `gradients`, if the table `keeps_gradients`, backward adds to their part, in the dtype of what
-    was read."""
+    `gradients`, if the table `keeps_gradients`, backward adds to their part."""
     if _fits_triton(table):
         return triton.read_rows(table, index, gradients, part, dtype)
     assert gradients is None

@@ -8,30 +8,11 @@ of the attention. For a table the choice depends on device, dtype and width alon
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from functools import cache
-from typing import Generic, TypeVar
 
 import torch
 
 from freescale.kernels.jit.launch import is_recording
-
-Version = TypeVar("Version", covariant=True)
-
-
-class Versions(Generic[Version]):
-    """The versions of an operation, each a module with the same functions."""
-
-    def __init__(self, reference: Version, *faster: tuple[Version, Callable[..., bool]]) -> None:
-        """`faster`: versions with their conditions, the fastest first."""
-        self._reference, self._faster = reference, faster
-
-    def choose(self, *arguments: object) -> Version:
-        """The first version whose condition holds for these arguments."""
-        for version, fits in self._faster:
-            if fits(*arguments):
-                return version
-        return self._reference
 
 
 @cache

@@ -1,12 +1,10 @@
 """The map from ids to rows of a dynamic table, on the device that holds the rows: in plain torch,
-by sorting all ids. embedding/dynamic/device_directory.py makes its decisions with these functions.
+by sorting all ids, for embedding/dynamic/device_directory.py.
 
 Ids belong to virtual shards of `rows` entries each, one shard after the other; an entry is a row of
-the table. A key is an id's hash with the sign flipped (embedding/dynamic/layout.py); its upper bits
-are the shard. A batch swaps its changes with the previous contents: the same call undoes them.
-
-On a device, lists of a length that only the device knows have the length of the input; the rest of
-them is undefined.
+the table. The upper bits of a key (embedding/layout.py) are its shard. A batch swaps its changes
+with the previous contents: the same call undoes them. On a device, lists of a length that only the
+device knows have the length of the input; the rest of them is undefined.
 """
 
 from __future__ import annotations
@@ -148,8 +146,8 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
-    """Lists the ids of keys [n] without an entry, on a GPU in any order. Leaves out ids that are
-    never `counted`."""
+    """Lists the ids of keys [n] without an entry, on a GPU in any order, but for never counted
+    ones."""
     places = lookup.places.long()
     if counted is not None:
         places = places[counted[places] != 0]
@@ -177,18 +175,13 @@ def place(
     map: IdMap, missing: Missing, *, batch: int, limit: int, by_count: bool, evicts: bool,
     host_sums: Tensor | None = None,
 ) -> tuple[Contents, Tensor, Tensor]:  # fmt: skip
-    """Decides where missing ids go, and changes nothing.
+    """Decides where missing ids go, and changes nothing. In their order they get the empty entries
+    of their shard, the lowest first. If the shard `evicts`, the next ones get the entries with a
+    last use before `limit`, in order of (last use, id), or of (count, last use, id).
 
-    In their order they get the empty entries of their shard, the lowest first. If the shard
-    `evicts`, the next ones get the entries with a last use before `limit`, in order of (last use,
-    id), or of (count, last use, id).
-
-    Args:
-        host_sums: Receives the sums, too; may be pinned memory of the host.
-
-    Returns:
-        The contents to swap with the map, memory for as many ids, which `swap_contents` may use,
-        and sums over shards [3]: ids that get an entry, evicted ids, missing ids.
+    Returns the contents to swap with the map, memory for as many ids, which `swap_contents` may
+    use, and sums over shards [3]: ids that get an entry, evicted ids, missing ids. `host_sums`,
+    maybe pinned, receives these too.
     """
     empty, entries = map.last == EMPTY, torch.arange(map.last.numel(), device=map.last.device)
     able = ~empty & (map.last < limit) & evicts
@@ -256,8 +249,7 @@ def add_draws(
 
 
 def estimate_log(sums: Tensor, keys: Tensor, lowest: int) -> Tensor:
-    """[n] float32: the logarithm of the least sum of each of keys [n]; a sum counts as at least
-    1."""
+    """[n] float32: the logarithm of the least sum, at least 1, of each of keys [n]."""
     least = sums.view(-1)[_find_places(sums, keys, lowest)].amin(0)
     return least.clamp(min=1).double().log().float()
 

@@ -11,6 +11,9 @@
     read       looks up ids and gathers their rows, in one pass
     room       counts the ids that could be placed, for tables that count ids before admission
 
+Sums of draws take two launches at most, where plain torch takes thirty: they run while a step
+computes, in a thread whose every launch takes the interpreter's lock from the thread of the step.
+
 Nothing is read from the device. Decisions depend neither on the order of programs nor on the
 buckets. The order of ids in the buckets does, but no result shows it.
 """
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.id_map import reference
+from freescale.kernels.id_map.buckets import ROWS
 from freescale.kernels.id_map.reference import IdMap, Missing
 from freescale.kernels.id_map.triton_memory import (
     Listed,
@@ -47,6 +51,7 @@ from freescale.kernels.jit.launch import (
 _kernels = KernelModule("freescale.kernels.id_map.triton_kernels")
 _choice_kernels = KernelModule("freescale.kernels.id_map.triton_choice_kernels")
 _missing_kernels = KernelModule("freescale.kernels.id_map.triton_missing_kernels")
+_draws_kernels = KernelModule("freescale.kernels.id_map.triton_draws_kernels")
 
 WORDS = 8  # of a bucket: 7 entries and one word about them
 # A bucket for 4 rows of a shard: 8 bytes a row, and 2 % of the ids are not in their first bucket.
@@ -57,6 +62,7 @@ ROWS_OF_BUCKET = 4
 # for an entry work on SCAN_BLOCK entries at a time.
 FIND_BLOCK, FIND_WARPS = 128, 4
 BLOCK = 128
+DRAWS_BLOCK = 256
 SHARD_BLOCK = 1024
 HELD_ROWS = 4096
 HELD_ROWS_OF_WARP = 512
@@ -95,8 +101,7 @@ def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
 def read_rows(
     map: IdMap, keys: Tensor, weight: Tensor, absent: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """keys [n] -> their rows [n, width] in weight [m, width]; row `absent` for keys without an
-    entry."""
+    """keys [n] -> their rows [n, width] in weight [m, width]; without an entry row `absent`."""
     n, width = keys.numel(), weight.shape[1]
     out = torch.empty(n, width, dtype=dtype or weight.dtype, device=weight.device)
     shape = READ.shape(width)
@@ -284,8 +289,8 @@ def rebuild(map: IdMap) -> None:
 
 
 def _measure(map: IdMap) -> tuple[int, int, int, int, int]:
-    """(first shard, bits of a hash below the shard, rows of a shard, buckets of a shard, bits of a
-    row number that counts from 1)."""
+    """(first shard, bits of a hash, rows and buckets of a shard, bits of a row's number from 1
+    on)."""
     return map.first_shard, map.bits, map.rows, map.words.shape[1], map.rows.bit_length()
 
 
@@ -295,3 +300,29 @@ def _launch(
     """Launches one program for each `block` of n items."""
     named = {"num_warps": WARPS, **named}
     launch_blocks(kernel, device, n, block, *arguments, BLOCK=block, **named)
+
+
+def add_draws(
+    sums: Tensor, keys: Tensor, worth: Tensor, lowest: int, *, take_back: bool = False
+) -> None:
+    """As the reference. Sums of integers do not depend on the order of the additions."""
+    assert worth.dtype == torch.int64 and worth.is_contiguous()
+    _launch_on_sums("add_draws_kernel", sums, keys, worth, lowest, SIGN=-1 if take_back else 1)
+
+
+def estimate_log(sums: Tensor, keys: Tensor, lowest: int) -> Tensor:
+    """As the reference, up to the last bit of a logarithm."""
+    found = torch.empty(keys.numel(), dtype=torch.float32, device=keys.device)
+    _launch_on_sums("estimate_log_kernel", sums, keys, found, lowest)
+    return found
+
+
+def _launch_on_sums(
+    kernel: str, sums: Tensor, keys: Tensor, other: Tensor, lowest: int, **options: Any
+) -> None:
+    require_gpu(sums.device, "kernels.id_map.reference")
+    assert sums.is_contiguous() and keys.dtype == torch.int64 and keys.is_contiguous()
+    launch_blocks(
+        getattr(_draws_kernels, kernel), sums.device, keys.numel(), DRAWS_BLOCK, sums, keys, other,
+        keys.numel(), lowest, BUCKETS=sums.shape[1] // ROWS, BLOCK=DRAWS_BLOCK, **options,
+    )  # fmt: skip

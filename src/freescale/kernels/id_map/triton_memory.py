@@ -30,8 +30,7 @@ ZEROS = 1024  # words
 
 
 def pad(n: int) -> int:
-    """The items of a part. Triton compiles other kernels for addresses that are no multiples of
-    16 bytes."""
+    """The items of a part, a multiple of 16 bytes: Triton compiles other kernels otherwise."""
     return count_blocks(n, 32) * 32
 
 
@@ -79,8 +78,7 @@ class Zeros:
         self._taken = 0
 
     def take(self) -> int:
-        """The number of an unused word. Work on the device with earlier words precedes work with
-        this one."""
+        """The number of an unused word: work with it is after all work with earlier ones."""
         if self._taken == self.words.numel():
             self.words.zero_()
             self._taken = 0
@@ -105,8 +103,7 @@ def allocate_scratch(n: int, shards: int, device: torch.device, *, zero: bool) -
 
 @dataclass(frozen=True)
 class Listed:
-    """`reference.Missing`, with the ids of a shard in any order; not collected yet while `keys`
-    are given."""
+    """`reference.Missing`, in any order in a shard; not collected yet while `keys` are given."""
 
     n: int  # at most
     shards: int

@@ -43,16 +43,10 @@ def find_versions(launches: Iterable[Launch], target: tuple[Any, ...]) -> list[V
 
 
 def compile_recorded(run: Callable[[], None], report: Report = lambda done, all: None) -> int:
-    """Compiles and loads, on the current GPU, all kernels that `run` launches, without a launch.
-
-    Args:
-        run: Calls the operations, on tensors of any size. Outputs of kernels are uninitialised.
-        report: As in `compile_versions`.
-
-    Returns:
-        How many kernels the worker processes compiled; the others were in Triton's cache folder. On
-        unknown Triton versions the workers do nothing, and this process compiles one by one.
-    """
+    """Compiles and loads, on the current GPU, all kernels that `run` launches, without a launch:
+    their outputs are uninitialised. Returns how many kernels the worker processes compiled; the
+    others were in Triton's cache folder. On unknown Triton versions this process compiles one by
+    one."""
     with record_launches() as recorded:
         run()
     launches = list({identify_launch(launch): launch for launch in recorded}.values())
@@ -118,20 +112,10 @@ def compile_versions(
     report: Report = lambda done, all: None,
     workers: int | None = None,
 ) -> int:
-    """Compiles the versions that are missing in Triton's cache folder, in worker processes.
-
-    Args:
-        versions: From `find_versions`.
-        report: Called with (compiled, to be compiled) at the start and after each version; not
-            called if none is missing.
-        workers: How many processes; None: as many as processors, up to MOST_WORKERS.
-
-    Returns:
-        How many were compiled.
-
-    Raises:
-        RuntimeError: If one does not compile.
-    """
+    """Compiles the versions that are missing in Triton's cache folder, in worker processes (None:
+    as many as processors, up to MOST_WORKERS), and returns how many. `report` is called with
+    (compiled, to be compiled) at the start and after each version, if any is missing. RuntimeError
+    if one does not compile."""
     if all(version.is_cached() for version in versions):
         return 0
     with _lock_cache():  # the ranks of a machine need the same versions

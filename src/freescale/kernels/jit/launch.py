@@ -85,8 +85,7 @@ class RowLaunch:
 
 
 class KernelModule:
-    """A module of Triton kernels, imported when the first of them is used: importing Triton takes
-    long, and it may be missing."""
+    """A module of Triton kernels, imported at their first use: Triton takes long, or is missing."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -135,12 +134,10 @@ def is_recording() -> bool:
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """`kernel[grid](*arguments, **named)` at a fraction of its cost.
-
-    Triton binds, specialises and looks up each launch anew. This function keeps the compiled kernel
-    for each combination of constants, dtypes and alignments, and passes it the pointers. Tensors
-    that are read by blocks are passed as `Block`. All arguments are on the current device.
-    """
+    """`kernel[grid](*arguments, **named)` at a fraction of its cost: Triton binds, specialises and
+    looks up each launch anew. This keeps the compiled kernel for each combination of constants,
+    dtypes and alignments, and passes it the pointers. Tensors that are read by blocks are passed as
+    `Block`. All arguments are on the current device."""
     _find_launcher(kernel)(grid, arguments, named)
 
 

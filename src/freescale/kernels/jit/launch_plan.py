@@ -19,11 +19,8 @@ Fit = Callable[[tuple[Any, ...]], tuple[Any, ...] | None]
 
 
 class Block:
-    """A tensor that a kernel reads by blocks through a descriptor.
-
-    Has the fields of Triton's TensorDescriptor without its checks: the caller guarantees rows at
-    multiples of 16 bytes and a contiguous last axis.
-    """
+    """A tensor that a kernel reads by blocks: Triton's TensorDescriptor without its checks. The
+    caller guarantees rows at multiples of 16 bytes and a contiguous last axis."""
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
@@ -50,11 +47,8 @@ class LaunchPlan:
 
 
 class Shortcut(NamedTuple):
-    """A compiled version of a kernel, for launches with the same constants.
-
-    `fit(arguments)` returns the values to pass if the arguments need this version. It returns None
-    if that takes a lookup by the whole key: it only checks their types.
-    """
+    """A compiled version of a kernel, for launches with the same constants. `fit(arguments)`
+    returns the values to pass, or None if it takes a lookup by the whole key."""
 
     device: int
     compiled: Compiled

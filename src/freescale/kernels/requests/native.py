@@ -33,8 +33,7 @@ def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
 def _deduplicate(
     keys: Tensor, edges: Tensor | None = None, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """(distinct keys, sorted; the place of each input among them). None if the keys are too many
-    and too large."""
+    """(distinct keys, sorted; the place of each input). None for too many and too large keys."""
     n, ends = keys.numel(), 0 if edges is None else edges.numel()
     scratch, found, inverse = (_allocate(size, np.int64) for size in (2 * n, n, n))
     arrays = map(address, (edges, scratch, found, inverse, counts))
@@ -118,8 +117,7 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def copy_rows(to: Tensor, to_rows: Tensor | None, source: Tensor, rows: Tensor | None) -> None:
-    """to[to_rows] = source[rows], row numbers [n] int64; None: the first n in order. The rows of
-    `to` are distinct."""
+    """to[to_rows] = source[rows], [n] int64, those of `to` distinct; None: the first n in order."""
     counts = [each.numel() for each in (to_rows, rows) if each is not None]
     assert to.dtype == source.dtype and to.shape[1:] == source.shape[1:] and len(set(counts)) == 1
     width = torch.Size(to.shape[1:]).numel() * to.element_size()

@@ -1,8 +1,7 @@
 """Deduplication, masks and groups of row requests, in plain torch.
 
-On a device, results of a size that only the device knows fill buffers of the size of the input, and
-nothing is read from the device. A caller that needs sizes (an AllToAll its splits) reads all of
-them at once, and cuts the buffers.
+On a device, results of a size that only the device knows fill buffers of the size of the input: a
+caller that needs sizes reads all of them at once, and cuts the buffers.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def _find_on_host(wanted: Tensor, given: Tensor) -> Tensor:
 
 
 def group_by_tag(tags: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """tags [n] of 0 to bins - 1 -> (positions [n], sorted stably by tag; counts of each tag
-    [bins])."""
+    """tags [n] below `bins` -> (positions [n], sorted stably by tag; counts of tags [bins])."""
     if tags.is_cuda:
         ordered, order = tags.to(torch.int32).sort(stable=True)
         return order, torch.searchsorted(
@@ -119,9 +117,8 @@ def find_first_tags(lists: Sequence[MarkedRows]) -> list[int]:
 
 
 def tag_rows(lists: Sequence[MarkedRows]) -> Tensor:
-    """[n] int32: the tags of all lists, one after another. A list's tags order its marked rows by
-    rank, then its other rows by piece and within a piece by rank. A row is always in the same
-    piece, whichever rank requests it."""
+    """[n] int32: the tags of all lists, one after another, by which marked rows come first, by
+    rank, then the others by piece and rank. A row is in the same piece for all ranks."""
     first = find_first_tags(lists)
     begins = [edge + np.arange(len(one.sizes)) for edge, one in zip(first, lists, strict=False)]
     counts = [np.asarray(one.sizes, np.int64) for one in lists]

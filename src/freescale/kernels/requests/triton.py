@@ -1,9 +1,6 @@
 """Requests for rows on an NVIDIA GPU, without a host round trip: the functions of
-`requests.reference`.
-
-torch sorts and scans, Triton does the rest. Results of unknown size fill buffers of a known size.
-Tags of divided rows take one launch per list, where plain torch takes five.
-"""
+`requests.reference`. torch sorts and scans, Triton does the rest. Tags of divided rows take one
+launch per list, where plain torch takes five."""
 
 from __future__ import annotations
 

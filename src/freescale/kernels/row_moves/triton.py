@@ -1,12 +1,9 @@
-"""Rows that move on a GPU: exchanged in one pass, and copied by their numbers.
+"""Rows that move on a GPU: exchanged in one pass, and copied by their numbers, one of the two
+tables maybe in pinned host memory.
 
 Exchange: a row is read, kept, and overwritten by the initial row of an id, by zeros, or by a row
 that was kept before. Initial rows equal those of `embedding.storage.draw_initial_rows` up to the
-last bits of a logarithm and a cosine. In plain torch each of its twenty operations writes all
-entries in 64 bits; for the new ids of a batch that is more than the batch reads.
-
-Copies: one of the two tables may be in pinned host memory. The GPU reads and writes it directly,
-without a host core or a staging buffer.
+last bits of a logarithm and a cosine; in plain torch each of twenty operations writes all entries.
 """
 
 from __future__ import annotations
@@ -33,17 +30,10 @@ def insert_drawn(
     table: Tensor, slots: Tensor, ids: Tensor, seed: Tensor, std: float, *,
     state: Tensor | None = None, room: int | None = None, total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Writes the initial rows of ids [m] to distinct slots [m] of table [n, width] float32, and
-    zeros to those of its state [n].
-
-    Args:
-        seed: Of the table, [1] on the same device.
-        room: Writes only the first `room` rows; None: all.
-        total: Writes only the first total[0] rows, int64 [1 or more]; the host need not know it.
-
-    Returns:
-        The previous rows [room, width] and state [room].
-    """
+    """Writes the initial rows of ids [m], of a table with seed [1], to distinct slots [m] of table
+    [n, width] float32, and zeros to those of its state [n]. Writes only the first `room` rows, and
+    only the first total[0], int64, which the host need not know. Returns the previous rows [room,
+    width] and state [room]."""
     room = slots.numel() if room is None else room
     before = table.new_empty(room, *table.shape[1:])
     zeroed = state.new_empty(room) if state is not None else None
@@ -54,8 +44,7 @@ def insert_drawn(
 def insert_zeros(
     table: Tensor, slots: Tensor, room: int | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Writes zeros to distinct slots [m] of table [n, ...]; `room` and `total` as above. Returns
-    the previous rows [room, ...]."""
+    """Writes zeros to distinct slots [m] of table [n, ...], as above. Returns the previous rows."""
     room = slots.numel() if room is None else room
     before = table.new_empty(room, *table.shape[1:])
     _exchange(table, slots, before, room, total=total)
@@ -84,8 +73,7 @@ def _exchange(
 
 
 def copy_rows(to: Tensor, to_rows: Tensor, source: Tensor, rows: Tensor) -> None:
-    """to[to_rows] = source[rows], row numbers [n] int64 on the GPU. The rows of `to` are
-    distinct."""
+    """to[to_rows] = source[rows], [n] int64 on the GPU; the rows of `to` are distinct."""
     require_gpu(rows.device, "kernels.requests.native")
     assert to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
     assert to_rows.dtype == rows.dtype == torch.int64 and to.shape[1:] == source.shape[1:]

@@ -1,6 +1,5 @@
-"""Optimizers on a CPU, in C: Adam and row-wise Adagrad of rows, in one pass over the rows, and
-AdamW of whole tensors. The other row optimizers are the reference's. Large updates use torch's
-number of threads."""
+"""Optimizers on a CPU, in C: Adam and row-wise Adagrad of rows, in one pass, and AdamW of whole
+tensors. Others are the reference's. Large updates use torch's number of threads."""
 
 from __future__ import annotations
 

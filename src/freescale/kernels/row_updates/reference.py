@@ -70,8 +70,7 @@ def adam(
     eps: float,
     step: int,
 ) -> None:
-    """first, second [n, width]: moments of the rows' gradients. Bias correction by the global step,
-    counted from 1."""
+    """first, second [n, width]: moments. Bias correction by the global step, from 1."""
     correction = 1 - betas[0] ** step
     root = (1 - betas[1] ** step) ** 0.5
     for block, gradient in _split_blocks(rows, gradients):

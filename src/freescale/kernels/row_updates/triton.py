@@ -1,17 +1,13 @@
 """Row optimizers as Triton kernels, for NVIDIA GPUs: the functions of `row_updates.reference`.
 
-The result for a row depends on that row alone: it has the same bits whichever other rows are in the
-call. On a GPU SGD and Adagrad have the bits of the reference; Adam and the functions that sum over
-a row (`rowwise_adagrad`, `clip_rows`) are within 2e-6 relative. A row number of -1 means no row:
-nothing is read or written. Other numbers are not checked against the table's size.
+A row's result has the same bits whichever other rows are in the call. On a GPU SGD and Adagrad have
+the bits of the reference; Adam and the functions that sum over a row are within 2e-6 relative. A
+row number of -1 means no row. Other numbers are not checked against the table's size.
 
-Instead of unique rows and their gradients, the optimizers accept `SortedRows` and the gradients of
-all reads, which may have 16 bits, and sum the gradients of a row themselves. The bits are those of
-`row_sums.sum_sorted` and an update with its results, without memory for the sums. `rowwise_adagrad`
-needs unique rows: it also adds up the entries of a row, in an order that depends on the surrounding
-kernel.
-
-With `marks` (kernels/marks.py) they mark the rows that they update.
+Instead of unique rows and their gradients, the optimizers but `rowwise_adagrad` accept `SortedRows`
+and the gradients of all reads, which may have 16 bits, and sum them: with the bits of
+`row_sums.sum_sorted`, without memory for the sums. With `marks` they mark the rows that they
+update.
 """
 
 from __future__ import annotations
@@ -39,11 +35,7 @@ _kernels = KernelModule("freescale.kernels.row_updates.triton_kernels")
 def clip_rows(gradients: Tensor, limit: float) -> Tensor:
     """As the reference."""
     check_rows(None, gradients=gradients)
-    if not gradients.is_contiguous():
-        raise ValueError(
-            "gradients must be contiguous to be clipped in place, not of strides "
-            f"{gradients.stride()}"
-        )
+    assert gradients.is_contiguous(), "they are clipped in place"
     shape = CLIP.shape(gradients.shape[1])
     launch_blocks(
         _kernels.clip_kernel, gradients.device, len(gradients), shape["R"], gradients,
@@ -110,29 +102,13 @@ def _update(
     dtypes = (torch.float32,) if order is None else DTYPES  # sums are in float32
     check_rows(numbers, dtypes, weight=weight, gradients=gradients)
     check_rows(None, weight=weight)
-    if gradients.shape != (numbers.numel(), weight.shape[1]):
-        raise ValueError(
-            f"gradients must be {[numbers.numel(), weight.shape[1]]}, not {list(gradients.shape)}"
-        )
+    assert gradients.shape == (numbers.numel(), weight.shape[1]), gradients.shape
     rowwise = kernel == "rowwise_adagrad_kernel"
-    if order is not None and rowwise:
-        raise ValueError("rowwise_adagrad takes unique rows: sum their gradients first")
+    assert order is None or not rowwise, "rowwise_adagrad takes unique rows"
     for state in tensors[1:]:
-        if (
-            state.shape not in (weight.shape, weight.shape[:1])
-            or state.dtype != weight.dtype
-            or not state.is_contiguous()
-        ):
-            raise ValueError(
-                f"state of {weight.dtype} {list(weight.shape)} does not fit: "
-                f"{state.dtype} {list(state.shape)}"
-            )
-        if (state.ndim == 1) != rowwise:
-            raise ValueError(
-                f"{kernel.removesuffix('_kernel')} does not keep state of shape {list(state.shape)}"
-            )
-        if state.device != weight.device:
-            raise ValueError(f"tensors lie on different devices: {weight.device}, {state.device}")
+        assert state.shape == (weight.shape[:1] if rowwise else weight.shape), state.shape
+        assert state.dtype == weight.dtype and state.device == weight.device, state
+        assert state.is_contiguous()
     if not gradients.numel():
         return
     gradients, partial = gradients.contiguous(), None

@@ -1,8 +1,7 @@
 """The gradients of rows that several parts of a batch read, collected until they are complete.
 
-Autograd would create a gradient of the whole table for each read and add them up. Here a read
-leaves its gradient as it is, one row per id, and a single pass sums them: in the order of the
-parts, whatever the order in which the backward reaches them.
+Autograd would create a gradient of the whole table for each read. Here a read leaves one row per
+id, and a single pass sums them in the order of the parts, however the backward reaches them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class RowGradients:
             self._values[part] = flat if before is None else before + flat
 
     def move(self, parts: Sequence[Tensor], find: Callable[[Tensor], Tensor]) -> RowGradients:
-        """The same gradients for other row numbers: the new parts, and `find(rows)` for rows of no
-        part."""
+        """The same gradients for the rows of new parts, and find(rows) for those of no part."""
         moved = RowGradients(parts, self._like)
         moved._values = self._values
         moved._others = [(find(rows), value) for rows, value in self._others]

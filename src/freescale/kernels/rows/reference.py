@@ -1,6 +1,4 @@
-"""Rows of a table in plain torch: gather, sum of duplicates, exchange. embedding/storage/api.py
-draws initial rows.
-"""
+"""Rows of a table in plain torch: gather, sum of duplicates, exchange."""
 
 from __future__ import annotations
 
@@ -18,12 +16,9 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
 
 def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows
-    [u], sums [u, width].
-
-    On the CPU index_add_ adds source rows one after another. On CUDA, where index_add_ would use
-    atomics, each segment is summed on its own. So a row's sum is deterministic, and independent of
-    the other rows of the call.
-    """
+    [u], sums [u, width]. Deterministic, and independent of the other rows of the call: on the CPU
+    index_add_ adds source rows one after another; on CUDA, where it would use atomics, each segment
+    is summed on its own."""
     return group_duplicates(rows)(gradients)
 
 

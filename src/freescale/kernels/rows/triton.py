@@ -1,10 +1,6 @@
 """Table rows as Triton kernels, for NVIDIA GPUs: the functions of `rows.reference`, and reads of
-fetched rows by many tokens.
-
-There are no atomics, and the result for a row depends on that row alone: it has the same bits
-whichever other rows are in the call. Tables may have more than 2^31 elements. A row number of -1
-means no row: nothing is read or written. Other numbers are not checked against the table's size.
-"""
+fetched rows by many tokens. There are no atomics: a row's result has the same bits whichever other
+rows are in the call. A row number of -1 means no row; others are not checked."""
 
 from __future__ import annotations
 
@@ -48,12 +44,9 @@ def read_rows(
     rows: Tensor, index: Tensor, gradients: RowGradients | None = None, part: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """rows [u, width], index [...] into them -> [..., width], as
-    `torch.nn.functional.embedding(index, rows)`, in another dtype if one is given.
-
-    Backward sums the gradients of each row's tokens in float32 (see row_sums), or adds them to a
-    part of `gradients`.
-    """
+    """rows [u, width], index [...] into them -> [..., width], as `torch.nn.functional.embedding`,
+    in another dtype if one is given. Backward sums the gradients of each row's tokens in float32
+    (see row_sums), or adds them to a part of `gradients`."""
     check_rows(index.reshape(-1), dtypes=DTYPES, rows=rows)
     if gradients is not None:
         kept: Tensor = _Leave.apply(  # type: ignore[no-untyped-call]
@@ -125,10 +118,7 @@ def group_duplicates(
 
     def sum_gradients(gradients: Tensor) -> tuple[Tensor, Tensor]:
         check_rows(rows, dtypes=DTYPES, gradients=gradients)
-        if gradients.shape[0] != rows.numel():
-            raise ValueError(
-                f"{rows.numel()} rows need as many gradients, not {gradients.shape[0]}"
-            )
+        assert gradients.shape[0] == rows.numel(), gradients.shape
         return keys, _sum_segments(gradients.contiguous(), found.order, starts, count)
 
     return sum_gradients

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from freescale.embedding.memory import get_available_memory
+from freescale.embedding.placement import get_available_memory
 from freescale.kernels.checksums import native, reference
 from freescale.kernels.checksums.reference import Words, as_bytes
 from freescale.train.state.disk import Damaged
@@ -109,8 +109,7 @@ class Segment:
         return tensors
 
     def copy(self, name: str, to: Tensor, reads: FileReads) -> None:
-        """Copies a tensor into `to`; on a GPU on the current stream, which may still be copying
-        when this returns."""
+        """Copies a tensor into `to`; a GPU's stream may still be copying when this returns."""
         dtype, shape, place, _ = self.header["tensors"][name]
         alike = to.dtype == getattr(torch, dtype) and list(to.shape) == shape
         if alike and to.is_contiguous():
@@ -125,12 +124,11 @@ class Segment:
 
 class StateFile:
     """A memory file with a rank's whole state, which the next snapshot but one updates in place:
-    rows that have changed are replaced, and nothing else of the tables is touched. Tables have
-    their names in the file.
+    rows that have changed are replaced. Tables have their names in the file.
 
-    A rank has two of them and uses them in turn, so that one is always complete; the second one
-    begins as a copy of the first. Its buddy has two of its own, which receive the same changes.
-    All keep their memory from the first snapshot on: fresh pages would take longer than the copies.
+    A rank has two of them and uses them in turn, so that one is always complete. Its buddy has two
+    of its own, which receive the same changes. All keep their memory: fresh pages would take longer
+    than the copies.
     """
 
     def __init__(self, consumer: str) -> None:
@@ -187,8 +185,7 @@ class StateFile:
         self, since: int | None, tensors: Mapping[str, Tensor], last: StateFile
     ) -> dict[str, Tensor]:
         """Writes the tables that a rank sends to its buddy: whole, or what changed since a step,
-        which this file has, or else `last`, that of the snapshot before. Returns the tensors that
-        are not of tables."""
+        which this file has, or else `last`, the snapshot before. Returns the other tensors."""
         if since is not None and self.step != since:
             self.copy_tables(last)
         if since is not None and self.step != since:
@@ -229,8 +226,7 @@ class StateFile:
 
 
 def write_segment(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Segment:
-    """Writes a memory file of tensors on the host; the header is plain JSON. OSError if there is
-    not enough memory."""
+    """Writes a memory file of tensors on the host, with plain JSON. OSError for want of memory."""
     with closing(StateFile("")) as file:
         return file.seal(header, tensors)
 
@@ -255,8 +251,7 @@ def _check_room(size: int) -> None:
 
 
 def _lay_out(tensors: Mapping[str, Tensor], place: int = _ALIGN) -> tuple[Entries, int]:
-    """(entries without checksums of tensors that lie one after the other from `place` on, their
-    end)."""
+    """(entries without checksums of tensors one after the other from `place` on, their end)."""
     entries: Entries = {}
     for name, value in tensors.items():
         dtype = str(value.dtype).removeprefix("torch.")
