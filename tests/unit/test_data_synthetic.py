@@ -12,7 +12,7 @@ import pytest
 from helpers.loading import load_histories
 
 from freescale.data import generate, prepare
-from freescale.data.synthetic import collision_rate
+from freescale.data.synthetic import draws
 
 SMALL = {"users": 1100, "items": 5000, "median": 20, "cap": 200, "global_batch": 100}
 
@@ -89,7 +89,7 @@ def test_collision_is_met_over_the_file_where_the_first_batches_mislead(
     tmp_path, monkeypatch, target
 ):
     # two batches of heavy-tailed lengths say little about 25
-    monkeypatch.setattr(collision_rate, "_SAMPLE_EVENTS", 1)
+    monkeypatch.setattr(draws, "_SAMPLE_EVENTS", 1)
     shape = {"users": 500, "items": 3000, "lengths": "zipf", "global_batch": 20, "cap": 2000}
     report = generate(tmp_path / "h.parquet", **shape, collision=target)
     assert abs(collision(histories(report.path), 20, 1) - target) <= 0.01

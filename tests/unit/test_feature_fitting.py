@@ -10,7 +10,6 @@ import pytest
 from freescale.config.features import Feature
 from freescale.data.feature_values import hash_keys, read_keys, read_numbers, read_vectors
 from freescale.data.features.attributes import open_attributes
-from freescale.data.features.encoding import encode_parts, write_codes
 from freescale.data.features.fitting import (
     count_cut,
     count_rows,
@@ -21,6 +20,7 @@ from freescale.data.features.fitting import (
     to_json,
 )
 from freescale.data.features.inference import complete_kinds, infer_column
+from freescale.data.features.store import encode_parts, write_codes
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.tables import read_tables
 from freescale.data.values import BadValue
@@ -224,7 +224,7 @@ def test_parts_of_rows_are_read_and_encoded_like_all_rows(monkeypatch):
     ]
     found = []
     for rows in (100, 3):
-        for module in ("feature_values", "features.encoding"):
+        for module in ("feature_values", "features.store"):
             monkeypatch.setattr(f"freescale.data.{module}.PART", rows)
         fitted = stack_rows(fit_feature(each, columns, np.ones(7)) for each in declared)
         found.append((fitted, [encode_parts(each, columns) for each in fitted]))
@@ -236,7 +236,7 @@ def test_parts_of_rows_are_read_and_encoded_like_all_rows(monkeypatch):
 
 
 def test_codes_are_written_as_numpy_writes_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("freescale.data.features.encoding.PART", 2)
+    monkeypatch.setattr("freescale.data.features.store.PART", 2)
     columns = {"x": pa.array(["a", "b", None])}
     (fitted,) = stack_rows(
         [fit_feature(Feature("x", "item", "categorical", ("x",)), columns, ALL[:3])]

@@ -14,7 +14,7 @@ from freescale.cli.main import main
 from freescale.data.ingest.interactions import read_interactions
 from freescale.data.ingest.yambda import write_items
 from freescale.data.synthetic import yambda
-from freescale.data.synthetic.lengths import LengthDistribution
+from freescale.data.synthetic.draws import LengthDistribution
 from freescale.data.synthetic.yambda import (
     CAP,
     MEDIAN,

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from freescale.data.synthetic.lengths import LengthDistribution
+from freescale.data.synthetic.draws import LengthDistribution
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from freescale.data.batches.loader import Histories
 from freescale.data.batches.specs import ReadSpec, SampleSpec, SplitSpec
 from freescale.data.batches.splits import LEAST_EVENTS
 from freescale.data.histories import HistoriesFile
-from freescale.data.synthetic.collision_rate import CollisionCounter
+from freescale.data.synthetic.draws import CollisionCounter
 
 _BATCHES = 20  # consecutive batches over which collisions are counted
 _NEEDED = LEAST_EVENTS["leave-one-out"]

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
-from freescale.data.synthetic.lengths import LengthDistribution
+from freescale.data.synthetic.draws import LengthDistribution
 from freescale.simulate.workload import Demand, PooledDemand, Rows, SmallTable
 
 

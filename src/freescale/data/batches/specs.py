@@ -151,45 +151,23 @@ class Features(Protocol):
 
     fingerprint: str  # changes with the sources and the settings
     lines: tuple[str, ...]  # a report of what was read
-
-    @property
-    def vocabulary(self) -> Path | None:
-        """The vocabulary of the data with further items of --items."""
+    vocabulary: Path | None  # of the data with further items of --items
+    item_rows: int  # of the table of item features; 0: items have none
+    event_rows: int
+    context_rows: int
+    user_rows: int
+    user_places: tuple[int, ...]  # of each feature of the users
+    item_places: int  # of all features of an item; 0: items have none
+    context_places: int
+    event_columns: tuple[str, ...]  # of the histories that features of events are made of
+    vector_widths: tuple[int, ...]  # numbers of each feature of items that is a vector
 
     def copy_statistics(self, folder: Path, schema: str | None = None) -> None:
         """Copies what the training part says into the folder of a run: all that is needed to encode
         other data; and the file of the run's `schema`."""
 
-    @property
-    def item_rows(self) -> int:
-        """Rows of the table of item features; 0: items have none."""
-
-    @property
-    def event_rows(self) -> int: ...
-
-    @property
-    def context_rows(self) -> int: ...
-
-    @property
-    def user_rows(self) -> int: ...
-
-    @property
-    def user_places(self) -> tuple[int, ...]:
-        """Places of each feature of the users."""
-
-    @property
-    def item_places(self) -> int:
-        """Places of all features of an item; 0: items have none."""
-
-    @property
-    def context_places(self) -> int: ...
-
     def find_users(self, samples: NDArray[np.int64]) -> Tensor:
         """Samples [n] of the histories file -> rows [n, places] int64 of user features."""
-
-    @property
-    def event_columns(self) -> tuple[str, ...]:
-        """Columns of the histories file that the features of events and requests are made of."""
 
     def find_events(
         self,
@@ -205,10 +183,6 @@ class Features(Protocol):
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
         """Item ids [...] -> rows of their features [..., places] int64, and how much the item's own
         row counts [...] float32. `batch`: number of a training batch; some of its ids drop out."""
-
-    @property
-    def vector_widths(self) -> tuple[int, ...]:
-        """Numbers of each feature of items that is a vector."""
 
     def load_vectors(self) -> list[Tensor]:
         """[items + 1, width] float16 of each such feature. The last row is of no item."""

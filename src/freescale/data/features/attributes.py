@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from freescale.config.features import Feature
 from freescale.data.features.inference import Column, infer_column
-from freescale.data.histories import explain_damage
+from freescale.data.histories import HistoriesFile, explain_damage
 from freescale.data.ingest.column_names import find_roles, refuse_repeated, require_column
+from freescale.data.ingest.hashed_ids import HashedIds
+from freescale.data.ingest.ids import NotIntegers, find_vocabulary, is_huge, parse_integers
 from freescale.data.ingest.layouts import Layout, lay_out_columns
 from freescale.data.ingest.sources import SourceFile
-from freescale.data.ingest.tables import is_parquet, read_tables
-from freescale.data.values import BadValue, decode_text
+from freescale.data.ingest.tables import TableBlock, is_parquet, read_tables
+from freescale.data.values import BadValue, cast_values, decode_text, is_text
+
+Ids = NDArray[np.int64]
+_SAMPLED = 1 << 20  # rows
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,7 @@ class AttributeFile:
         return [name for name in self.layout.names if name != self.key]
 
     def open(self, columns: Sequence[str]) -> Callable[[Sequence[str]], dict[str, pa.Array]]:
-        """Returns a function that reads some of these columns. Parquet is read at each call, other
-        files are parsed now and stay in memory."""
+        """A function that reads some of these columns: Parquet at each call, others from memory."""
         if self.layout.format == "parquet":
             return self.read
         whole = self.read(columns)
@@ -70,16 +78,8 @@ class AttributeFile:
 
 
 def open_attributes(file: SourceFile, role: str, name: str) -> AttributeFile:
-    """Finds out how a file of attributes is laid out.
-
-    Args:
-        file: of any format.
-        role: whose attributes: `item` or `user`.
-        name: of the id column in the interactions, which counts first.
-
-    Raises:
-        ValueError: the format is unclear, or no column is recognised as the ids.
-    """
+    """How a file of attributes of `role` (item or user) is laid out; its ids are in column `name`,
+    if there. ValueError if the format is unclear, or no column is recognised as the ids."""
     layout = lay_out_table(file)
     given = {role: name} if name in layout.names else {}
     key = find_roles(layout.names, given, (role,)).get(role)
@@ -101,6 +101,17 @@ def infer_kind(
         return infer_column(name, source, values, layout.declared.get(name))
 
 
+def read_sample(blocks: Iterable[TableBlock], names: Sequence[str]) -> dict[str, pa.Array]:
+    """The first million rows of columns, by which kinds are inferred."""
+    tables: list[pa.Table] = []
+    for block in blocks:
+        tables.append(block.table)
+        if sum(map(len, tables)) >= _SAMPLED:
+            break
+    joined = pa.concat_tables(tables, promote_options="permissive").slice(0, _SAMPLED)
+    return {name: decode_text(joined.column(name).combine_chunks()) for name in names}
+
+
 def lay_out_table(file: SourceFile) -> Layout:
     """Finds the columns of a table of any format. No column has a role."""
     if not is_parquet(file):
@@ -118,3 +129,77 @@ def naming(file: SourceFile, feature: Feature) -> Iterator[None]:
         where = "" if error.row is None else f", row {error.row + 1}"
         columns = ", ".join(map(repr, feature.columns))
         raise ValueError(f"{file}{where}: column {columns} {error.problem}; {error.fix}") from None
+
+
+def number_items(
+    source: AttributeFile, values: pa.Array, file: HistoriesFile
+) -> tuple[Ids, int, pa.Table | None]:
+    """Numbers the items of a file of attributes, new ones after those of the histories. Returns [n]
+    ids; how many items there are in all; the vocabulary of all, if ids are coded."""
+    if file.any_ids:
+        return np.array(HashedIds(keep=False).encode(values), np.int64), file.num_items, None
+    known = _read_texts(file.path, "item_id")
+    if known is None:
+        ids = _parse_ids(source, values)
+        largest = int(ids.max(initial=-1))
+        if is_huge(largest, file.num_items + len(ids)):
+            raise ValueError(
+                f"{source.file}: item id {largest} of column {source.key!r} needs a table of as "
+                f"many rows; use ids below {10 * len(ids):,}, or text"
+            )
+        return ids, max(file.num_items, largest + 1), None
+    texts = _spell(values)
+    new = pc.unique(texts.filter(pc.is_null(pc.index_in(texts, known))))
+    every = pa.concat_arrays([known, new])
+    numbers = pa.array(np.arange(len(known), len(every)))
+    vocabulary = pq.read_table(find_vocabulary(file.path))
+    further = pa.table([pa.repeat("item_id", len(new)), numbers, new], schema=vocabulary.schema)
+    ids = np.array(pc.index_in(texts, every), np.int64)
+    return ids, max(file.num_items, len(every)), pa.concat_tables([vocabulary, further])
+
+
+def number_users(source: AttributeFile, values: pa.Array, file: HistoriesFile) -> Ids:
+    """[n] the ids of users as in the histories, -1 for those that these do not have."""
+    known = _read_texts(file.path, "user_id")
+    if known is None:
+        return _parse_ids(source, values)
+    return np.array(pc.fill_null(pc.index_in(_spell(values), known), -1), np.int64)
+
+
+def _read_texts(histories: Path, column: str) -> pa.Array | None:
+    """The texts of coded ids, in the order of their numbers; None if ids are not coded."""
+    path = find_vocabulary(histories)
+    known = None if path is None else pq.read_table(path)
+    mine = None if known is None else known.filter(pc.equal(known.column("column"), column))
+    if mine is None or not mine.num_rows:
+        return None
+    return mine.sort_by("id").column("text").combine_chunks()
+
+
+def _spell(values: pa.Array) -> pa.Array:
+    return values if is_text(values.type) else cast_values(values, pa.string(), "ids")
+
+
+def _parse_ids(source: AttributeFile, values: pa.Array) -> Ids:
+    """Ids of data whose ids are integers."""
+    try:
+        return np.array(parse_integers(values), np.int64)
+    except (NotIntegers, BadValue) as error:
+        raise ValueError(
+            f"{source.file}: column {source.key!r} holds {error}, and the {source.role} ids of the "
+            "interactions are integers; use the same ids in both"
+        ) from None
+
+
+def refuse_repeated_ids(source: AttributeFile, values: Sequence[pa.Scalar], ids: Ids) -> None:
+    """ValueError if an id [n], other than -1, occurs twice; `values` as the file has them."""
+    rows = np.flatnonzero(ids != -1)
+    ordered = rows[np.argsort(ids[rows], kind="stable")]
+    again = np.flatnonzero(np.diff(ids[ordered]) == 0)
+    if len(again):
+        first, second = sorted((int(ordered[again[0]]), int(ordered[again[0] + 1])))
+        raise ValueError(
+            f"{source.file}, rows {first + 1} and {second + 1}: column {source.key!r} holds "
+            f"{values[second].as_py()!r} twice ({len(again):,} such rows); keep one row per "
+            f"{source.role}"
+        )

@@ -35,8 +35,8 @@ _FINER = {"ms": 1000, "us": 1000**2, "ns": 1000**3}  # counts of a unit in a sec
 
 
 def measure_hour(file: HistoriesFile) -> int:
-    """How many units of the timestamps an hour has, by the magnitude of the last one. Counts of no
-    known unit are seconds."""
+    """Units of the timestamps in an hour, by the magnitude of the last one; unknown ones are
+    seconds."""
     return _HOUR_S * _FINER.get(guess_unit(file.find_largest("timestamp")) or "", 1)
 
 
@@ -62,15 +62,8 @@ def write_parts(
     attributes: AttributeFile | None,
     rows: Keys,
 ) -> None:
-    """Writes what crosses of requests read of users and items.
-
-    Args:
-        folder: where to write.
-        context: all features of requests.
-        file: the histories.
-        attributes: --items.
-        rows: [items] the row of each item in --items; -1: none.
-    """
+    """Writes what crosses of requests read of users and items. `context`: all features of requests;
+    `attributes`: --items; rows [items] of each item in them, -1: none."""
     joined = [fitted for fitted in context if fitted.feature.is_joined]
     if not joined:
         return
@@ -86,25 +79,15 @@ def write_parts(
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a batch.
+    """The requests of a batch."""
 
-    Attributes:
-        columns: of the histories file [n], `category.COLUMN` of the interactions among them.
-        users: [n] numbers of their users.
-        items: [items, columns of --items] keys.
-        item_columns: names of these columns.
-        places: [n] rows of `items`.
-        texts: keys of the values of each column of the interactions; the last is missing (-1).
-        hour: units of the timestamps in an hour.
-    """
-
-    columns: Mapping[str, NDArray[Any]]
-    users: Keys
-    items: Keys
-    item_columns: Sequence[str]
-    places: Keys
-    texts: Mapping[str, Keys]
-    hour: int
+    columns: Mapping[str, NDArray[Any]]  # of the histories [n], `category.COLUMN` among them
+    users: Keys  # [n] numbers of their users
+    items: Keys  # [items, columns of --items]
+    item_columns: Sequence[str]  # names of these columns
+    places: Keys  # [n] rows of `items`
+    texts: Mapping[str, Keys]  # of the values of each event column; the last is missing (-1)
+    hour: int  # units of the timestamps in an hour
 
     def encode(self, features: Sequence[Fitted]) -> list[Keys]:
         """Rows [n, 1] of each feature. What crosses have in common is hashed once."""

@@ -40,25 +40,15 @@ Columns = Mapping[str, pa.Array]
 
 @dataclass(frozen=True)
 class Fitted:
-    """A feature with what the training part says of it.
+    """A feature with what the training part says of it."""
 
-    Attributes:
-        feature: as declared, with its kind.
-        first: its first row in the table of its source.
-        rows: how many it has.
-        places: values of one item or event, at most.
-        categories: of the training part, in order of text; empty for other kinds.
-        edges: between the buckets of a number.
-        width: numbers of a vector.
-    """
-
-    feature: Feature
-    first: int
+    feature: Feature  # as declared, with its kind
+    first: int  # row in the table of its source
     rows: int
-    places: int = 1
-    categories: tuple[str, ...] = ()
-    edges: tuple[float, ...] = ()
-    width: int = 0
+    places: int = 1  # values of one item or event, at most
+    categories: tuple[str, ...] = ()  # of the training part, in order of text
+    edges: tuple[float, ...] = ()  # between the buckets of a number
+    width: int = 0  # numbers of a vector
 
     @cached_property
     def _values(self) -> pa.Array:  # many blocks of rows are encoded
@@ -121,16 +111,8 @@ def place_ids(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
 
 
 def fit_feature(feature: Feature, columns: Columns, counts: NDArray[np.int64]) -> Fitted:
-    """Fits one feature; its first row is 0.
-
-    Args:
-        feature: with its kind.
-        columns: values of items or events [n] by column.
-        counts: [n] how often each counts in the training part; 0: it is not looked at.
-
-    Raises:
-        BadValue: a value is not of the kind.
-    """
+    """Fits one feature; its first row is 0. `columns`: values [n]; counts [n]: how often each is in
+    the training part. BadValue for a value that is not of the kind."""
     name, trained = feature.columns[0], counts > 0
     if feature.kind == "cross":
         return Fitted(feature, 0, feature.rows)
@@ -215,8 +197,8 @@ def count_rows(features: Sequence[Fitted]) -> int:
 
 
 def encode_all(features: Sequence[Fitted], columns: Columns) -> NDArray[np.int32]:
-    """Values of a source -> [n, places] rows of its table, feature after feature; one place of
-    nothing if all are vectors."""
+    """Values of a source -> [n, places] rows of its table; a place of nothing if all are
+    vectors."""
     parts = [fitted.encode(columns) for fitted in features if fitted.places]
     if not parts:
         return np.zeros((len(next(iter(columns.values()))), 1), np.int32)

@@ -49,11 +49,7 @@ class Column:
 
 def infer_column(name: str, source: str, values: pa.Array, declared: str | None = None) -> Column:
     """Infers the kind of a column. `declared`: `id`, or the type in a header of RecBole, which
-    decides.
-
-    Raises:
-        BadValue: a value is not of the declared type.
-    """
+    decides. BadValue for a value that is not of the declared type."""
     feature = Feature(name, source, None, (name,))
     kind = values.type
     if pa.types.is_null(kind) or not len(values) or values.null_count == len(values):
@@ -131,8 +127,7 @@ def _judge_categories(
 
 
 def _read_numbers(values: pa.Array, sure: bool) -> np.ndarray | None:
-    """Numbers of a type or as text; None if some are none, unless it is `sure` that all are. Codes
-    such as 007 are no numbers."""
+    """Numbers, also as text; None if some are none and it is not `sure`. Codes as 007 are none."""
     if sure:
         return read_numbers(values)
     if is_text(values.type):
@@ -159,11 +154,8 @@ def _find_separator(keys: pa.Array) -> str | None:
 
 
 def complete_kinds(features: Iterable[Feature], columns: Sequence[Column]) -> list[Feature]:
-    """Gives declared features without a kind the inferred one.
-
-    Raises:
-        ValueError: a column was left out by its values; the message says how to use it.
-    """
+    """Gives declared features without a kind the inferred one. ValueError for a column that was
+    left out by its values; the message says how to use it."""
     by_name = {column.feature.columns[0]: column for column in columns}
     found = []
     for feature in features:

@@ -22,11 +22,8 @@ def inspect_features(
     config: DataConfig, cache: Path
 ) -> tuple[list[str], list[Feature], dict[str, str]]:
     """Reads the columns of --items and --users, and the first rows of those of the interactions.
-
-    Returns:
-        Report lines; the features that `freescale train` makes with these settings, with their
-        kinds; what is known of each column, by label.
-    """
+    Returns report lines; the features that `freescale train` makes with these settings, with their
+    kinds; and what is known of each column, by label."""
     sources = open_sources(config, cache)
     columns = {"event": _infer_events(sources)}
     columns |= {source: _infer_attributes(file) for source, file in sources.attributes.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -25,9 +25,14 @@ from freescale.data.batches.windows import (
     count_train_items,
     read_train_columns,
 )
-from freescale.data.features.attributes import AttributeFile, naming
+from freescale.data.features.attributes import (
+    AttributeFile,
+    naming,
+    number_items,
+    number_users,
+    refuse_repeated_ids,
+)
 from freescale.data.features.crosses import measure_hour, write_parts
-from freescale.data.features.encoding import encode_parts, write_codes, write_vectors
 from freescale.data.features.fitting import (
     Fitted,
     count_rows,
@@ -38,7 +43,6 @@ from freescale.data.features.fitting import (
     to_json,
 )
 from freescale.data.features.inference import complete_kinds
-from freescale.data.features.numbering import number_items, number_users, refuse_repeated
 from freescale.data.features.sources import (
     Sources,
     declare_events,
@@ -54,8 +58,11 @@ from freescale.data.features.store import (
     USERS,
     WEIGHTS,
     FeatureStore,
+    encode_parts,
     list_stored,
     name_vectors,
+    write_codes,
+    write_vectors,
 )
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.digest import compute_digest, read_contents
@@ -80,25 +87,14 @@ def prepare_features(
     continued: Path | None = None,
     progress: Progress | None = None,
 ) -> FeatureStore | None:
-    """Makes the features of a run, or finds them in the cache. One process of a machine makes them.
+    """Makes the features of a run, or finds them in the cache; None without features. One process
+    of a machine makes them. ValueError for a value, column or option that is not valid.
 
-    Args:
-        config: the settings of the data.
-        histories: the prepared histories of it.
-        cache: the folder of prepared data.
-        split: categories, buckets and popularity are those of its training part.
-        any_ids: items are arbitrary ids of a dynamic table.
-        trained: the statistics of a run (`FeatureStore.copy_statistics`), which count for any data.
-            None fits them to this one.
-        continued: the statistics of the run that this one continues, which stay, but for how much
-            the items' own rows count: that follows the events, and never falls.
-        progress: called with a stage and the share done.
-
-    Returns:
-        None without features.
-
-    Raises:
-        ValueError: a value, a column or an option is not valid.
+    Categories, buckets and popularity are those of the training part of `split`. `any_ids`: items
+    are arbitrary ids of a dynamic table. `trained`: the statistics of a run
+    (`FeatureStore.copy_statistics`), which count for any data. `continued`: those of the run that
+    this one continues, which stay, but for how much the items' own rows count: that follows the
+    events, and never falls.
     """
     request, report = get_request(config), progress or (lambda stage, share: None)
     if not request:
@@ -140,26 +136,21 @@ def read_statistics(folder: Path) -> dict[str, Any]:
     return found
 
 
+@dataclass
 class _Making:
     """Makes the features of a run."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        histories: Path,
-        file: HistoriesFile,
-        cache: Path,
-        split: SplitSpec,
-        sources: Sources,
-        request: Request,
-        known: Mapping[str, Any] | None,
-        trained: Path | None,
-        continued: Path | None,
-    ) -> None:
-        self._trained, self._statistics, self._continued = trained, known, continued
-        self._config, self._histories, self._file = config, histories, file
-        self._cache, self._split, self._sources, self._request = cache, split, sources, request
-        self._lines: list[str] = []
+    _config: DataConfig
+    _histories: Path
+    _file: HistoriesFile
+    _cache: Path
+    _split: SplitSpec
+    _sources: Sources
+    _request: Request
+    _statistics: Mapping[str, Any] | None  # that stay
+    _trained: Path | None  # where these are
+    _continued: Path | None
+    _lines: list[str] = field(default_factory=list)
 
     def write(self, out: Path, fingerprint: str, report: Progress) -> None:
         items = self._fit_items(out, report)
@@ -195,7 +186,7 @@ class _Making:
         values = self._read_ids(source, read)
         ids, count, vocabulary = number_items(source, values, self._file)
         self._num_items = max(self._num_items, count)
-        refuse_repeated(source, values, ids)
+        refuse_repeated_ids(source, values, ids)
         del values
         if vocabulary is not None:
             pq.write_table(vocabulary, out / VOCABULARY)
@@ -256,17 +247,9 @@ class _Making:
         rows: NDArray[np.int64],
         report: Progress,
     ) -> list[Fitted]:
-        """Fits the features of a source, one after another, and writes their codes.
-
-        Args:
-            source: the file of attributes.
-            declared: the features; with statistics those of the statistics.
-            read: reads columns of it, [n].
-            counts: [n] how often each row is in the training part.
-            target: where to write; vectors are written next to it.
-            rows: the row of the file for each row of the target; -1: none.
-            report: called with a stage and the share done.
-        """
+        """Fits the features of a source, one after another, and writes their codes to `target`,
+        vectors next to it. counts [n]: how often each row of the file is in the training part.
+        `rows`: the row of the file for each row of the target; -1: none."""
         fitted: list[Fitted] = []
         codes, lines, left = [], [], []
         known = from_json(self._statistics[source.role]) if self._statistics is not None else None
@@ -307,7 +290,7 @@ class _Making:
         declared, read = self._open(source, report)
         values = self._read_ids(source, read)
         ids = number_users(source, values, self._file)
-        refuse_repeated(source, values, ids)
+        refuse_repeated_ids(source, values, ids)
         users = pq.read_table(self._histories, columns=["user_id"]).column("user_id").to_numpy()
         order = np.argsort(ids)
         place = np.searchsorted(ids[order], users).clip(max=len(ids) - 1)

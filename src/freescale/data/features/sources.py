@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pyarrow as pa
-
 from freescale.config import DataConfig
 from freescale.config.columns import parse_columns
 from freescale.config.features import (
@@ -18,7 +16,12 @@ from freescale.config.features import (
     Request,
     request_features,
 )
-from freescale.data.features.attributes import AttributeFile, infer_kind, open_attributes
+from freescale.data.features.attributes import (
+    AttributeFile,
+    infer_kind,
+    open_attributes,
+    read_sample,
+)
 from freescale.data.features.inference import Column, complete_kinds
 from freescale.data.features.store import list_stored
 from freescale.data.histories import is_histories
@@ -27,12 +30,10 @@ from freescale.data.ingest.layouts import Layout
 from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.ingest.tables import lay_out, read_tables
 from freescale.data.ingest.yambda import MAPPINGS, is_yambda, write_items
-from freescale.data.values import decode_text
 from freescale.data.workspace import make_folder
 
 LISTS = ("multi", "vector")  # kinds of several values, which events do not have
 ITEMS = "items.parquet"  # made of Yambda's mappings
-_SAMPLED = 1 << 20  # rows of the interactions by which kinds are inferred
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,8 @@ def get_request(config: DataConfig) -> Request:
 
 
 def find_columns(sources: Sources, request: Request) -> list[Feature]:
-    """Finds the source of each listed feature; returns all columns if none are listed.
-
-    Raises:
-        ValueError: a column is in no file, or in several.
-    """
+    """Finds the source of each listed feature; returns all columns if none are listed. ValueError
+    for a column that is in no file, or in several."""
     names = {source: file.names for source, file in sources.attributes.items()}
     names["event"] = sources.event_names
     every = {**names, "context": sources.event_names}  # never meant without being named
@@ -161,14 +159,8 @@ def _join_parts(feature: Feature, names: Mapping[str, Sequence[str]]) -> Feature
 def infer_events(sources: Sources, names: Sequence[str]) -> list[Column]:
     """Infers the kinds of columns of the interactions by their first rows."""
     assert sources.events is not None and sources.layout is not None
-    blocks: list[pa.Table] = []
-    for block in read_tables(sources.events, sources.layout, list(names)):
-        blocks.append(block.table)
-        if sum(table.num_rows for table in blocks) >= _SAMPLED:
-            break
-    joined = pa.concat_tables(blocks, promote_options="permissive").slice(0, _SAMPLED)
-    values = {name: decode_text(joined.column(name).combine_chunks()) for name in names}
     file, layout = sources.events, sources.layout
+    values = read_sample(read_tables(file, layout, list(names)), names)
     return [infer_kind(file, layout, name, "event", values[name]) for name in names]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from freescale.config.features import KEPT_SCHEMA, Feature
 from freescale.data.batches.specs import Features
+from freescale.data.feature_values import PART, read_vectors
+from freescale.data.features.attributes import AttributeFile, naming
 from freescale.data.features.crosses import (
     ITEM_KEYS,
     USER_IDS,
@@ -24,7 +27,7 @@ from freescale.data.features.crosses import (
     list_item_columns,
     make_keys,
 )
-from freescale.data.features.fitting import count_rows, encode_all, from_json
+from freescale.data.features.fitting import Columns, Fitted, count_rows, encode_all, from_json
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.random import derive, uniform
 
@@ -33,6 +36,8 @@ ABOUT = "features.json"
 CODES, WEIGHTS, IDS, USERS = "items.npy", "own_weights.npy", "item_ids.npy", "users.npy"
 LISTED = "listed.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
+Codes = NDArray[np.int32]
+Rows = NDArray[np.int64]
 
 
 def name_vectors(number: int) -> str:
@@ -40,31 +45,90 @@ def name_vectors(number: int) -> str:
     return f"vectors-{number}.npy"
 
 
-class FeatureStore(Features):
-    """Features that `prepare_features` has made; opened by each process that needs them.
+def encode_parts(fitted: Fitted, columns: Columns) -> Codes:
+    """All values of a feature -> [n, places] rows of its table."""
+    names = fitted.feature.columns
+    count = len(columns[names[0]])
+    found = np.empty((count, fitted.places), np.int32)
+    for first in range(0, count if fitted.places else 0, PART):
+        part = {name: columns[name].slice(first, PART) for name in names}
+        found[first : first + PART] = fitted.encode(part)
+    return found
 
-    Attributes:
-        folder: holds the files.
-        item: fitted features of items.
-        event: of events.
-        context: of requests, from the event that follows.
-        user: of users.
-        num_items: rows of the item table, items without an event included.
-        any_ids: items are arbitrary ids of a dynamic table, which have no such number.
-        hour: units of the timestamps in an hour.
-    """
+
+def write_codes(path: Path, fitted: Sequence[Fitted], codes: Sequence[Codes], rows: Rows) -> None:
+    """Writes [len(rows), places] codes of all features, out of those of each, [n, its places].
+    `rows`: which of the n; -1: all values are missing."""
+    names = [name for each in fitted for name in each.feature.columns]
+    missing = encode_all(fitted, {name: pa.nulls(1) for name in names})
+    parts = [each for each in codes if each.shape[1]]
+
+    def make(some: Rows) -> Codes:
+        if not parts:  # vectors only
+            return missing.repeat(len(some), axis=0)
+        block = np.concatenate([each[some] for each in parts], axis=1)
+        block[some < 0] = missing
+        return block
+
+    _write_rows(path, missing, rows, make)
+
+
+def write_vectors(
+    path: Path, source: AttributeFile, fitted: Fitted, columns: Columns, rows: Rows
+) -> None:
+    """Writes [len(rows), width] vectors in 16 bits; `rows` as of `write_codes`."""
+    with naming(source.file, fitted.feature):
+        vectors = read_vectors(columns[fitted.feature.columns[0]])
+    if vectors.shape[1] not in (0, fitted.width):
+        raise ValueError(
+            f"{source.file}: the vectors of column {fitted.feature.name!r} have "
+            f"{vectors.shape[1]} numbers, the model was trained with {fitted.width}"
+        )
+    missing = np.zeros((1, fitted.width), np.float16)
+
+    def make(some: Rows) -> NDArray[np.float16]:
+        block = missing.repeat(len(some), axis=0)
+        if vectors.shape[1]:  # none if all are missing
+            block[some >= 0] = vectors[some[some >= 0]]
+        return block
+
+    _write_rows(path, missing, rows, make)
+
+
+def _write_rows(
+    path: Path, like: NDArray[Any], rows: Rows, make: Callable[[Rows], NDArray[Any]]
+) -> None:
+    """Writes what np.save would, without holding it in memory."""
+    about = {"descr": like.dtype.str, "fortran_order": False, "shape": (len(rows), like.shape[1])}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, about)
+        for first in range(0, len(rows), PART):
+            file.write(make(rows[first : first + PART]).tobytes())
+
+
+class FeatureStore(Features):
+    """Features that `prepare_features` has made; opened by each process that needs them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._id_dropout, self._seed = folder, 0.0, 0
         about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         self.item, self.user = from_json(about["item"]), from_json(about["user"])
         self.event, self.context = from_json(about["event"]), from_json(about["context"])
-        self.num_items: int = about["num_items"]
-        self.any_ids: bool = about["any_ids"]
+        self.num_items: int = about["num_items"]  # items without an event included
+        self.any_ids: bool = about["any_ids"]  # those of a dynamic table, which have no number
         self.lines: tuple[str, ...] = tuple(about["lines"])
         self.fingerprint: str = about["fingerprint"]
         self._texts: dict[str, list[str]] = about["event_texts"]
-        self.hour: int = about.get("hour", 0)
+        self.hour: int = about.get("hour", 0)  # units of the timestamps in an hour
+        self.vocabulary = folder / VOCABULARY if (folder / VOCABULARY).is_file() else None
+        self.item_rows, self.event_rows = count_rows(self.item), count_rows(self.event)
+        self.context_rows, self.user_rows = count_rows(self.context), count_rows(self.user)
+        self.user_places = tuple(fitted.places for fitted in self.user)
+        self.item_places = sum(fitted.places for fitted in self.item)
+        self.context_places = sum(fitted.places for fitted in self.context)
+        stored = (list_stored(each.feature) for each in (*self.event, *self.context))
+        self.event_columns = tuple(dict.fromkeys(chain.from_iterable(stored)))
+        self.vector_widths = tuple(fitted.width for fitted in self.item if fitted.width)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "dropout": self._id_dropout, "seed": self._seed}
@@ -76,39 +140,6 @@ class FeatureStore(Features):
     def drop_ids(self, share: float, seed: int) -> None:
         """From now on a share of a training batch's items is known by their features alone."""
         self._id_dropout, self._seed = share, seed
-
-    @property
-    def item_rows(self) -> int:
-        return count_rows(self.item)
-
-    @property
-    def event_rows(self) -> int:
-        return count_rows(self.event)
-
-    @property
-    def context_rows(self) -> int:
-        return count_rows(self.context)
-
-    @property
-    def user_rows(self) -> int:
-        return count_rows(self.user)
-
-    @property
-    def user_places(self) -> tuple[int, ...]:
-        return tuple(fitted.places for fitted in self.user)
-
-    @property
-    def item_places(self) -> int:
-        return sum(fitted.places for fitted in self.item)
-
-    @property
-    def context_places(self) -> int:
-        return sum(fitted.places for fitted in self.context)
-
-    @property
-    def vocabulary(self) -> Path | None:
-        path = self.folder / VOCABULARY
-        return path if path.is_file() else None
 
     @cached_property
     def _codes(self) -> NDArray[np.int32]:  # [items (+ 1 with arbitrary ids), places]
@@ -174,10 +205,6 @@ class FeatureStore(Features):
                     about[name] = fitted.name_categories(codes)
         return found
 
-    @property
-    def vector_widths(self) -> tuple[int, ...]:
-        return tuple(fitted.width for fitted in self.item if fitted.width)
-
     def load_vectors(self) -> list[Tensor]:
         numbers = [n for n, fitted in enumerate(self.item) if fitted.width]
         return [torch.from_numpy(np.load(self.folder / name_vectors(n))) for n in numbers]
@@ -203,14 +230,6 @@ class FeatureStore(Features):
         return torch.from_numpy(self._users[samples].astype(np.int64))
 
     # ---- events
-
-    @property
-    def event_columns(self) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys(
-                name for each in (*self.event, *self.context) for name in list_stored(each.feature)
-            )
-        )
 
     def find_events(
         self,

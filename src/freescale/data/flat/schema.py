@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from freescale.config.columns import parse_labels
+from freescale.config.columns import Label, parse_columns, parse_labels
 from freescale.config.features import Feature, parse_features, read_schema, write_schema
 from freescale.data.feature_values import read_key_lists, read_keys, read_numbers
+from freescale.data.features.attributes import lay_out_table, read_sample
 from freescale.data.features.fitting import (
     MOST_VALUES,
     Fitted,
@@ -26,14 +27,61 @@ from freescale.data.features.fitting import (
     to_json,
 )
 from freescale.data.features.inference import complete_kinds, infer_column
-from freescale.data.flat.rows import FlatRows, Source
-from freescale.data.ingest.tables import TableBlock
+from freescale.data.ingest.column_names import find_roles, require_column
+from freescale.data.ingest.layouts import Layout
+from freescale.data.ingest.sources import SourceFile, find_files
+from freescale.data.ingest.tables import TableBlock, is_empty, read_tables
+from freescale.data.labels import make_label
+from freescale.data.values import decode_text
 
 IDS = ("user", "item")
 _RESERVED = {"labels", *IDS, *(f"{x}_{kind}" for x in IDS for kind in ("features", "own"))}
-_SAMPLED = 1 << 20  # rows by which kinds are inferred
 _NUMBERS = 1 << 22  # training values of a number, at most, by which its buckets are made
 _NO_KEYS = pa.table({"key": pa.array([], pa.string()), "count": pa.array([], pa.int64())})
+Source = str | Path | Sequence[str | Path]
+
+
+class FlatRows:
+    """The rows of a source, files or a table in memory, for which `where`, as `day<20`, is true."""
+
+    def __init__(self, source: Source | pa.Table, where: str = "") -> None:
+        self._table = source if isinstance(source, pa.Table) else None
+        if isinstance(source, pa.Table):
+            self.files = [SourceFile(Path(), "the table")]
+            self._layouts = [Layout("parquet", source.column_names, {})]
+        else:
+            self.files = [file for file in find_files(source) if not is_empty(file)]
+            self._layouts = [lay_out_table(file) for file in self.files]
+        if not self.files:
+            raise ValueError(f"{source}: the files have no rows; give one with a row per sample")
+        self.names = list(self._layouts[0].names)
+        self.where: Label | None = None
+        if where:
+            try:
+                (self.where,) = parse_labels(f"where={where}")
+            except ValueError:
+                problem = f"where={where!r} is no comparison; write one, as 'day<20'"
+                raise ValueError(problem) from None
+
+    def find_roles(self, columns: str) -> dict[str, str]:
+        """The columns of user, item and time, if there are any."""
+        return find_roles(self.names, parse_columns(columns), ("user", "item", "time"))
+
+    def read(self, columns: Sequence[str]) -> Iterator[TableBlock]:
+        """Columns of the rows, dictionaries and bytes decoded."""
+        label = self.where
+        needed = list(dict.fromkeys([*columns, *([label.column] if label else [])]))
+        for file, layout in zip(self.files, self._layouts, strict=True):
+            for name in needed:
+                require_column(file, name, layout.names)
+            whole = [] if self._table is None else [self._table.select(needed)]
+            blocks = (TableBlock(file, each, lambda row: f"row {row + 1}", 1.0) for each in whole)
+            for block in blocks if whole else read_tables(file, layout, needed):
+                if label is not None:
+                    chosen = block.convert(label.column, lambda values: make_label(label, values))
+                    block = block.filter(np.asarray(chosen) == 1)
+                table = pa.table({name: block.convert(name, decode_text) for name in needed})
+                yield TableBlock(file, table, block.locate, block.share)
 
 
 @dataclass(frozen=True)
@@ -69,16 +117,10 @@ class Schema:
         columns: str = "",
         where: str = "",
     ) -> Schema:
-        """Infers the kinds of features from the first million rows.
-
-        Args:
-            source: of the training part.
-            features: as for `--features`. Empty: all columns but those of user, item, time and
-                `where`.
-            labels: as for `FlatTable`; no features.
-            columns: user and item, as `user=reviewer,item=sku`, if not recognised by name.
-            where: which rows count.
-        """
+        """Infers the kinds of features from the first million rows of the training part that
+        `where` chooses. `features`: as for `--features`; empty: all columns but those of user,
+        item, time, `where` and `labels` (as for `FlatTable`). `columns`: user and item, as
+        `user=reviewer,item=sku`, if not recognised by name."""
         rows = FlatRows(source, where)
         if features:
             listed = [replace(f, source=f.source or "event") for f in parse_features(features)]
@@ -108,11 +150,8 @@ class Schema:
 
     def fit(self, source: Source | pa.Table, *, columns: str = "", where: str = "") -> Schema:
         """Finds ids, categories and buckets of the training part, with a pass over it for each
-        column. Memory: the categories of one column, or 4 million numbers.
-
-        Raises:
-            ValueError: a column or value is not valid; with file, row, column and value.
-        """
+        column. Memory: the categories of one column, or 4 million numbers. ValueError for a column
+        or value that is not valid, with file, row, column and value."""
         rows = FlatRows(source, where)
         declared = _complete_kinds(rows, self.features)
         groups = {
@@ -162,14 +201,9 @@ def _complete_kinds(rows: FlatRows, features: Sequence[Feature], leave_out: bool
     names = [each.columns[0] for each in features if each.kind is None]
     if not names:
         return Schema(tuple(features))
-    tables: list[pa.Table] = []
-    for block in rows.read(names):
-        tables.append(block.table)
-        if sum(map(len, tables)) >= _SAMPLED:
-            break
-    sample = pa.concat_tables(tables, promote_options="permissive").slice(0, _SAMPLED)
+    sample = read_sample(rows.read(names), names)
     found = [
-        infer_column(each.name, each.source, sample.column(each.columns[0]).combine_chunks())
+        infer_column(each.name, each.source, sample[each.columns[0]])
         for each in features if each.kind is None
     ]  # fmt: skip
     if leave_out:

@@ -19,8 +19,7 @@ from freescale.data.batches.epoch_order import EpochOrder
 from freescale.data.batches.global_batches import GlobalBatches
 from freescale.data.batches.specs import ReadSpec
 from freescale.data.features.fitting import FIRST_KNOWN, to_json
-from freescale.data.flat.rows import FlatRows, Source
-from freescale.data.flat.schema import IDS, Schema
+from freescale.data.flat.schema import IDS, FlatRows, Schema, Source
 from freescale.data.ingest.digest import compute_digest, read_contents
 from freescale.data.labels import make_label
 from freescale.data.values import parse_numbers, refuse_any

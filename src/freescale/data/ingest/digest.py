@@ -1,11 +1,10 @@
 """Identifies the content of files by a digest of all bytes, cached while a file is certainly the
 same.
 
-Name, size and modification time do not tell files apart, since archives and images preserve
-modification times. They cannot preserve the kernel's own time of the last change (ctime), so a
-cached digest is valid if path, inode, size and both times are unchanged in the same boot of the
-machine. Files are read whole at every start if the file system takes times from elsewhere (images,
-overlays, FUSE), or if a file is so new that another change might get the same time.
+Archives and images preserve names, sizes and modification times, but not the kernel's own time of
+the last change (ctime): a cached digest is valid if path, inode, size and both times are unchanged
+in the same boot. Files are read whole at every start if the file system takes times from elsewhere,
+or if a file is so new that another change might get the same time.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ def compute_digest(*parts: Any) -> str:
 def read_contents(
     paths: Sequence[Path], memory: Path, report: Callable[[float], None]
 ) -> list[Content]:
-    """Computes digests of files, or looks them up in `memory`, a folder that may be shared.
-
-    `report` is called with the share done, if files have to be read. Raises ValueError for a file
-    that changed while it was read.
-    """
+    """Digests of files, computed or found in `memory`, a folder that may be shared. `report` is
+    called with the share done, if files are read. ValueError for a file that changes meanwhile."""
     sizes = [path.stat().st_size for path in paths]
 
     def read_on(before: int, read: int) -> None:

@@ -36,8 +36,7 @@ def partition(
     parts: int,
     folder: Path,
 ) -> list[tuple[Path, int]]:
-    """Writes each row to the Arrow file of its part, in order. Returns path and rows of each
-    part."""
+    """Writes each row to the Arrow file of its part. Returns path and rows of each part."""
     folder.mkdir(exist_ok=True)
     paths = [folder / f"{p}.arrow" for p in range(parts)]
     counts = np.zeros(parts, np.int64)
@@ -129,22 +128,13 @@ def build_histories(
     report: Progress,
     limit: int,
 ) -> list[Path]:
-    """Writes histories.parquet and, if ids are strings, vocabulary.parquet.
+    """Writes histories.parquet and, if ids are strings, vocabulary.parquet. Returns their paths,
+    the histories last. ReadDifferently if the file must be read in another way; ValueError if an id
+    is out of range, or no user has two events.
 
-    Args:
-        interactions: What to read.
-        folder: Where to write, and to spill events to.
-        num_items: Rows of the item table; by default the largest id plus 1.
-        make_fingerprint: Returns that of the sources, for the metadata, once they have been read.
-        report: Called with a stage and the share done.
-        limit: Events of a bucket, about.
-
-    Returns:
-        The paths of the files, the histories last.
-
-    Raises:
-        ReadDifferently: The file must be read in another way.
-        ValueError: An id is out of range, or no user has two events.
+    `folder` is also where events are spilled. `num_items`: rows of the item table; None: the
+    largest id plus 1. `make_fingerprint` returns that of the sources, once they have been read.
+    `limit`: events of a bucket, about.
     """
     largest, events, dropped = -1, 0, 0
 
@@ -274,8 +264,7 @@ def _sort_by_last_event(
 
 
 def _group_events(events: pa.Table) -> tuple[pa.Table, int]:
-    """Flat events -> one row per user, in time order, with the last timestamp; number of users
-    dropped."""
+    """Flat events -> (a row per user, in time order, with its last timestamp; users dropped)."""
     users, times = (events.column(name).to_numpy() for name in ("user_id", "timestamp"))
     order = np.lexsort((times, users))  # stable
     users = users[order]

@@ -51,11 +51,8 @@ class NotIntegers(Exception):
 
 
 def parse_integers(values: pa.Array, signed: bool = False) -> pa.Array:
-    """Ids as int64.
-
-    Raises NotIntegers for strings, ids beyond int64, leading zeros and, unless `signed`, negative
-    ids; BadValue for missing ids and fractions.
-    """
+    """Ids as int64. NotIntegers for strings, ids beyond int64, leading zeros and, unless `signed`,
+    negative ids; BadValue for missing ids and fractions."""
     refuse_nulls(values)
     if is_text(values.type):
         if not signed:  # dynamic tables treat ids one by one, whatever block they are in
@@ -100,8 +97,7 @@ def _strip_zero_fractions(texts: pa.Array) -> pa.Array:
 
 
 def _refuse_missing_markers(texts: pa.Array) -> None:
-    """Raises BadValue for NaN and the like among integers, which would turn all ids into
-    strings."""
+    """BadValue for NaN and the like among integers: all ids would become strings."""
     words = pc.is_in(pc.utf8_lower(texts), pa.array(_NOTHING, texts.type))
     if not pc.any(words).as_py():
         return
@@ -177,8 +173,7 @@ def find_vocabulary(histories: Path) -> Path | None:
 
 
 def check_vocabulary(found: Path | None, expected: Path, columns: Sequence[str]) -> None:
-    """Raises ValueError if the vocabulary of prepared data differs from the `expected` one in the
-    `columns` that a model knows."""
+    """ValueError if a vocabulary differs from the `expected` one in the `columns` of a model."""
     known = _read_vocabulary(expected, columns)
     if known.num_rows and (found is None or not _read_vocabulary(found, columns).equals(known)):
         raise ValueError(
@@ -188,8 +183,7 @@ def check_vocabulary(found: Path | None, expected: Path, columns: Sequence[str])
 
 
 def restore_ids(vocabulary: Path | None, column: str, ids: Sequence[int]) -> list[str | int]:
-    """Original ids of a prepared file. Ids outside the vocabulary are integers, or hashes without
-    text."""
+    """Original ids of a prepared file; without text they are integers, or hashes."""
     if vocabulary is None:
         return list(ids)
     table = _read_vocabulary(vocabulary, [column])

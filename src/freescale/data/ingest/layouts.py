@@ -112,8 +112,7 @@ def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> La
 
 
 def lay_out_columns(file: SourceFile) -> Layout:
-    """The layout of a text file of any columns: JSON lines, or with a header. No column has a
-    role."""
+    """The layout of JSON lines or text with a header, of any columns without roles."""
     lines = read_head(file)
     if lines[0].lstrip().startswith(b"{"):
         types = _read_types(file, lines)

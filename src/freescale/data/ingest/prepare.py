@@ -1,5 +1,4 @@
-"""Turns interaction files into a histories file, and caches it by path and content of its
-sources."""
+"""Turns interaction files into a histories file, cached by path and content of its sources."""
 
 from __future__ import annotations
 
@@ -45,38 +44,23 @@ def prepare(
     known: Known | None = None,
     bucket_events: int = BUCKET_EVENTS,
 ) -> Path:
-    """Makes a histories file of interaction files, or finds it in the cache.
+    """Makes a histories file of interaction files, or finds it in the cache. Returns its path, or
+    `source` itself if it is one. ValueError if a file is missing, damaged or not of the format, or
+    an id is out of range; OSError if the disk is full, with the space needed.
 
     Users with fewer than two events are dropped (and counted in the metadata). Events of equal
     timestamp keep the order of the file; exact duplicates are kept. Integer ids stay as they are.
     Strings, negative integers, and item ids so sparse that a table would be almost unused are
     numbered in order of appearance; `vocabulary.parquet` next to the result maps them.
 
-    Args:
-        source: An interaction file, a pattern, a folder or a URL; several of these; or a histories
-            file.
-        cache: The folder of prepared data, which is found there by the paths and all bytes of its
-            sources.
-        format: `auto`, or one of `config.data.FORMATS`.
-        num_items: Rows of the item table; by default the largest id plus 1.
-        progress: Called with a stage ("hash", "read", "sort", "write") and the share done.
-        columns: Columns by role, as `user=reviewer,item=sku,time=date`, if their names are not
-            recognised.
-        labels: Label columns to read or make, as `is_click,like=rating>=4`.
-        missing: `drop` leaves out rows without user, item or time, `refuse` raises.
-        any_ids: For a dynamic item table: item ids that are numbers of 64 bits stay as they are,
-            others are hashed (`hash_ids`). The metadata says whether different ones share an id.
-        vocabulary: Whether `vocabulary.parquet` has the texts of hashed item ids.
-        events: Features of events to keep, as `Interactions` names them.
-        known: Texts of ids that keep their numbers, by column. Ids of other columns are integers.
-        bucket_events: Events in memory at once, about.
-
-    Returns:
-        The path of the histories file; `source` itself if it is one.
-
-    Raises:
-        ValueError: A file is missing, damaged or not of the format, or an id is out of range.
-        OSError: The disk is full. The message has the space needed.
+    `source`, `format`, `columns`, `labels` and `missing` are as of `read_interactions`. `cache` is
+    the folder of prepared data, which is found by the paths and all bytes of its sources.
+    `num_items`: rows of the item table; None: the largest id plus 1. `progress` is called with a
+    stage ("hash", "read", "sort", "write") and the share done. With `any_ids`, for a dynamic item
+    table, item ids that are numbers of 64 bits stay as they are and others are hashed (`hash_ids`);
+    `vocabulary` keeps their texts. `events`: features of events to keep, as `Interactions` names
+    them. `known`: texts of ids that keep their numbers, by column; ids of other columns are
+    integers. `bucket_events`: events in memory at once, about.
     """
     cache, report = Path(cache), progress or (lambda stage, share: None)
     if num_items is not None and num_items < 1:

@@ -76,11 +76,8 @@ def read_blocks(file: SourceFile, quoted: bool = False) -> Iterator[TextBlock]:
 
 
 def read_head(file: SourceFile) -> list[bytes]:
-    """The first non-empty lines of a file, at least one, which show the format.
-
-    Raises:
-        ValueError: The file is empty, broken, or not the text that it should be.
-    """
+    """The first non-empty lines of a file, at least one, which show the format. ValueError if the
+    file is empty, broken, or not the text that it should be."""
     head: list[bytes] = []
     size = 0
     for block in read_blocks(file):

@@ -107,11 +107,8 @@ class TimestampFormat:
         return replace(self, kind="fractions", source=self.unit or "s", unit=unit)
 
     def parse(self, values: pa.Array, units: UnitCheck) -> pa.Array:
-        """Values of any type as int64 in the file's unit.
-
-        Raises BadValue for a value that is no time or in another unit than earlier ones, FinerTimes
-        for a part below the unit.
-        """
+        """Values of any type as int64 in the file's unit. BadValue for a value that is no time or
+        in another unit than earlier ones, FinerTimes for a part below the unit."""
         values = decode_text(values)
         refuse_nulls(values)
         kind = values.type
@@ -209,11 +206,9 @@ def are_moments(values: Sequence[int], unit: str) -> bool:
 
 
 def choose_unit(files: Sequence[TimestampFormat]) -> str | None:
-    """Chooses the finest unit of the files, to which coarser ones are converted without loss.
-
-    None keeps values as they are: all files count alike, or in an unknown unit. Raises ValueError
-    for integers of unknown unit mixed with timestamps, and for times with and without a zone.
-    """
+    """Chooses the finest unit of the files, to which coarser ones are converted without loss. None
+    keeps values as they are: all files count alike, or in an unknown unit. ValueError for integers
+    of unknown unit mixed with timestamps, and for times with and without a zone."""
     known = [times for times in files if times.unit is not None]
     if len({times.unit for times in known}) <= 1 and all(times.guessed for times in known):
         return None

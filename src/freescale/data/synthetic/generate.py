@@ -26,9 +26,15 @@ from freescale.config import GenerateConfig
 from freescale.data.batches.specs import check_least
 from freescale.data.histories import HistoriesMetadata, make_fingerprint
 from freescale.data.histories_writer import HistoriesWriter, make_schema
-from freescale.data.synthetic.collision_rate import CollisionCounter, calibrate_mixing
-from freescale.data.synthetic.draws import TASTES, DrawnBatch, SyntheticSource
-from freescale.data.synthetic.lengths import SHORTEST, LengthDistribution
+from freescale.data.synthetic.draws import (
+    SHORTEST,
+    TASTES,
+    CollisionCounter,
+    DrawnBatch,
+    LengthDistribution,
+    SyntheticSource,
+    calibrate_mixing,
+)
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.random import derive, hash_name, integers, normal, uniform
 

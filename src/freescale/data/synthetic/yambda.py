@@ -27,7 +27,7 @@ from torch import Tensor
 from freescale.config import GenerateConfig
 from freescale.data.batches.specs import check_least
 from freescale.data.ingest.yambda import EVENTS, KINDS, LISTENED, MAPPINGS
-from freescale.data.synthetic.lengths import SHORTEST, LengthDistribution
+from freescale.data.synthetic.draws import SHORTEST, LengthDistribution, find_ends
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.random import derive, hash_name, integers, normal, uniform
 
@@ -160,12 +160,12 @@ class _Catalogue:
         self.items, self.seed = items, seed
         scale = items / ITEMS
         self.artists, self.albums = (max(2, round(scale * each)) for each in (ARTISTS, ALBUMS))
-        self.ends = _make_ends(items, popularity)
+        self.ends = find_ends(items, popularity)
         self.item_of_rank = torch.argsort(self.draw("item ids", torch.arange(items))).numpy() + 1
         albums = uniform(self.draw("album", torch.arange(items))).numpy()
-        self.album = 1 + np.searchsorted(_make_ends(self.albums, _OWNERS_POWER), albums, "right")
+        self.album = 1 + np.searchsorted(find_ends(self.albums, _OWNERS_POWER), albums, "right")
         artists = uniform(self.draw("artist", torch.arange(self.albums))).numpy()
-        of_album = np.searchsorted(_make_ends(self.artists, _OWNERS_POWER), artists, "right")
+        of_album = np.searchsorted(find_ends(self.artists, _OWNERS_POWER), artists, "right")
         self.artist = 1 + of_album[self.album - 1]
 
     def draw(self, purpose: str, *counters: Tensor | int) -> Tensor:
@@ -217,8 +217,8 @@ class _Catalogue:
 def _draw_events(
     catalogue: _Catalogue, lengths: LengthDistribution, users: Tensor, hot_album: float
 ) -> tuple[pa.Table, NDArray[np.float64], NDArray[np.int64]]:
-    """Events of a block of users; for each [n] the probability that it is listened to, and its
-    kind, as a place in KINDS."""
+    """Events of a block of users; each one's chance [n] to be listened to, and kind [n] in
+    KINDS."""
     counts = torch.from_numpy(lengths.draw(catalogue.seed, users))
     owner = torch.repeat_interleave(torch.arange(len(users)), counts)
     place = torch.arange(len(owner)) - (torch.cumsum(counts, 0) - counts)[owner]
@@ -263,14 +263,6 @@ def _choose_kinds(
     others = (1 - LISTEN_PLUS - SKIP - LIKE) * (1 - chance) / (1 - listened)
     other = 2 + np.searchsorted(np.cumsum(_DISLIKED), second, "right")
     return np.asarray(np.where(first < likes, 1, np.where(first < likes + others, other, 0)))
-
-
-def _make_ends(count: int, power: float) -> NDArray[np.float64]:
-    """[count]: ends of intervals of [0, 1) whose lengths are Zipf distributed."""
-    mass = np.arange(1, count + 1, dtype=np.float64) ** -power
-    ends: NDArray[np.float64] = np.cumsum(mass) / mass.sum()
-    ends[-1] = 1.0
-    return ends
 
 
 def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
