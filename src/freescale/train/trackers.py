@@ -194,7 +194,7 @@ class WandbLog(_Service):
         self._run.finish()
 
 
-TRACKERS = {"mlflow": MLflowLog, "wandb": WandbLog}
+TRACKERS: dict[str, Callable[[], Tracker]] = {"mlflow": MLflowLog, "wandb": WandbLog}
 
 
 def flatten_settings(trainer: RunView) -> dict[str, Any]:

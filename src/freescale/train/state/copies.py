@@ -1,9 +1,8 @@
 """Copies of a run's state in host memory, all of one moment, while training goes on.
 
-What is on a GPU is copied twice if the GPU has room: at once within its memory, which takes a
-hundredth of the time that the bus needs, and from there by the thread that writes it, in pieces,
-during the following steps. No step waits for the bus then, and other traffic waits for one piece
-at most. Without room the pieces cross the bus at once, on the caller's stream.
+If a GPU has room, its state is copied at once within its memory, and from there by the thread that
+writes it, in pieces, during the following steps: no step waits for the bus, other traffic for one
+piece at most. Without room the pieces cross the bus at once, on the caller's stream.
 """
 
 from __future__ import annotations
@@ -39,12 +38,7 @@ _used_before: dict[torch.device, int] = {}
 
 class StateCopies:
     """`copy` and `seal` on the threads and streams that have the state; then `finish`, on any.
-
-    Args:
-        device: of the state.
-        room: bytes of the device that copies may use; None: what they used before, and what
-            `find_room` finds.
-    """
+    `room`: bytes of the device that copies may use; None: as before, and what `find_room` finds."""
 
     def __init__(self, device: torch.device, room: int | None = None) -> None:
         self._device = device
@@ -56,12 +50,8 @@ class StateCopies:
         self._events: list[torch.cuda.Event] = []
 
     def copy(self, value: Tensor, *, is_copy: bool = False) -> Tensor:
-        """A copy in host memory, pinned if `value` is on a GPU: it has the value after `finish`.
-
-        Args:
-            value: as it is on the current stream now; it may change afterwards.
-            is_copy: `value` is a copy already, and nobody changes it.
-        """
+        """A copy in host memory, pinned if `value` is on a GPU: it has the value, as on the current
+        stream now, after `finish`. `is_copy`: it is a copy already, and nobody changes it."""
         if _is_on_host(value):
             return value if is_copy else value.clone()
         value = value.detach()
@@ -182,11 +172,7 @@ def cut_alike(copied: Tensor, value: Tensor, most: int) -> list[tuple[Tensor, Te
 
 class Job:
     """Saving a state in the background: parts of it run on the training thread, the rest on a
-    thread of its own. Knows what it has cost.
-
-    Args:
-        device: of the state.
-    """
+    thread of its own. Knows what it has cost."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies = StateCopies(device)  # of what is saved
@@ -229,8 +215,7 @@ class Job:
         return wait
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Runs `work` on a thread. A process that ends gives it a moment; what is half written then
-        is not a state."""
+        """Runs `work` on a thread. What is half written when the process ends is not a state."""
 
         def run() -> None:
             try:

@@ -20,12 +20,9 @@ _MOST_THREADS = 8
 
 
 class FileReads:
-    """The reads of one restore; `close` ends its threads. One thread alone does not get the
-    memory's speed, and on some machines mapping a page takes longer than copying it.
-
-    What goes to a GPU goes through pinned pieces, two of each thread: one is on the bus while the
-    thread fills the other. They are few, and shared by all tensors: pinning memory is slow, too.
-    """
+    """The reads of one restore; `close` ends its threads: one alone does not get the memory's
+    speed. What goes to a GPU goes through few pinned pieces, two of each thread: one is on the bus
+    while the thread fills the other."""
 
     def __init__(self) -> None:
         self.threads = min(_MOST_THREADS, count_cores())  # nothing else runs
@@ -37,8 +34,7 @@ class FileReads:
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, file: int, place: int, to: Tensor) -> None:
-        """Fills a contiguous tensor from `place` on; on a GPU on the current stream, which may
-        still be copying when this returns."""
+        """Fills a tensor from `place` on; a GPU's stream may still be copying when this returns."""
         data = view_bytes(to)
         if to.device.type == "cuda":
             self.read_in_pieces(file, place, data)

@@ -23,15 +23,9 @@ class NotFinite(ValueError):
 def find_not_finite(
     tensors: Mapping[str, Tensor], untrained: Collection[str] = (), *, background: bool = False
 ) -> str | None:
-    """The name of a tensor that holds NaN or infinity in this rank's part, or None. One pass over
-    each tensor, without a copy; the host waits once for each device.
-
-    Args:
-        tensors: by name.
-        untrained: names of those that may be infinite, as attention masks are.
-        background: the tensors are in host memory and training goes on: uses one core and few
-            calls.
-    """
+    """The name of a tensor that holds NaN or infinity in this rank's part, or None; `untrained`
+    ones may be infinite, as attention masks are. One pass without a copy; the host waits once for
+    each device. `background`: tensors are on the host and training goes on: uses one core."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -53,8 +47,7 @@ def find_not_finite(
 
 
 def _leave_out_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The small tensors, and those in memory that is not finite throughout. Views of one copy are
-    checked together."""
+    """The small tensors, views of one copy together, and those in not throughout finite memory."""
     bases = {name: _find_base(values) for name, values in tensors.items()}
     large = {id(base): base for base in bases.values() if base.numel() > _ALONE}
     finite = {key for key, base in large.items() if _is_finite(base)}

@@ -79,12 +79,8 @@ class FoundSnapshots:
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
     ) -> dict[str, Any]:
-        """Restores this rank, and returns the JSON of its snapshot.
-
-        Raises:
-            Damaged: on all ranks; names what is half written, damaged, another run's or another
-                model's. Nothing is restored then.
-        """
+        """Restores this rank, and returns the JSON of its snapshot. Damaged, on all ranks, if it is
+        half written, damaged, another run's or another model's: nothing is restored then."""
         transport = self.transport
         own = Held(transport.world, transport.rank, choice.step)
         with ExitStack() as stack:

@@ -1,5 +1,4 @@
-"""The snapshots that holders have: their names and headers, which one a restart uses, which ones
-expire, and who keeps a copy for whom."""
+"""The snapshots that holders have: which one a restart uses, which expire, who has copies."""
 
 from __future__ import annotations
 
@@ -89,9 +88,9 @@ class Choice:
 def choose_snapshots(
     names: Sequence[Names], machines: Sequence[bytes | str], refused: Sequence[int] = ()
 ) -> Choice | None:
-    """The newest step that is complete for all ranks, on whichever machines, and not refused; None
-    if there is none. names [ranks]: of the memory files on the machine of each rank. A rank reads
-    its own if its machine has it; otherwise the first rank of another machine does."""
+    """The newest step that is complete for all ranks, on whichever machines, and not refused. names
+    [ranks]: of the memory files on each rank's machine. A rank reads its own if its machine has it;
+    otherwise the first rank of another machine does."""
     world = len(names)
     first = {machine: machines.index(machine) for machine in machines}
     held = {rank: parse_names(names[rank]) for rank in first.values()}
@@ -128,8 +127,7 @@ def explain_none(names: Sequence[Names]) -> str:
 
 
 def choose_buddies(machines: Sequence[bytes | str]) -> list[int | None]:
-    """[ranks]: the rank that keeps a copy of each rank's snapshots, one of the next machine. None
-    if there is only one machine."""
+    """[ranks]: who keeps a copy of each rank's snapshots, on the next machine; None: only one."""
     groups: dict[bytes | str, list[int]] = {}
     for rank, machine in enumerate(machines):
         groups.setdefault(machine, []).append(rank)

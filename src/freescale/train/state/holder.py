@@ -31,8 +31,7 @@ LARGEST = 1 << 17  # bytes of a message
 
 
 def read_peer(connection: socket.socket) -> tuple[int, bool]:
-    """(process id of the other end, whether it belongs to the same user): an abstract socket has no
-    permissions."""
+    """(process of the other end, whether it is this user's): abstract sockets lack permissions."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, _ = struct.unpack("3i", found)
     return process, user == os.getuid()

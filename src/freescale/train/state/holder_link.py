@@ -33,8 +33,7 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def name_holder(run: str, machine: bytes) -> str:
-    """The socket of a run's holder on a machine. Network namespaces of one kernel count as machines
-    and cannot reach each other's sockets."""
+    """The socket of a run's holder on a machine, or network namespace."""
     return f"freescale-holder-{run}-{hashlib.sha256(machine).hexdigest()[:12]}"
 
 

@@ -22,8 +22,7 @@ def create_file(size: int) -> int:
 
 def exchange_files(transport: Transport, outgoing: Mapping[int, Tensor]) -> dict[int, int]:
     """Sends bytes [n] on the host to some ranks, by rank, and receives what others send: the
-    descriptors of memory files, by rank. A collective, over a channel of bulk traffic or the main
-    thread's. Pieces bound the memory, and urgent traffic of training passes between two."""
+    descriptors of memory files, by rank. A collective. Urgent traffic passes between two pieces."""
     rank, world = transport.rank, transport.world
     sizes = {str(peer): data.numel() for peer, data in outgoing.items()}
     everyones = gather_json(transport, sizes)

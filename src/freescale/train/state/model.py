@@ -70,8 +70,7 @@ def share(value: Tensor) -> Tensor:
 def collect_tables(
     tables: Tables, names: Iterable[str], copy: Callable[[Tensor], Tensor] = share
 ) -> dict[str, Tensor]:
-    """Tensors of the tables with these names; each is whole, over all ranks. `copy` is applied to
-    this rank's parts."""
+    """Tensors of named tables, whole over all ranks; `copy` is applied to this rank's parts."""
     return {
         f"table/{name}/{part}": _make_whole(copy(value), name, tables)
         for name in names
@@ -92,9 +91,8 @@ def collect_shards(
 
 
 def _make_whole(local: Tensor, name: str, tables: Tables) -> Tensor:
-    """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor of
-    the same name and shape. A dynamic one is [virtual shards, rows of each, ...]: ranks own whole
-    shards."""
+    """A rank's part of a table as torch's sharded tensor; a replicated table is a plain tensor. A
+    dynamic one is [virtual shards, rows of each, ...]: ranks own whole shards."""
     if tables.placements[name].kind == "replicated":
         return local
     spec, transport = tables.specs[name], tables.transport
@@ -171,8 +169,7 @@ def restore_random(tensors: Mapping[str, Tensor], transport: Transport) -> None:
 def describe_model(
     model: ShardedModel, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Describes the model, so that another one is refused before anything is read. `state`: the
-    result of `list_state`."""
+    """Describes the model, to refuse another one. `state`: the result of `list_state`."""
     tables = model.tables
     return {
         "dense": {
@@ -199,8 +196,7 @@ def refuse_other_model(
     optimizer: torch.optim.Optimizer | None,
     may_grow: bool = False,
 ) -> None:
-    """ValueError if the state `saved` is not this model's; names the first difference. `may_grow`:
-    tables of the model may have more rows."""
+    """ValueError for the first difference of `saved` and this model; its tables `may_grow`."""
     state = list_state(model.module)
     here = describe_model(model, state, optimizer)
     other = f"{path} is a checkpoint of another model"

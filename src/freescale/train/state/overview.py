@@ -1,5 +1,4 @@
-"""The checkpoints of a run as one process sees them: lists them, verifies them, and makes a chain
-one full checkpoint."""
+"""The checkpoints of a run as one process sees them: listed, verified, a chain made one."""
 
 from __future__ import annotations
 
@@ -70,19 +69,11 @@ def _find_best(files: CheckpointFolder) -> int | None:
 
 
 def compact_last(folder: Path) -> tuple[Path, list[int]]:
-    """Makes the last checkpoint, a delta, a full one, and removes what only it depended on. The
-    full one replaces the delta when it is complete; a kill leaves one of the two. Needs host memory
-    for a full checkpoint, but no model.
-
-    Args:
-        folder: of the checkpoints, which no run uses.
-
-    Returns:
-        The checkpoint, and the steps that were removed: none if it was a full one already.
-
-    Raises:
-        ValueError: there is no checkpoint, or the chain is damaged or cannot be written.
-    """
+    """Makes the last checkpoint, a delta, a full one, and removes what only it depended on, in a
+    folder that no run uses. The full one replaces the delta when it is complete; a kill leaves one
+    of the two. Needs host memory for a full checkpoint, but no model. Returns the checkpoint, and
+    the steps that were removed. ValueError if there is no checkpoint, or the chain is damaged or
+    cannot be written."""
     files, transport = CheckpointFolder(folder), LocalTransport()
     steps = files.steps()
     if not steps:

@@ -65,14 +65,8 @@ class Pace:
         self._fastest = 0.0  # seconds of a step, without other work between two looks
 
     def look(self, step: int, busy: bool, seconds: float, processor: float) -> Look:
-        """How this rank judges the last snapshot, after `step`.
-
-        Args:
-            step: the last step.
-            busy: a snapshot is in progress.
-            seconds: of the last one, with its copy; 0 if it was no usual one.
-            processor: its processor seconds.
-        """
+        """How this rank judges the last snapshot, after `step`. `busy`: one is in progress;
+        `seconds` of the last, with its copy, 0 if it was no usual one; its `processor` seconds."""
         now, per_step = time.perf_counter(), 0.0
         if self._last is not None and step > self._last[0]:
             per_step = (now - self._last[1]) / (step - self._last[0])
@@ -85,9 +79,9 @@ class Pace:
         return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
 
     def agree(self, looks: Sequence[Look]) -> dict[str, Any] | None:
-        """Applies the looks of all ranks. Returns a line for the log if there is something to
-        report: `snapshot_interval`, the interval grows; `snapshot_cost`, once, the requested one
-        costs more than the budget."""
+        """Applies the looks of all ranks. Returns a line for the log: `snapshot_interval`, the
+        interval grows; `snapshot_cost`, once, the requested one costs more than the budget; or
+        None."""
         least = max(each["steps"] for each in looks)
         grows = least > self.interval
         if grows and not isinstance(self.requested, int):

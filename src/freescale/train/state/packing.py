@@ -22,8 +22,7 @@ Names = Mapping[int, str]  # of the model's parameters, by identity
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns JSON and adds tensors to `tensors`, by names below `name`. ValueError names what is
-    neither a tensor nor plain."""
+    """Returns JSON, and adds tensors by names below `name`. ValueError for what is neither."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise ValueError(
@@ -52,12 +51,8 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 class Unpacker:
     """Rebuilds packed values with empty tensors, which it collects in `tensors`, to be read into.
-
-    Args:
-        state: JSON of the saved state.
-        saved: tensors with the shapes and types of the saved ones; a checkpoint's have no memory.
-        device: where tensors go that were not on the host.
-    """
+    `saved`: tensors with the shapes and types of the saved ones, maybe without memory. `device`:
+    where tensors go that were not on the host."""
 
     def __init__(
         self, state: Mapping[str, Any], saved: Mapping[str, Tensor], device: torch.device
@@ -130,9 +125,9 @@ def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def refuse_before_it_steps(optimizer: Optimizer, names: Names) -> None:
-    """Names what the optimizer will keep from step to step that a checkpoint cannot hold. torch's
-    own optimizers keep nothing of that kind; for others a copy makes a step. One that cannot be
-    copied, or cannot step like this, is refused at the first save."""
+    """Refuses what the optimizer will keep from step to step and a checkpoint cannot hold. torch's
+    own keep nothing of that kind; for others a copy makes a step. One that cannot do so is refused
+    at the first save."""
     _refuse_other_parameters(optimizer, names)
     if optimizer.state or type(optimizer).__module__.startswith("torch.optim."):
         pack_optimizer(optimizer, names, {})

@@ -36,15 +36,9 @@ from freescale.transport.failures import run_on_all_ranks
 
 class Restore:
     """A restore in two steps: `tensors`, everything but the tables, is to be filled by the store;
-    `finish` puts it into its place.
-
-    Args:
-        state: JSON of the saved state.
-        saved: tensors with the shapes and types of the saved ones.
-        model: the model, with placed tables. Deferred gradients are forgotten.
-        optimizer: of its dense parameters; its settings stay. None: weights and tables only.
-        continues: whether the run goes on where it was, random state included.
-    """
+    `finish` puts it into its place. Deferred gradients of the model, whose tables are placed, are
+    forgotten. `saved`: tensors with the shapes and types of the saved ones; without an optimizer,
+    weights and tables only; `continues`: the run goes on where it was, random state included."""
 
     def __init__(
         self,
@@ -93,11 +87,9 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     continues: bool = True,
 ) -> dict[str, Any]:
-    """As `Checkpoints.load`. A collective; returns the progress that was saved.
-
-    `continues`: whether the run goes on where it was. If not, another one begins with its model,
-    whose tables may have more rows: those have their initial values.
-    """
+    """As `Checkpoints.load`. A collective; returns the progress that was saved. If the run does not
+    go on where it was (`continues`), another one begins with its model, whose tables may have more
+    rows, with their initial values."""
     path, state, transport = checkpoint.path, checkpoint.state, model.transport
     if not model.tables.placed:
         model.tables.place(recorded=state["placement"])
@@ -143,8 +135,8 @@ def _load_tensors(reader: SafeReader, tensors: dict[str, Tensor], transport: Tra
 
 def _join_shards(value: Tensor, whole: Tensor, transport: Transport) -> None:
     """Copies this rank's part of a small dynamic table that an earlier version saved in as many
-    shards as a large one has. Its own shards are runs of those: rows keep their positions. Only the
-    number of batches, the same in all shards, has fewer elements than before."""
+    shards as a large one has: rows keep their positions. Only the number of batches, the same in
+    all shards, has fewer elements than before."""
     joined = whole.view(-1)[: value.numel()].view(value.shape)
     block = -(-value.shape[0] // transport.world)  # as DynamicLayout and torch divide shards
     own = joined[transport.rank * block : (transport.rank + 1) * block]

@@ -35,16 +35,9 @@ class Taking(Job):
 
 
 class Snapshots:
-    """Takes a snapshot every few steps, one at a time. Making one, and all methods except
-    `abandon`, are collectives.
-
-    Args:
-        transport: of the run.
-        every: steps between two snapshots; `auto`: as few as cost at most 1 % of training.
-
-    Raises:
-        ValueError: this system has no memory files.
-    """
+    """Takes a snapshot every few steps, one at a time; `auto`: as few as cost at most 1 % of
+    training. Making one, and all methods except `abandon`, are collectives. ValueError if this
+    system has no memory files."""
 
     def __init__(self, transport: Transport, every: Every) -> None:
         if not is_supported():
@@ -139,17 +132,9 @@ class Snapshots:
         collect: Callable[[MemoryContents], None],
         failed: bool = False,
     ) -> dict[str, Any] | None:
-        """After a step: begins a snapshot if it is due and the one before is complete on all ranks.
-
-        Args:
-            step: the last step.
-            tables: of the model.
-            collect: collects what the snapshot holds.
-            failed: the run is about to end. If any rank passes it, no rank begins a snapshot.
-
-        Returns:
-            A line for the log, if the interval grows or costs much.
-        """
+        """After a step: begins a snapshot, which `collect` fills, if it is due and the one before
+        is complete on all ranks; none if any rank passes `failed`, because the run is about to end.
+        Returns a line for the log, if the interval grows or costs much."""
         self._costs.note_step()
         if step < self.due:
             return None
@@ -295,8 +280,7 @@ class Snapshots:
             self.taking = None
 
     def abandon(self, end: bool) -> None:
-        """Leaves a run that has failed: with `end` its holder ends at once, otherwise once nobody
-        has come back for a while."""
+        """Leaves a failed run; its holder ends at once with `end`, else if nobody comes back."""
         if self._link is not None:
             if end and self._is_first:
                 self._link.end()

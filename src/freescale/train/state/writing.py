@@ -26,12 +26,9 @@ def write_checkpoint(
     writer: TensorWriter,
 ) -> int:
     """Writes a checkpoint and puts it in its place. A collective that uses nothing of the ranks'
-    devices. Returns the checksum of its state.json, 0 on other ranks than 0.
-
-    Raises:
-        ValueError: it could not be written, on all ranks; nothing of it is left.
-        NotFinite: a weight or optimizer state is not finite.
-    """
+    devices. Returns the checksum of its state.json, 0 on other ranks than 0. ValueError, on all
+    ranks, if it could not be written, and nothing of it is left; NotFinite for a weight or
+    optimizer state that is not finite."""
     step = int(contents.state["progress"]["step"])
     run_on_all_ranks(transport, lambda: _refuse_diverged(step, contents), NotFinite)
     failure, checksum = f"checkpoint {files.path(step)} could not be written", 0
