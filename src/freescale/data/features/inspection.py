@@ -6,7 +6,6 @@ from pathlib import Path
 
 from freescale.config import DataConfig
 from freescale.config.features import Feature
-from freescale.data.features.attributes import AttributeFile
 from freescale.data.features.inference import Column, complete_kinds
 from freescale.data.features.sources import (
     LISTS,
@@ -25,8 +24,13 @@ def inspect_features(
     Returns report lines; the features that `freescale train` makes with these settings, with their
     kinds; and what is known of each column, by label."""
     sources = open_sources(config, cache)
-    columns = {"event": _infer_events(sources)}
-    columns |= {source: _infer_attributes(file) for source, file in sources.attributes.items()}
+    names = sources.event_names
+    found = infer_events(sources, names) if names else []
+    lists = "events have features of one value"
+    columns = {"event": [column.without(LISTS, lists) for column in found]}
+    for source, of_file in sources.attributes.items():
+        read = of_file.open(of_file.names)
+        columns[source] = [of_file.infer(name, read([name])[name]) for name in of_file.names]
     chosen = _choose(config, sources, columns)
     used = {f"{each.source}.{name}" for each in chosen for name in each.columns}
     kinds = {each.label: each.kind for each in chosen}
@@ -51,17 +55,6 @@ def inspect_features(
         lines.append(f"use them as features: --features {option}")
     notes = {c.feature.label: c.describe() for of in columns.values() for c in of}
     return lines, chosen, notes
-
-
-def _infer_events(sources: Sources) -> list[Column]:
-    names = sources.event_names
-    found = infer_events(sources, names) if names else []
-    return [column.without(LISTS, "events have features of one value") for column in found]
-
-
-def _infer_attributes(file: AttributeFile) -> list[Column]:
-    read = file.open(file.names)
-    return [file.infer(name, read([name])[name]) for name in file.names]
 
 
 def _choose(

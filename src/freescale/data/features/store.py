@@ -33,7 +33,10 @@ from freescale.random import derive, uniform
 
 FOLDER = "features"  # in the folder of a run
 ABOUT = "features.json"
-CODES, WEIGHTS, IDS, USERS = "items.npy", "own_weights.npy", "item_ids.npy", "users.npy"
+CODES = "items.npy"  # [items (+ 1 with arbitrary ids), places]
+WEIGHTS = "own_weights.npy"  # [items]: of their own rows
+IDS = "item_ids.npy"  # [items] sorted, if ids are arbitrary
+USERS = "users.npy"  # [samples, places]
 LISTED = "listed.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
 Codes = NDArray[np.int32]
@@ -111,6 +114,7 @@ class FeatureStore(Features):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._id_dropout, self._seed = folder, 0.0, 0
+        self._mapped: dict[str, NDArray[Any] | None] = {}
         about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         self.item, self.user = from_json(about["item"]), from_json(about["user"])
         self.event, self.context = from_json(about["event"]), from_json(about["context"])
@@ -141,19 +145,12 @@ class FeatureStore(Features):
         """From now on a share of a training batch's items is known by their features alone."""
         self._id_dropout, self._seed = share, seed
 
-    @cached_property
-    def _codes(self) -> NDArray[np.int32]:  # [items (+ 1 with arbitrary ids), places]
-        return np.load(self.folder / CODES, mmap_mode="r")  # type: ignore[no-any-return]
-
-    @cached_property
-    def _weights(self) -> NDArray[np.float32] | None:  # [items]: of their own rows
-        path = self.folder / WEIGHTS
-        return np.load(path, mmap_mode="r") if path.is_file() else None
-
-    @cached_property
-    def _ids(self) -> NDArray[np.int64] | None:  # [items] sorted, if ids are arbitrary
-        path = self.folder / IDS
-        return np.load(path, mmap_mode="r") if path.is_file() else None
+    def _map(self, name: str) -> Any:
+        """An array of the store, mapped into memory at the first use; None if there is none."""
+        if name not in self._mapped:
+            path = self.folder / name
+            self._mapped[name] = np.load(path, mmap_mode="r") if path.is_file() else None
+        return self._mapped[name]
 
     def find_listed(self) -> NDArray[np.int64]:
         """Ids of the items that have a row in --items, ascending."""
@@ -178,9 +175,10 @@ class FeatureStore(Features):
     def find_items(self, ids: Tensor, batch: int | None = None) -> tuple[Tensor, Tensor]:
         numbers = ids.numpy()
         places = self._find_places(numbers)
-        codes = torch.from_numpy(self._codes[places].astype(np.int64))
+        codes = torch.from_numpy(self._map(CODES)[places].astype(np.int64))
         ones = np.ones(numbers.shape, np.float32)
-        own = torch.from_numpy(ones if self._weights is None else np.asarray(self._weights[places]))
+        weights = self._map(WEIGHTS)
+        own = torch.from_numpy(ones if weights is None else np.asarray(weights[places]))
         if batch is not None and self._id_dropout:
             draws = uniform(derive(derive(self._seed, _DROPPED, batch), ids))
             own = own * (draws >= self._id_dropout)
@@ -191,7 +189,8 @@ class FeatureStore(Features):
         first = 0
         for fitted in self.item:
             if fitted.feature.name == name:
-                return self._codes[self._find_places(ids), first : first + fitted.places]
+                codes: NDArray[np.int32] = self._map(CODES)
+                return codes[self._find_places(ids), first : first + fitted.places]
             first += fitted.places
         raise KeyError(name)
 
@@ -213,21 +212,18 @@ class FeatureStore(Features):
         return torch.from_numpy(np.asarray(self._find_places(ids.numpy()), np.int64))
 
     def _find_places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self._ids is None:
+        known = self._map(IDS)
+        if known is None:
             return ids
-        last = len(self._ids)  # row for items without features
-        places = np.searchsorted(self._ids, ids)
-        found = self._ids[places.clip(max=max(last - 1, 0))] == ids if last else False
+        last = len(known)  # row for items without features
+        places = np.searchsorted(known, ids)
+        found = known[places.clip(max=max(last - 1, 0))] == ids if last else False
         return np.where(found, places, last)
 
     # ---- users
 
-    @cached_property
-    def _users(self) -> NDArray[np.int32]:  # [samples, places]
-        return np.load(self.folder / USERS, mmap_mode="r")  # type: ignore[no-any-return]
-
     def find_users(self, samples: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self._users[samples].astype(np.int64))
+        return torch.from_numpy(self._map(USERS)[samples].astype(np.int64))
 
     # ---- events
 
@@ -268,22 +264,14 @@ class FeatureStore(Features):
         names = list_item_columns(joined)
         requests = Requests(
             columns,
-            self._user_ids[samples],
-            self._item_keys if names else np.zeros((0, 0), np.int64),
+            self._map(USER_IDS)[samples],
+            self._map(ITEM_KEYS) if names else np.zeros((0, 0), np.int64),
             names,
             self._find_places(columns["item_id"]),
             self._text_keys,
             self.hour,
         )
         return requests.encode(joined)
-
-    @cached_property
-    def _user_ids(self) -> NDArray[np.int64]:  # [samples]
-        return np.load(self.folder / USER_IDS, mmap_mode="r")  # type: ignore[no-any-return]
-
-    @cached_property
-    def _item_keys(self) -> NDArray[np.int64]:  # [items (+ 1 with arbitrary ids), columns]
-        return np.load(self.folder / ITEM_KEYS, mmap_mode="r")  # type: ignore[no-any-return]
 
     @cached_property
     def _text_keys(self) -> dict[str, NDArray[np.int64]]:  # by column; the last one is missing (-1)

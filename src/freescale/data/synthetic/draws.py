@@ -113,9 +113,6 @@ class SyntheticSource:
     def batches(self) -> int:
         return -(-self.users // self.global_batch)
 
-    def _draw(self, purpose: str, *counters: Tensor | int) -> Tensor:
-        return uniform(derive(self.seed, hash_name(purpose), *counters))
-
     def draw_batch(self, number: int) -> DrawnBatch:
         users = torch.arange(
             number * self.global_batch, min((number + 1) * self.global_batch, self.users)
@@ -130,9 +127,9 @@ class SyntheticSource:
         # of the event's run
         begin = torch.cummax(torch.where(starts, torch.arange(len(owner)), 0), 0).values
         taste = integers(derive(self.seed, hash_name("taste"), users), TASTES)[owner]
-        stride = self._draw("stride", torch.arange(TASTES))[taste]
+        strides = uniform(derive(self.seed, hash_name("stride"), torch.arange(TASTES)))
         point = (
-            uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * stride
+            uniform(derive(keys, 1))[begin] + (torch.arange(len(owner)) - begin) * strides[taste]
         ) % 1.0
         ranks = np.searchsorted(self.item_ends, point.numpy(), "right")
         edges = torch.arange(self.ranks + 1) * count // self.ranks  # users of each rank

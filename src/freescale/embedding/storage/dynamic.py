@@ -89,8 +89,10 @@ class DynamicStorage(Storage):
         keys; if the device decides, `wait_for_rows` waits, once the rows are needed."""
         marks, draws = counted or Counted()
         slots = self._decide(rows, ledger, marks)
-        missing = self._find_missing(slots) if self._has_default else None
-        log_q = None
+        missing = log_q = None
+        if self._has_default:
+            assert self._slots is not None
+            missing = (slots == self._slots[0]).to(torch.uint8)  # of keys that have no row
         if self.draws is not None:
             drawn = torch.zeros_like(rows) if draws is None else draws
             log_q = self._count_draws(self.draws, rows, drawn)
@@ -185,11 +187,6 @@ class DynamicStorage(Storage):
             self._exchange_rows(decision)
         self._decisions.add(decision)
 
-    def _find_missing(self, slots: Tensor) -> Tensor:
-        """[n] uint8: which slots [n] are of keys that have no row."""
-        assert self._slots is not None
-        return (slots == self._slots[0]).to(torch.uint8)
-
     def describe(self, rows: Tensor) -> Tensor | None:
         if not self._has_default:
             return None
@@ -212,10 +209,6 @@ class DynamicStorage(Storage):
         whoever decides, so that they have the same bits."""
         return self.spec.padding is None and fits_exchange(self.weight)
 
-    @property
-    def _parts(self) -> list[tuple[str, Tensor]]:
-        return [("rows", self.weight), *self.state.items()]
-
     def _exchange_rows(self, decision: Decision) -> None:
         if self.weight.is_cuda:  # lanes and the main thread exchange them in turn
             stream = current_stream(self.weight.device)
@@ -223,7 +216,7 @@ class DynamicStorage(Storage):
                 if tensor is not None:
                     tensor.record_stream(stream)
         swap_rows = choose_row_exchange(self.weight).swap_rows
-        for name, value in self._parts:
+        for name, value in [("rows", self.weight), *self.state.items()]:
             swap_rows(value, decision.slots, decision.rows[name])
         self._mark_exchanged(decision)
 

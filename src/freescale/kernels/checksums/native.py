@@ -1,4 +1,4 @@
-"""Checksums of host memory in C: sums, copies and row replacements, each in one pass."""
+"""The functions of `checksums.reference` in C: each in one pass over the memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def sum_blocks(value: Tensor) -> Words:
 
 
 def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
-    """As the reference."""
 
     def add(begin: int, end: int) -> Words:
         sums = np.empty(-(-(end - begin) // BYTES), np.uint64)
@@ -55,7 +54,6 @@ def _divide(size: int, most: int, add: Callable[[int, int], Words]) -> Words:
 
 
 def copy_blocks(value: Tensor, into: Tensor) -> Words:
-    """As the reference."""
     assert into.shape == value.shape and into.dtype == value.dtype and into.is_contiguous()
     return _pass_over(value, into)
 
@@ -72,7 +70,6 @@ def _pass_over(value: Tensor, into: Tensor | None) -> Words:
 def replace_rows(
     into: Tensor, sums: Words, rows: Tensor, source: Tensor, packed: bool = False
 ) -> None:
-    """As the reference."""
     rows, source = rows.long().contiguous(), source.contiguous()
     assert into.is_contiguous() and into.dtype == source.dtype and sums.flags.c_contiguous
     assert into.shape[1:] == source.shape[1:]

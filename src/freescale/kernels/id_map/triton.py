@@ -76,7 +76,6 @@ _LIMIT = 2**31 - 1
 
 
 def allocate(shards: int, rows: int, first_shard: int, device: torch.device, bits: int) -> IdMap:
-    """As the reference."""
     require_gpu(device, "kernels.id_map.reference")
     plain = reference.allocate(shards, rows, first_shard, device, bits)
     words = torch.zeros(shards, count_buckets(rows), WORDS, dtype=torch.int32, device=device)
@@ -89,7 +88,6 @@ def count_buckets(rows: int) -> int:
 
 
 def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
-    """As the reference."""
     found = torch.empty_like(keys)
     _launch(
         _kernels.find_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys,
@@ -115,7 +113,6 @@ def read_rows(
 def look_up(
     map: IdMap, keys: Tensor, counted: Tensor | None, batch: int, absent: int = -1
 ) -> LookedUp:
-    """As the reference."""
     n, device = keys.numel(), keys.device
     if n > _LIMIT // 4:
         raise ValueError(f"up to {_LIMIT // 4} ids can be looked up at a time, not {n}")
@@ -138,7 +135,6 @@ def look_up(
 
 
 def find_again(map: IdMap, keys: Tensor, lookup: LookedUp, absent: int = -1) -> None:
-    """As the reference."""
     _launch(
         _kernels.find_again_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys,
         lookup.found, lookup.scratch, pad(map.shards), lookup.uses.padded, *_measure(map),
@@ -147,7 +143,6 @@ def find_again(map: IdMap, keys: Tensor, lookup: LookedUp, absent: int = -1) -> 
 
 
 def swap_uses(map: IdMap, uses: Noted) -> None:
-    """As the reference."""
     _launch(
         _kernels.swap_uses_kernel, uses.n, uses.memory.device, BLOCK, map.last, map.count,
         uses.memory, uses.padded, uses.n,
@@ -171,7 +166,6 @@ def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | N
 
 
 def order(map: IdMap, missing: Listed) -> Missing:
-    """As the reference."""
     n, memory = missing.n, (missing.scratch, missing.choices, *missing.sizes)
     device = missing.scratch.device
     _launch(
@@ -186,7 +180,6 @@ def order(map: IdMap, missing: Listed) -> Missing:
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
-    """As the reference."""
     room = torch.empty_like(missing.wanted)
     launch_blocks(
         _choice_kernels.room_kernel, room.device, map.shards, 1, map.last, missing.wanted, room,
@@ -199,7 +192,6 @@ def place(
     map: IdMap, missing: Missing | Listed, *, batch: int, limit: int, by_count: bool, evicts: bool,
     host_sums: Tensor | None = None,
 ) -> tuple[Noted, Tensor, Tensor]:  # fmt: skip
-    """As the reference."""
     if isinstance(missing, Missing):
         missing = _list(map, missing)
     n, device = missing.n, missing.scratch.device
@@ -246,7 +238,6 @@ def _divide(rows: int) -> dict[str, int | bool]:
 
 
 def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Noted:
-    """As the reference."""
     noted = allocate_noted(entries.numel(), 3, entries.device)
     parts = (noted.entries, entries), (noted.last, last), (noted.count, count), (noted.ids, ids)
     for part, values in parts:
@@ -255,7 +246,6 @@ def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Noted:
 
 
 def shorten(contents: Noted, n: int) -> Noted:
-    """As the reference."""
     # While launches are recorded, numbers read from the device are arbitrary: n is clamped like a
     # slice.
     return Noted(contents.memory, min(max(n, 0), contents.n))
@@ -264,7 +254,6 @@ def shorten(contents: Noted, n: int) -> Noted:
 def swap_contents(
     map: IdMap, contents: Noted, total: Tensor | None = None, came: Tensor | None = None
 ) -> None:
-    """As the reference."""
     n, memory, device = contents.n, contents.memory, contents.memory.device
     measures = _measure(map)[2:]
     _launch(
@@ -278,7 +267,6 @@ def swap_contents(
 
 
 def rebuild(map: IdMap) -> None:
-    """As the reference."""
     map.words.zero_()
     for begin in range(0, map.ids.numel(), REBUILT):
         n = min(REBUILT, map.ids.numel() - begin)

@@ -1,5 +1,5 @@
-"""Requests for rows on a CPU, in C: distinct keys, rows that two batches share, division of
-requests, sums of duplicates. The reference runs if a C function cannot."""
+"""The functions of `requests.reference` on a CPU, in C, and what divides requests and sums
+duplicates. The reference runs if a C function cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def is_there(tensor: Tensor) -> bool:
 
 
 def deduplicate(keys: Tensor, edges: Tensor) -> unique.Unique:
-    """As the reference."""
     keys = keys.long().contiguous()
     unique.check_keys(keys=keys, edges=edges)
     counts = _allocate(edges.numel(), np.int64)
@@ -49,7 +48,6 @@ def _allocate(count: int, dtype: type[np.generic]) -> Tensor:
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference."""
     unique.check_keys(current=current, following=following)
     current, following = current.contiguous(), following.contiguous()
     marks = [_allocate(len(rows), np.bool_) for rows in (current, following)]

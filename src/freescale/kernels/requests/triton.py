@@ -89,7 +89,6 @@ def find_members(keys: Tensor, among: Tensor) -> Tensor:
 
 
 def collision_masks(current: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference."""
     return find_members(current, following), find_members(following, current)
 
 
@@ -100,7 +99,6 @@ def _check_size(keys: Tensor) -> None:
 
 
 def tag_rows(lists: Sequence[MarkedRows]) -> Tensor:
-    """As the reference."""
     device, sizes = lists[0].rows.device, [one.rows.numel() for one in lists]
     require_gpu(device, "kernels.requests.reference")
     for one in lists:

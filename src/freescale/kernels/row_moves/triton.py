@@ -52,7 +52,6 @@ def insert_zeros(
 
 
 def swap_rows(table: Tensor, slots: Tensor, kept: Tensor) -> None:
-    """As the reference."""
     _exchange(table, slots, kept, slots.numel(), swaps=True)
 
 

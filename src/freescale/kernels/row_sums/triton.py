@@ -49,7 +49,6 @@ def sum_by_row(
     values: Tensor, rows: Tensor, count: int, onto: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """As the reference."""
     check_values(values, rows)
     require_gpu(values.device, "kernels.row_sums.reference")
     out = onto
@@ -124,7 +123,6 @@ def shape_sums(launch: RowLaunch, width: int) -> dict[str, int]:
 
 
 def sum_in_order(parts: Tensor, copies: int) -> Tensor:
-    """As the reference."""
     require_gpu(parts.device, "kernels.row_sums.reference")
     assert parts.dtype in DTYPES and parts.is_contiguous()
     ranks, count = parts.shape

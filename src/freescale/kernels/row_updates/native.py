@@ -1,5 +1,5 @@
-"""Optimizers on a CPU, in C: Adam and row-wise Adagrad of rows, in one pass, and AdamW of whole
-tensors. Others are the reference's. Large updates use torch's number of threads."""
+"""The functions of `row_updates.reference` on a CPU, Adam and row-wise Adagrad in C in one pass;
+and AdamW of whole tensors. Large updates use torch's number of threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def fits(weight: Tensor) -> bool:
 def rowwise_adagrad(
     weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, eps: float
 ) -> None:
-    """As the reference."""
     assert weight.is_contiguous() and total.is_contiguous() and rows.dtype == torch.int64
     rows, gradients = rows.contiguous(), gradients.contiguous()
     require_native().rowwise_adagrad_rows(
@@ -39,7 +38,6 @@ def adam(
     weight: Tensor, first: Tensor, second: Tensor, rows: Tensor, gradients: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
-    """As the reference."""
     tables = weight, first, second
     assert all(each.is_contiguous() for each in tables) and rows.dtype == torch.int64
     rows, gradients = rows.contiguous(), gradients.contiguous()

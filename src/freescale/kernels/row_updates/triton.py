@@ -33,7 +33,6 @@ _kernels = KernelModule("freescale.kernels.row_updates.triton_kernels")
 
 
 def clip_rows(gradients: Tensor, limit: float) -> Tensor:
-    """As the reference."""
     check_rows(None, gradients=gradients)
     assert gradients.is_contiguous(), "they are clipped in place"
     shape = CLIP.shape(gradients.shape[1])
@@ -48,7 +47,6 @@ def sgd(
     weight: Tensor, rows: Tensor | SortedRows, gradients: Tensor, *, lr: float,
     marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As the reference."""
     _update("sgd_kernel", SGD, (weight,), rows, gradients, marks, lr=lr)
 
 
@@ -56,7 +54,6 @@ def adagrad(
     weight: Tensor, total: Tensor, rows: Tensor | SortedRows, gradients: Tensor, *,
     lr: float, eps: float, marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As the reference."""
     tensors, options = (weight, total), {"lr": lr, "eps": eps, "FUSED": SQUARES_FUSED}
     _update("adagrad_kernel", ADAGRAD, tensors, rows, gradients, marks, **options)
 
@@ -65,7 +62,6 @@ def rowwise_adagrad(
     weight: Tensor, total: Tensor, rows: Tensor, gradients: Tensor, *,
     lr: float, eps: float, marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As the reference."""
     tensors = (weight, total)
     options = {"lr": lr, "eps": eps, "inverse": 1 / max(1, weight.shape[-1])}
     _update("rowwise_adagrad_kernel", ADAGRAD, tensors, rows, gradients, marks, **options)
@@ -75,7 +71,6 @@ def adam(
     weight: Tensor, first: Tensor, second: Tensor, rows: Tensor | SortedRows, gradients: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, step: int, marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As the reference."""
     correction = 1 - betas[0] ** step
     root = (1 - betas[1] ** step) ** 0.5
     # torch rounds its scalars to float32 first, and divides by a scalar by multiplying

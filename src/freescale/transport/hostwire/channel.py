@@ -29,7 +29,7 @@ class Pinned:
     OSError if it cannot be allocated or pinned."""
 
     def __init__(self, size: int, device: torch.device, file: int | None = None) -> None:
-        self._unpin: Callable[[], object] = _do_nothing
+        self._unpin: Callable[[], object] = lambda: None
         self._map: mmap.mmap | None = None
         if file is None:
             self.bytes: Tensor = torch.empty(
@@ -67,10 +67,6 @@ def create_shared_file(size: int) -> int:
         file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     )
     return file
-
-
-def _do_nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)

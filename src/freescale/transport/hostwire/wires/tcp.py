@@ -144,9 +144,10 @@ def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpW
         called = [answer.decode().rsplit(" ", 2) for answer in answers]
         for peer in (peer for peer in peers if peer > rank):
             where, number, key = called[peer]
+            left = max(0.001, end - time.monotonic())
             try:
                 streams[peer] = failed.enter_context(
-                    socket.create_connection((where, int(number)), _seconds_left(end))
+                    socket.create_connection((where, int(number)), left)
                 )
             except OSError as error:
                 raise OSError(
@@ -172,7 +173,3 @@ def connect(rank: int, peers: list[int], gather: Gather, seconds: float) -> TcpW
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ROOM)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     return TcpWire(streams)
-
-
-def _seconds_left(end: float) -> float:
-    return max(0.001, end - time.monotonic())
