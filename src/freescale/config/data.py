@@ -32,7 +32,15 @@ FORMATS = (
 OF_RANKING = ("anchor_actions", "min_history", "history_pools")
 OF_TIME = ("window", "windows", *OF_RANKING)
 # Settings of --follow.
-OF_STREAM = ("lateness", "late", "event_id", "event_id_windows", "stop_when_idle", "idle_partition")
+OF_STREAM = (
+    "lateness",
+    "late",
+    "event_id",
+    "event_id_windows",
+    "stop_when_idle",
+    "idle_partition",
+    "avro_schema",
+)
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,9 @@ class DataConfig(Checked):
     )
     event_id_windows: int = option(
         32, "windows whose --event-id are remembered; older late events are dropped", minimum=1
+    )
+    avro_schema: str | None = option(
+        None, "schema of the values of a topic (--follow kafka://), a file; default: they are JSON"
     )
     stop_when_idle: float | None = option(
         None, "with --follow, seconds without an event after which the run ends", above=0.0

@@ -40,6 +40,10 @@ def open_stream(data: DataConfig, labels: str, folder: Path) -> Stream:
 
 def _open_source(data: DataConfig, parser: Parser) -> Source:
     assert data.follow is not None
+    if data.follow.startswith("kafka://"):
+        from freescale.data.stream.kafka import KafkaSource
+
+        return KafkaSource(data.follow, parser, data.avro_schema)
     if "://" in data.follow:
         raise ValueError(f"--follow {data.follow}: name a folder, or kafka://BROKERS/TOPIC")
     return FolderSource(data.follow, parser)

@@ -82,7 +82,8 @@ class Parser:
         if data.event_id:
             columns[EVENT_ID] = columns.pop(f"id.{data.event_id}")
         self._check(file, columns)
-        texts = {name: _collect(hasher.texts) for name, hasher in reader.hashers.items()}
+        hashers = {name: reader.hashers[name] for name in ("item_id", "action")}
+        texts = {name: _collect(hasher.texts) for name, hasher in hashers.items()}
         return Events(columns, {name: found for name, found in texts.items() if found})
 
     def _convert(self, times: TimestampFormat, values: NDArray[Any]) -> NDArray[np.int64]:

@@ -5,9 +5,9 @@ those that are not.
                      does not name is not there. So segments, manifests, the position in the source
                      and the events that wait change together or not at all
     windows.jsonl    the manifest of each window
-    texts.jsonl      texts of ids that were hashed, as they came
     waiting-N.arrow  events that were read and belong to windows that are not over
-    first/           the events of the first window as a histories file
+    first/           the events of the first window as a histories file, and the texts of hashed
+                     ids of all, as they came: the rows of later windows come later
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config.time_order import Duration
@@ -30,6 +31,7 @@ from freescale.data.durable import append_at, sync, sync_tree
 from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.digest import compute_digest
+from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.store.build import (
     fit_integers,
     merge,
@@ -45,7 +47,7 @@ from freescale.data.stream.source import Chunk, Source
 from freescale.data.stream.windows import WindowRule
 
 Manifest = dict[str, Any]
-FIRST, STORE, WINDOWS, TEXTS = "first", "store", "windows.jsonl", "texts.jsonl"
+FIRST, STORE, WINDOWS = "first", "store", "windows.jsonl"
 HISTORIES = "histories.parquet"
 _AHEAD = 2  # windows that a partition may be read ahead of the slowest one
 _PLACE, _OFFSET, _WINDOW, _TIME = "\0partition", "\0offset", "\0window", "\0time"
@@ -87,7 +89,7 @@ class Stream:
         # ids of items and actions that are known, ascending
         self._known = {name: np.zeros(0, np.int64) for name in ("item_id", "action")}
         self._seen: dict[int, _Ids] = {}  # ids of events by window
-        self._lengths = {WINDOWS: 0, TEXTS: 0}
+        self._length = self._rows = 0  # of the manifests and of the vocabulary
         self._waiting: str | None = None
         self._digest, self._repeated, self._arrived = "", 0, 0.0
         self.count = 0  # of windows that are over
@@ -154,14 +156,15 @@ class Stream:
         if entries:
             remove_unlisted(EventStore(store))
         waiting = _concat(self._blocks)
-        position, manifests, texts = self._source.position(), [], b""
+        position, manifests = self._source.position(), []
+        texts: list[tuple[str, int, str]] = []
         for window in windows:
             chosen = waiting[_WINDOW] == window
             events, duplicates = self._order({n: v[chosen] for n, v in waiting.items()}, window)
             manifest = self._describe(window, events, duplicates, position)
             position = self._source.position()  # what was read is of the first manifest
-            added = self._write_texts(events, manifest)
-            manifest["texts"] = [self._lengths[TEXTS] + len(texts), len(added)]
+            added = self._list_texts(events, manifest)
+            manifest["texts"] = [self._rows + len(texts), len(added)]
             texts += added
             if not self.count:
                 self._write_first(events, manifest)
@@ -171,8 +174,9 @@ class Stream:
             self.count += 1
         rest = self._keep_waiting(waiting, waiting[_WINDOW] > windows[-1])
         lines = b"".join(json.dumps(each).encode() + b"\n" for each in manifests)
-        for name, data in ((TEXTS, texts), (WINDOWS, lines)):
-            self._lengths[name] = append_at(self._folder / name, self._lengths[name], data)
+        self._length = append_at(self._folder / WINDOWS, self._length, lines)
+        if texts:
+            self._add_texts(texts)
         before, self._waiting = self._waiting, self._write_waiting(rest)
         self._write_about()
         self.recent |= {manifest["number"]: manifest for manifest in manifests}
@@ -239,9 +243,10 @@ class Stream:
             found[self._names[place]] = span
         return found
 
-    def _write_texts(self, events: Columns, manifest: Manifest) -> bytes:
-        """Lines of the texts of ids that no window before has; their numbers go to the manifest."""
-        lines = []
+    def _list_texts(self, events: Columns, manifest: Manifest) -> list[tuple[str, int, str]]:
+        """Columns, ids and texts of ids that no window before has. How many ids are new goes to the
+        manifest."""
+        found: list[tuple[str, int, str]] = []
         for name in ("user_id", "item_id", "action"):
             if name not in events:
                 continue
@@ -255,9 +260,20 @@ class Stream:
                 self._known[name] = np.union1d(self._known[name], ids)
             manifest[f"new_{name.removesuffix('_id')}s"] = int((~known).sum())
             texts = self._texts.get(name, {})
-            new = [(id, texts[id]) for id in ids[~known].tolist() if id in texts]
-            lines += [json.dumps({"column": name, "id": id, "text": text}) for id, text in new]
-        return "".join(line + "\n" for line in lines).encode()
+            found += [(name, id, texts[id]) for id in ids[~known].tolist() if id in texts]
+        return found
+
+    def _add_texts(self, texts: Sequence[tuple[str, int, str]]) -> None:
+        """Writes the vocabulary with further rows."""
+        path = self._folder / FIRST / VOCABULARY
+        new = pa.table(list(map(list, zip(*texts))), names=["column", "id", "text"])
+        if self._rows:
+            new = pa.concat_tables([pq.read_table(path).slice(0, self._rows), new])
+        pq.write_table(new, part := path.with_name(f"{path.name}.part"))
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
+        self._rows = new.num_rows
 
     def _keep_waiting(self, waiting: Columns, chosen: NDArray[np.bool_]) -> Columns:
         """Goes on with some of the events, and with what belongs to them."""
@@ -344,12 +360,13 @@ class Stream:
             "about": self._about,
             "unit": self._parser.unit,
             "columns": self._parser.columns,
-            "length": self._rule.length,
+            "window": self._rule.length,
             "lateness": self._rule.lateness,
             "tops": self._rule.tops,
             "closed": self._rule.closed,
             "count": self.count,
-            "lengths": self._lengths,
+            "length": self._length,
+            "rows": self._rows,
             "waiting": self._waiting,
             "digest": self._digest,
         }
@@ -369,11 +386,11 @@ class Stream:
         rule = self._rule
         self._entries, self.count, self._digest = store.entries, state["count"], state["digest"]
         self._parser.unit, self._parser.columns = state["unit"], state["columns"]
-        rule.length, rule.lateness = state["length"], state["lateness"]
+        rule.length, rule.lateness = state["window"], state["lateness"]
         rule.tops, rule.closed = state["tops"], state["closed"]
-        self._lengths, self._waiting = state["lengths"], state["waiting"]
-        for name, length in self._lengths.items():
-            append_at(self._folder / name, length, b"")
+        self._length, self._rows = state["length"], state["rows"]
+        self._waiting = state["waiting"]
+        append_at(self._folder / WINDOWS, self._length, b"")
         for path in self._folder.glob("waiting-*.arrow"):
             if path.name != self._waiting:
                 path.unlink()
@@ -431,7 +448,7 @@ def read_manifests(folder: Path) -> Iterator[Manifest]:
     """The manifests of the windows of a stream that are over, in order."""
     state = _read_state(folder)
     with open(folder / WINDOWS, "rb") as file:
-        while file.tell() < state["lengths"][WINDOWS]:
+        while file.tell() < state["length"]:
             yield json.loads(file.readline())
 
 
