@@ -469,7 +469,7 @@ def test_the_meta_file_is_written_last(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_build, "_write_about", die)
+        patch.setattr(store_build, "write_about", die)
         with pytest.raises(KeyboardInterrupt):
             append_to_store(tmp_path / "store", late)
     about = json.loads((tmp_path / "store" / "store.json").read_text())

@@ -163,7 +163,12 @@ def train_run(
     if not is_rank():
         if nproc > 1:
             _refuse_missing_gpus(config.train.device, nproc)
-        prepare_data(config)
+        if config.data.follow is None:
+            prepare_data(config)
+        elif run_folder is None:  # the events are kept there
+            from freescale.train.run_folder import new_folder
+
+            run_folder = new_folder(Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
         if restarts or (nproc > 1 and config.train.snapshot_every):
             given = {**given, **update}
             return _launch_with_restarts(nproc, run_folder, resume, port, given, restarts)

@@ -31,6 +31,16 @@ FORMATS = (
 # Settings of --order time, and those of them that are of ranking.
 OF_RANKING = ("anchor_actions", "min_history", "history_pools")
 OF_TIME = ("window", "windows", *OF_RANKING)
+# Settings of --follow.
+OF_STREAM = (
+    "lateness",
+    "late",
+    "event_id",
+    "event_id_windows",
+    "stop_when_idle",
+    "idle_partition",
+    "avro_schema",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,12 @@ class DataConfig(Checked):
         "",
         "histories or interactions: a file (Parquet, CSV, TSV, JSON lines, .inter, lines of ids; "
         ".gz, .zip), a folder, a pattern in quotes, or a URL (s3://...)",
+        common=True,
+    )
+    follow: str | None = option(
+        None,
+        "instead of --data, events that keep coming: a folder into which files are moved, or "
+        "kafka://BROKERS/TOPIC; windows are trained as they are complete",
         common=True,
     )
     format: str = option(
@@ -116,8 +132,36 @@ class DataConfig(Checked):
     windows: int | None = option(
         None,
         "how many windows are trained, with --order time: the last ones before that of the test "
-        "part (default: all but the first)",
+        "part (default: all but the first); with --follow, the run ends after so many",
         minimum=1,
+    )
+    lateness: str = option(
+        "0",
+        "how long a window waits for late events, with --follow: it is over when an event has come "
+        "that is later than its end by so much, as 5min",
+    )
+    late: str = option(
+        "next",
+        "events whose window is over, with --follow: they go to the next window, or are dropped",
+        choices=("next", "drop"),
+    )
+    event_id: str | None = option(
+        None, "column with an id of each event, by which --follow finds events that come twice"
+    )
+    event_id_windows: int = option(
+        32, "windows whose --event-id are remembered; older late events are dropped", minimum=1
+    )
+    avro_schema: str | None = option(
+        None, "schema of the values of a topic (--follow kafka://), a file; default: they are JSON"
+    )
+    stop_when_idle: float | None = option(
+        None, "with --follow, seconds without an event after which the run ends", above=0.0
+    )
+    idle_partition: float | None = option(
+        None,
+        "with --follow kafka://, seconds after which a partition without events does not hold up "
+        "the others (default: it does)",
+        above=0.0,
     )
     anchor_actions: str = option(
         "", "actions of the candidates, as 1,4, with --order time (ranking; default: all)"
@@ -181,7 +225,29 @@ class DataConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_columns(self.columns)
+        self._check_stream()
         self._check_windows()
+
+    def _check_stream(self) -> None:
+        """A stream is read in order of time. Refuses what does not go with one."""
+        _ = self.lateness_length
+        if self.follow is None:
+            if given := self.list_given(OF_STREAM):
+                raise ValueError(f"{given[0]} is of --follow: add it, or leave this out")
+            return
+        if self.data not in ("", self.follow):
+            raise ValueError(
+                f"--data {self.data} with --follow {self.follow}: all events come from one source; "
+                "move the files into the folder that is followed, or leave --data out"
+            )
+        if self.users is not None:
+            raise ValueError("--users with --follow: attributes of users do not come; leave it out")
+        object.__setattr__(self, "data", self.follow)
+        object.__setattr__(self, "order", "time")
+
+    @property
+    def lateness_length(self) -> Duration:
+        return parse_duration(self.lateness, "--lateness", 0)
 
     def _check_windows(self) -> None:
         """Refuses values of windows that are not valid, or do not go with the order."""

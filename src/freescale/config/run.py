@@ -33,6 +33,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.data.data:
             raise ValueError("--data is missing: name a file of histories or interactions")
+        self._check_follow()
         if self.data.split == "time" and self.data.split_time is None:
             raise ValueError(
                 "--split time needs --split-time, the first timestamp of the test part"
@@ -49,6 +50,21 @@ class RunConfig:
         self._check_best()
         self._check_rows()
         self._check_time_order()
+
+    def _check_follow(self) -> None:
+        """Refuses what a run without an end, and with ids that are not known yet, does not have."""
+        if self.data.follow is None:
+            return
+        if "item" not in self.dynamic_tables:
+            raise ValueError(
+                "--follow needs a dynamic table, whose items come and go: --rows item=dynamic:1M "
+                "has room for a million"
+            )
+        if self.train.decay != "constant":
+            raise ValueError(
+                f"--decay {self.train.decay} with --follow: the run has no last step that the rate "
+                "falls to; leave it out"
+            )
 
     def _check_time_order(self) -> None:
         """Refuses settings that do not go with samples in order of time."""
@@ -173,6 +189,8 @@ class RunConfig:
             raise ValueError(f"unknown settings: {', '.join(unknown)}")
         given = expand_recipe(given)
         order = given.get("order") or (base.data.order if base else None)
+        if given.get("follow"):
+            order, given = "time", {"data": given["follow"], **given}
         if order == "time" and given.get("split") is not None:
             refuse_split(given["split"])
         parts: dict[str, Any] = {}

@@ -19,6 +19,7 @@ class Duration:
 
     number: int
     unit: str | None  # None: the unit of the data
+    flag: str = "--window"
 
     def convert(self, unit: str | None) -> int:
         """The length in the unit of the data, one of s, ms, us, ns; None: not known."""
@@ -26,25 +27,25 @@ class Duration:
             return self.number
         if unit is None:
             raise ValueError(
-                f"--window {self.number}{self.unit}: the times of the data are of no known unit; "
-                "give the length of a window as a number in their unit"
+                f"{self.flag} {self.number}{self.unit}: the times of the data are of no known "
+                "unit; give a number in their unit"
             )
         return self.number * _SECONDS[self.unit] * _IN_SECOND[unit]
 
 
-def parse_duration(text: str) -> Duration:
+def parse_duration(text: str, flag: str = "--window", least: int = 1) -> Duration:
     """Parses `12h`, `7d` or a number in the unit of the data.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if it is neither, or below `least`.
     """
     found = re.fullmatch(r"\s*(\d+)\s*(s|min|h|d|w)?\s*", text)
-    if found is None or int(found[1]) < 1:
+    if found is None or int(found[1]) < least:
         raise ValueError(
-            "--window must be a length of time as 30min, 12h, 7d, or a number of at least 1 in the "
-            f"unit of the data, not {text!r}"
+            f"{flag} must be a length of time as 30min, 12h, 7d, or a number of at least {least} "
+            f"in the unit of the data, not {text!r}"
         )
-    return Duration(int(found[1]), found[2])
+    return Duration(int(found[1]), found[2], flag)
 
 
 def parse_actions(flag: str, text: str) -> tuple[int, ...]:

@@ -113,6 +113,13 @@ class Callback:
     def on_checkpoint(self, trainer: RunView, path: Path) -> None:
         """After a checkpoint is complete, with its folder."""
 
+    def on_window(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
+        """After a window of a stream (`--follow`) was trained, when a checkpoint that contains it
+        is on disk. The line of metrics.jsonl: its `step`, and in `stream` the `number` of the
+        window and its figures (`Stream` writes them into its manifest). A run that resumes at the
+        end of a window calls it again, with `again`: what it did before may have been
+        interrupted."""
+
     def on_rollback(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         """After `--on-nonfinite rollback` has loaded the last checkpoint, with the line of
         metrics.jsonl: its `step`, and in `rollback` the `loss`, the step that had it (`at_step`),

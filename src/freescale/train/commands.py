@@ -55,7 +55,7 @@ def run_training(
         The exit status: 0, or after a signal that of `choose_status`.
     """
     # before the ranks connect: it may take long, and its errors are the same on every rank
-    path = prepare()
+    path = None if config.data.follow else prepare()
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
     if resume == AUTO:  # a rank on another machine may not see the folder's content yet
         config = RunConfig.from_json(transport.gather_bytes(config.to_json().encode())[0].decode())
@@ -84,7 +84,7 @@ def run_training(
 def _describe_stop(trainer: Trainer) -> str:
     """Where the run stopped, and how to continue."""
     step, latest = trainer.step, trainer.checkpoints.latest()
-    if step == trainer.total:
+    if trainer.is_complete:
         evaluate = f"; the test part is left: freescale eval {shlex.quote(str(trainer.folder))}"
         rest = evaluate if trainer.config.data.split != "none" else ""
         return f"stopped after the last step, {step}: the run is complete and saved{rest}"

@@ -11,6 +11,8 @@ from typing import Any
 from freescale.train.callbacks import Callback, Metrics, RunView
 from freescale.train.run_folder import RunFolder
 
+_TAIL, _LAST_LINES = 1 << 16, 8  # of metrics.jsonl, in which a line of a window is
+
 
 class MetricsLog(Callback):
     """Writes metrics.jsonl, on rank 0."""
@@ -21,6 +23,11 @@ class MetricsLog(Callback):
     def on_log(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
         if trainer.rank == 0 and self._folder.is_open:
             append_metrics(trainer.folder, entry)
+
+    def on_window(self, trainer: RunView, entry: Mapping[str, Any]) -> None:
+        number, folder = entry["stream"]["number"], trainer.folder
+        if trainer.rank == 0 and not has_window(folder, "stream", number):
+            self.on_log(trainer, entry)
 
     on_rollback = on_snapshot_interval = on_snapshot_cost = on_log
 
@@ -72,6 +79,19 @@ def was_tested(folder: Path, step: int) -> bool:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines if '"test"' in line]
     return any("test" in entry and entry["step"] == step for entry in found)
+
+
+def has_window(folder: Path, kind: str, number: int) -> bool:
+    """Whether metrics.jsonl has the line of a window of a stream: with its metrics (`window`), or
+    after it was trained (`stream`). Such lines are in order, and the last ones are read alone."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return False
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        lines = file.read().splitlines()[-_LAST_LINES:]
+    found = (json.loads(line).get(kind, {}) for line in lines if b'"number"' in line)
+    return any(entry.get("number") == number for entry in found)
 
 
 def _is_restart(line: str) -> bool:

@@ -72,11 +72,18 @@ class Position:
     @property
     def is_complete(self) -> bool:
         """Whether no step is left to make."""
+        if self.data.time is not None and self.data.time.follows:  # more may come
+            return self.settings.steps is not None and self.step >= self.settings.steps
         return self.step >= self.total or (self.best is not None and self.best.exhausted)
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether no batch is left of the window of a stream."""
+        return self.following >= self.data.stop
 
     def refuse_end(self, folder: Path) -> None:
         """Raises ValueError if nothing is left to train, and names the setting that changes it."""
-        if self.step >= self.total:
+        if self.is_complete and (self.best is None or not self.best.exhausted):
             raise ValueError(self._explain_end(folder))
         if self.best is not None and self.best.exhausted:
             raise ValueError(

@@ -93,7 +93,7 @@ def complete_run(run: Run) -> dict[str, Any]:
         results["best"] = run.position.best.state_dict()
     tested = run.transport.rank == 0 and was_tested(run.folder.path, step)
     known = run.transport.gather_bytes(b"1" if tested else b"")[0]
-    if run.config.data.split != "none" and not known:
+    if run.config.data.split != "none" and run.follower is None and not known:
         results["test"] = run.test()
         run.callbacks.check()
     return results

@@ -8,6 +8,8 @@ from pathlib import Path
 from freescale.config import RunConfig
 from freescale.train.build import evaluate_part
 from freescale.train.callbacks import CallbackList
+from freescale.train.follow import Follower
+from freescale.train.metrics_log import has_window
 from freescale.train.position import Position
 from freescale.train.run_folder import RunFolder
 from freescale.train.run_state import RunState
@@ -29,6 +31,7 @@ class Run:
     snapshots: Snapshots | None
     callbacks: CallbackList
     worker_server: WorkerServer | None  # data workers are forked from it
+    follower: Follower | None = None
     # In order of time, the window that was evaluated last: its number and times.
     window: dict[str, int] | None = None
 
@@ -61,6 +64,10 @@ class Run:
         time = self.position.data.time
         if time is None:
             return None
+        if self.follower is not None:
+            found = self.follower.window
+            self.window = {key: found[key] for key in ("number", "from", "to")}
+            return int(found["window"])
         number = time.windows.stop if part == "test" else self.position.next_window
         calendar = find_calendar(self.config, self.position.data.file)
         self.window = calendar.describe(number)
@@ -71,6 +78,8 @@ class Run:
         next window, before it is trained. Saves a checkpoint if this is the best evaluation so far
         and the best checkpoint is kept."""
         every, position = self.config.train.evaluate_every, self.position
+        if self.follower is not None:  # the next window is not there yet
+            return
         if self.config.data.order == "time":
             every = None if position.is_before_test else every or 1
         due = every is not None and position.ends_epoch and position.epoch % every == 0
@@ -79,6 +88,33 @@ class Run:
             best = position.best
             if best is not None and best.kept and best.step == position.step:
                 self.save_checkpoint()
+
+    def end_window(self) -> None:
+        """After the last step of a window of a stream: saves, and calls `on_window`. After a resume
+        at this place it is called again."""
+        assert self.follower is not None
+        self.save_checkpoint(last=True)
+        entry = {"step": self.position.step, "stream": self.follower.report()}
+        self.callbacks.call("on_window", entry)
+
+    def begin_window(self) -> bool:
+        """Waits for the next window of a stream, and evaluates it before it is trained. False: the
+        run ends."""
+        follower, position, limit = self.follower, self.position, self.config.data.windows
+        assert follower is not None
+        while limit is None or follower.window["number"] + 1 < limit:
+            found = follower.find_next(follower.window["number"])
+            if found is None:
+                return False
+            follower.open(position.data, found, position.data.stop)
+            if position.data.num_samples:
+                every, folder = self.config.train.evaluate_every or 1, self.folder.path
+                known = self.transport.rank == 0 and has_window(folder, "window", found["number"])
+                known = bool(self.transport.gather_bytes(b"1" if known else b"")[0])
+                if found["number"] % every == 0 and not known:
+                    self.evaluate("validation")
+                return True
+        return False
 
     def test(self) -> dict[str, dict[str, float]]:
         """Evaluates the test part, with the best checkpoint if that is kept."""

@@ -11,6 +11,7 @@ import torch
 
 from freescale.config.origin import Origin
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.train.follow import Follower
 from freescale.train.position import Position
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.contents import Contents
@@ -27,6 +28,7 @@ class RunState:
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     position: Position
+    follower: Follower | None = None  # of a run that follows a source
     notes: list[str] = field(default_factory=list, init=False)  # about what was loaded
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 
@@ -60,6 +62,8 @@ class RunState:
         }
         if position.data.last_time is not None:
             progress["trained_until"] = position.data.last_time
+        if self.follower is not None:
+            progress["stream"] = self.follower.describe(position.data)
         if position.skipped:
             progress["skipped"] = position.skipped
         if position.best is not None:
@@ -103,9 +107,13 @@ class RunState:
         """Moves the run to the position of `describe`."""
         position = self.position
         position.pipeline.load_state_dict(progress["pipeline"])
+        if self.follower is not None:
+            self.follower.restore(position, progress["stream"])
         position.data.load_state_dict(progress["data"])
         position.number = position.data.start - 1
         position.skipped, self._saved = list(progress.get("skipped", ())), 0
+        if self.follower is not None:
+            self.follower.again = position.ends_window
         if position.best is not None:
             position.best.load_state_dict(self._find_best(progress))
 

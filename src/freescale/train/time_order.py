@@ -14,6 +14,7 @@ from freescale.data.store.build import open_store
 from freescale.data.store.calendar import Calendar, plan_calendar
 from freescale.data.store.event_store import EventStore
 from freescale.data.store.window_index import WindowIndex
+from freescale.data.stream.stream import STORE, read_unit
 from freescale.data.workspace import Progress
 
 
@@ -42,6 +43,8 @@ def find_split(config: RunConfig, path: Path, part: str = "train", fits: bool = 
     data = config.data
     if data.order != "time":
         return SplitSpec(data.split, data.split_time, part)
+    if data.follow is not None:  # the file has the events of the first window
+        return SplitSpec("windows", open_file(config, path).find_times()[1] + 1, part)
     if part == "validation":
         refuse_validation()
     calendar = find_calendar(config, open_file(config, path))
@@ -63,7 +66,7 @@ def prepare_windows(
     One process of a machine makes them."""
     file = open_file(config, path)
     calendar, store = find_calendar(config, file), open_store(file, cache, progress)
-    trained = _make_spec(config, store, calendar, calendar.trained)
+    trained = _make_spec(config, store, calendar.length, calendar.trained)
     rule = trained.make_rule(_make_sample(config))
     WindowIndex(store, rule).prepare(calendar.first, calendar.last + 1, progress)
     return store
@@ -74,6 +77,8 @@ def find_windows(
 ) -> dict[str, Any]:
     """The specs of `Histories` in order of time, as keywords: those of the windows that are
     trained, of the test window, or of one window that is evaluated."""
+    if config.data.follow is not None:
+        return _find_followed(config, path, part, window)
     calendar = find_calendar(config, open_file(config, path))
     store = prepare_windows(config, path, cache)
     if part == "train":
@@ -83,21 +88,29 @@ def find_windows(
             refuse_validation()
         number = calendar.last if window is None else window
         windows, time = range(number, number + 1), calendar.begin(number)
-    spec = _make_spec(config, store, calendar, windows)
+    spec = _make_spec(config, store, calendar.length, windows)
     return {"split": SplitSpec("windows", time, part), "time": spec}
 
 
-def _make_spec(
-    config: RunConfig, store: EventStore, calendar: Calendar, windows: range
-) -> TimeSpec:
+def _find_followed(config: RunConfig, path: Path, part: str, window: int | None) -> dict[str, Any]:
+    """As `find_windows`, of a stream: its first window or, to evaluate it, a given one."""
+    store = EventStore(path.parent.parent / STORE)
+    length = config.data.window_length.convert(read_unit(path.parent.parent))
+    number = store.first_time // length if window is None else window
+    spec = _make_spec(config, store, length, range(number, number + 1))
+    return {"split": SplitSpec("windows", number * length, part), "time": spec}
+
+
+def _make_spec(config: RunConfig, store: EventStore, length: int, windows: range) -> TimeSpec:
     data = config.data
     return TimeSpec(
         store.folder,
-        calendar.length,
+        length,
         windows,
         data.candidate_actions,
         data.min_history,
         data.history_pool_actions,
+        data.follow is not None,
     )
 
 

@@ -28,6 +28,7 @@ from freescale.train.build import (
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.compile_kernels import compile_kernels
 from freescale.train.device_figures import DeviceFigures
+from freescale.train.follow import Follower
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.mlperf_log import MLPerfLog
 from freescale.train.position import Position, count_steps
@@ -91,7 +92,11 @@ class Trainer:
         self._reports = [] if log is None else [MLPerfLog(log, config)]  # its clock starts here
         # Started first: it starts up while the model is built and kernels are compiled.
         worker_server = worker_server or start_early(config)
-        self.histories = histories or prepare_data(config)
+        follows = config.data.follow is not None
+        if follows and folder is None:
+            raise ValueError("--follow needs a folder for the run: it keeps the events there")
+        if not follows:
+            self.histories = histories or prepare_data(config)
         self._connected = transport is None
         settings = config.train
         if transport is None:
@@ -101,6 +106,12 @@ class Trainer:
         remembers = partial(has_snapshot, self.snapshots)
         self.run_folder = RunFolder(Path(folder) if folder else None, resume, transport, remembers)
         with self.run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
+            self.follower = None
+            if follows:
+                folder, again = self.run_folder.path, self.run_folder.resume
+                self.follower = Follower(config, folder, transport, again)
+                self.follower.wait_for_first()
+                self.histories = self.follower.histories
             self._run = self._build(callbacks, worker_server)
             named = isinstance(resume, str) and resume != AUTO
             begin_or_resume(self._run, str(resume) if named else "last")
@@ -108,6 +119,8 @@ class Trainer:
     def _build(self, callbacks: Sequence[Callback], worker_server: WorkerServer | None) -> Run:
         config, settings, transport = self.config, self.config.train, self.transport
         self.data = load_histories(config, self.histories, transport)
+        if self.follower is not None and not self.run_folder.resume:
+            self.follower.begin(self.data)
         check_new_data(config, self.data)
         # config.json stores the automatic choices: a resumed run repeats them
         self.config = config = adopt_choices(config, self.data.negatives)
@@ -124,7 +137,8 @@ class Trainer:
         )
         self.best = build_best(config)  # evaluation so far; None unless evaluations are compared
         self.position = Position(settings, self.pipeline, self.data, self.best)
-        self.state = RunState(self.checkpoints, self.model, self.optimizer, self.position)
+        parts = self.checkpoints, self.model, self.optimizer, self.position, self.follower
+        self.state = RunState(*parts)
         own: list[Callback] = [MetricsLog(self.run_folder), DeviceFigures(settings.profile_steps)]
         own += [TensorBoardLog()] if settings.tensorboard else []
         own += [TRACKERS[settings.tracker]()] if settings.tracker else []
@@ -137,6 +151,7 @@ class Trainer:
             self.snapshots,
             self.callbacks,
             worker_server,
+            self.follower,
         )
 
     # ---- progress
@@ -185,6 +200,8 @@ class Trainer:
     def stop(self) -> None:
         """Ends training on all ranks after the same step, at most three steps from now. The run
         then finishes as usual, with a checkpoint and the test evaluation. Any rank may call it."""
+        if self.follower is not None:
+            self.follower.stop()
         self.pipeline.stop()
 
     def train(self, signals: StopSignals | None = None) -> dict[str, Any]:
@@ -248,6 +265,8 @@ class Trainer:
         finally:
             if self._run.worker_server is not None:
                 self._run.worker_server.close()
+            if self.follower is not None:
+                self.follower.close()
             self.run_folder.close()
             if self.snapshots is not None:  # no effect after `_close_snapshots`
                 expected = self.run_folder.is_auto or has_launcher()
@@ -327,7 +346,7 @@ class Trainer:
             results["best"] = self.best.state_dict()
         if not results["stopped"]:
             signals.close()
-            if self.config.data.split != "none":
+            if self.config.data.split != "none" and self.follower is None:
                 results["test"] = self._run.test()
         self.callbacks.call("on_end", results)
         self.callbacks.check()

@@ -59,10 +59,24 @@ class TrainingLoop:
         while True:
             try:
                 yield from self._make_steps()
-                return
+                if not self._open_next_window():
+                    return
             except LossNotFinite as error:
                 self._roll_back(error)
                 self._batches = read_batches(self._run)
+
+    def _open_next_window(self) -> bool:
+        """Whether a window of a stream follows, which is then awaited. A collective."""
+        run, position = self._run, self._run.position
+        if run.follower is None or position.pipeline.stopped or position.is_complete:
+            return False
+        with self._signals.suspend_limit():
+            run.end_window()
+            run.callbacks.check()
+            going_on = run.begin_window()
+        if going_on:
+            self._batches = read_batches(run)
+        return going_on
 
     def _make_steps(self) -> Iterator[StepResult]:
         run, position, signals = self._run, self._run.position, self._signals
@@ -110,7 +124,8 @@ class TrainingLoop:
 
     def _log(self, loss: float, rate: float) -> None:
         position = self._run.position
-        epoch = position.data.find_epoch(position.number)
+        epoch, follower = position.data.find_epoch(position.number), self._run.follower
+        epoch = epoch if follower is None else follower.window["number"]
         entry = {"step": position.step, "epoch": epoch, "loss": loss, "samples_per_second": rate}
         self._run.callbacks.call("on_log", entry)
 

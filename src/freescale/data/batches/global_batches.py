@@ -18,6 +18,7 @@ class GlobalBatches(ABC):
     samples, or a number of its own (`_sizes`)."""
 
     _sizes: Sequence[int] | None = None  # samples of each epoch; None: all, in each
+    first = 0  # number of the first batch
 
     def __init__(self, global_batch: int, rank: int, world: int, read: ReadSpec) -> None:
         check_least(1, global_batch=global_batch, world=world)
@@ -49,7 +50,8 @@ class GlobalBatches(ABC):
     @cached_property
     def _firsts(self) -> list[int]:
         """[epochs + 1] the first batch of each epoch, if they differ in size."""
-        return [0, *accumulate(-(-size // self.global_batch) for size in self._sizes or ())]
+        counts = (-(-size // self.global_batch) for size in self._sizes or ())
+        return list(accumulate(counts, initial=self.first))
 
     @property
     def batches_per_epoch(self) -> int:

@@ -184,12 +184,22 @@ class Histories(GlobalBatches):
         is_short = not self._is_ranking and self.split.part != "train"
         order = self._order = TimeOrder(index, time, is_short)
         self._sizes, self.windows = order.sizes, order.windows
-        if self.split.part == "train" and not order.windows:
+        if self.split.part == "train" and not order.windows and not time.follows:
             raise ValueError(
                 f"{self.file.path}: no sample in the windows that are trained ({time.describe()}): "
                 "choose other windows, or other candidates"
             )
         self._reader = TimeReader(self.file, store, order, time, self.split, self.sample, columns)
+
+    def open_window(self, number: int, first: int) -> None:
+        """Goes on to a window of a stream, whose batches are numbered from `first` on."""
+        assert self.time is not None and self.time.follows
+        self.time, self.first = replace(self.time, windows=range(number, number + 1)), first
+        for name in ("_firsts", "last_time"):
+            vars(self).pop(name, None)
+        self._sampler = None
+        self._open_reader()
+        self._seek(first)
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: without cached data."""
@@ -227,7 +237,8 @@ class Histories(GlobalBatches):
     @property
     def num_actions(self) -> int:
         """Largest action plus one; 0 without actions."""
-        return self.file.find_largest("action") + 1 if "action" in self.file.columns else 0
+        has_actions = "action" in self.file.columns
+        return max(1, self.file.find_largest("action") + 1) if has_actions else 0
 
     @property
     def num_samples(self) -> int:

@@ -39,6 +39,7 @@ class TimeSpec:
         anchor_actions: for ranking, actions of the events that are candidates; () means all.
         min_history: for ranking, events that a candidate has before it.
         history_pools: for ranking, the actions that share a history; () means no shares.
+        follows: whether windows come one after another, of a stream (`Histories.open_window`).
     """
 
     store: Path
@@ -47,6 +48,7 @@ class TimeSpec:
     anchor_actions: tuple[int, ...] = ()
     min_history: int = 1
     history_pools: tuple[int, ...] = ()
+    follows: bool = False
 
     def make_rule(self, sample: SampleSpec) -> SampleRule:
         """How events become samples."""
@@ -71,9 +73,9 @@ class TimeSpec:
 
     def describe(self) -> str:
         """What a run resumes with: which samples, but not where they are stored."""
-        first, stop = self.windows.start, self.windows.stop
+        some = "all" if self.follows else f"{self.windows.start} to {self.windows.stop}"
         return (
-            f"{first} to {stop} of {self.window}, actions {self.anchor_actions}, min_history "
+            f"{some} of {self.window}, actions {self.anchor_actions}, min_history "
             f"{self.min_history}, pools {self.history_pools}"
         )
 

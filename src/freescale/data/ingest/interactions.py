@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -120,11 +121,13 @@ class Interactions(Iterator[pa.RecordBatch]):
         vocabulary: bool = True,
         events: Sequence[str] = (),
         known: Known | None = None,
+        hash_all: bool = False,
     ):
-        """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed texts.
-        `events`: features to keep, as `category.COLUMN` (numbered in order of appearance, -1 if
-        missing) or `number.COLUMN` (NaN if missing). `known`: texts of ids that keep their numbers;
-        ids of other columns are integers."""
+        """`any_ids`: items are 64-bit ids or hashed to them; `vocabulary` keeps the hashed texts;
+        `hash_all`: so are users and actions. `events`: features to keep, as `category.COLUMN`
+        (numbered in order of appearance, -1 if missing), `number.COLUMN` (NaN if missing) or
+        `id.COLUMN` (hashed). `known`: texts of ids that keep their numbers; ids of other columns
+        are integers."""
         if format not in ("auto", *FORMATS):
             raise ValueError(f"unknown format {format!r}: choose auto, {', '.join(FORMATS)}")
         self.files = [file for file in files if not is_empty(file)]
@@ -132,7 +135,8 @@ class Interactions(Iterator[pa.RecordBatch]):
         if not self.files:
             raise _explain_empty(files[0])
         self._drop = missing == "drop"
-        self._any_ids, self._keeps_texts = any_ids, vocabulary
+        hashed = (*IDS, "action") if hash_all else ("item_id",) if any_ids else ()
+        self._hashed, self._keeps_texts = hashed, vocabulary
         given = parse_columns(columns)
         self.features = {name: name.partition(".")[2] for name in events}
         self.layouts = [lay_out(file, format, given) for file in self.files]
@@ -159,7 +163,8 @@ class Interactions(Iterator[pa.RecordBatch]):
             if self._known is not None and name not in self._known:
                 raise self._refuse_ids(name, reason, "integers")
         self.vocabulary = Vocabulary(self._known)
-        self.hashed = HashedIds(self._keeps_texts) if self._any_ids else None  # item ids
+        self.hashers = {name: HashedIds(self._keeps_texts) for name in self._hashed}
+        self.hashed = self.hashers.get("item_id")
         # column -> file, column there, value that is not 0 or 1
         self.no_labels: dict[str, tuple[str, str, str]] = {}
         self.fraction = 0.0  # share of bytes or rows read so far
@@ -304,7 +309,11 @@ class Interactions(Iterator[pa.RecordBatch]):
                 if name in layout.names:
                     columns[name] = block.convert(name, parse_side)
         for name, column in self.features.items():
-            read = read_numbers if name.startswith("number.") else partial(self._number, name)
+            read: Callable[[pa.Array], Any] = partial(self._number, name)
+            if name.startswith("number."):
+                read = read_numbers
+            elif name.startswith("id."):
+                read = _hash
             columns[name] = pa.array(block.convert(column, read))
         for label in self.labels:
             columns[label.name] = block.convert(label.column, partial(make_label, label))
@@ -319,8 +328,8 @@ class Interactions(Iterator[pa.RecordBatch]):
 
     def _parse_ids(self, name: str, block: TableBlock, column: str) -> pa.Array:
         encode: Callable[[pa.Array], pa.Array] = parse_integers
-        if name == "item_id" and self.hashed is not None:
-            encode = self.hashed.encode
+        if name in self.hashers:
+            encode = self.hashers[name].encode
         elif name in self.reading.coded:
             encode = partial(self.vocabulary.encode, name)
         try:
@@ -392,8 +401,16 @@ def read_interactions(
     return Interactions(find_files(path, cache), format, columns, labels, missing)
 
 
-def _explain_empty(file: SourceFile) -> ValueError:
-    return ValueError(f"{file}: the file has no events (0 rows); give a file with events")
+class NoEvents(ValueError):
+    """A file is empty."""
+
+
+def _hash(values: pa.Array) -> pa.Array:
+    return HashedIds(keep=False).encode(decode_text(values))
+
+
+def _explain_empty(file: SourceFile) -> NoEvents:
+    return NoEvents(f"{file}: the file has no events (0 rows); give a file with events")
 
 
 def _describe_schema(schema: pa.Schema) -> str:

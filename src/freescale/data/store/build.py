@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.data.durable import replace_file
 from freescale.data.histories import HistoriesFile, RowGroup
 from freescale.data.ingest.digest import compute_digest
 from freescale.data.ranges import split_evenly
@@ -52,7 +53,7 @@ def build_store(
         raise ValueError(f"{folder} has a store: append to it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     entry = _write_file(file, folder / name_segment(0), None, progress)
-    _write_about(folder, file.columns, file.fingerprint, [entry])
+    write_about(folder, file.columns, file.fingerprint, [entry])
     return EventStore(folder)
 
 
@@ -73,7 +74,7 @@ def append_to_store(
     file, folder = _open(histories), Path(folder)
     with lock_cache(folder), workspace(folder, "append") as work:
         store = EventStore(folder)
-        _remove_unlisted(store)
+        remove_unlisted(store)
         if file.columns != store.columns:
             raise ValueError(
                 f"{file.path} has the columns {', '.join(file.columns)}, and the store "
@@ -87,11 +88,11 @@ def append_to_store(
         first = plan_merge([entry["events"] for entry in entries])
         if first is not None:
             number += 1
-            merged = _merge(folder, store.columns, entries[first:], work / name_segment(number))
+            merged = merge(folder, store.columns, entries[first:], work / name_segment(number))
             os.replace(work / name_segment(number), folder / name_segment(number))
             entries[first:] = [merged]
         digest = compute_digest(store.fingerprint, fingerprint)
-        _write_about(folder, store.columns, digest, entries)
+        write_about(folder, store.columns, digest, entries)
     return EventStore(folder)
 
 
@@ -118,21 +119,25 @@ def name_segment(number: int) -> str:
     return f"segment-{number:04}"
 
 
-def _write_about(
-    folder: Path, columns: Sequence[str], fingerprint: str, entries: Sequence[Mapping[str, Any]]
+def write_about(
+    folder: Path,
+    columns: Sequence[str],
+    fingerprint: str,
+    entries: Sequence[Mapping[str, Any]],
+    **more: Any,
 ) -> None:
+    """Says which segments the store has; until then it has those of before."""
     about = {
         "version": _VERSION,
         "columns": list(columns),
         "fingerprint": fingerprint,
         "segments": list(entries),
+        **more,
     }
-    part = folder / f"{ABOUT}.part"
-    part.write_text(json.dumps(about, indent=1), encoding="utf-8")
-    os.replace(part, folder / ABOUT)
+    replace_file(folder / ABOUT, json.dumps(about, indent=1).encode())
 
 
-def _remove_unlisted(store: EventStore) -> None:
+def remove_unlisted(store: EventStore) -> None:
     """Removes the segments that the last append merged, and those of one that was killed. Until now
     a reader that was open may have needed them."""
     known = {entry["name"] for entry in store.entries}
@@ -191,11 +196,16 @@ def _choose_dtype(file: HistoriesFile, name: str) -> Any:
     extremes = [file.read_extremes(group, name) for group in range(file.num_groups)]
     low = min((0 if each is None else each[0] for each in extremes), default=0)
     high = max((1 << 62 if each is None else each[1] for each in extremes), default=0)
+    return fit_integers(low, high)
+
+
+def fit_integers(low: int, high: int) -> Any:
+    """The smallest type for integers from `low` to `high`."""
     fitting = (np.int8, np.int16, np.int32, np.int64)
     return next(t for t in fitting if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
 
 
-def _merge(
+def merge(
     folder: Path, columns: Sequence[str], entries: Sequence[Mapping[str, Any]], target: Path
 ) -> dict[str, Any]:
     """Writes the events of several segments as one, block by block."""

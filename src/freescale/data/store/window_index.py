@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.data.durable import replace_file
 from freescale.data.ingest.digest import compute_digest
 from freescale.data.ranges import split_evenly
 from freescale.data.store.event_store import EventStore
@@ -63,6 +64,16 @@ class WindowIndex:
         if not self._known[number]["samples"]:
             return np.zeros(0, SAMPLE)
         return np.asarray(np.load(self.folder / _name(number), mmap_mode="r"))
+
+    def forget(self, before: int) -> None:
+        """Removes the windows before one. They are made again if they are needed."""
+        with lock_cache(self._store.folder):
+            known = self._read()
+            kept = {number: entry for number, entry in known.items() if number >= before}
+            if len(kept) < len(known):
+                replace_file(self.folder / _ABOUT, json.dumps(kept).encode())
+            for number in known.keys() - kept.keys():
+                (self.folder / _name(number)).unlink(missing_ok=True)
 
     def _read(self) -> dict[int, dict[str, int]]:
         path = self.folder / _ABOUT
@@ -128,8 +139,9 @@ class WindowIndex:
         store, rule, since = self._store, self._rule, low * self._rule.window
         users = store.list_users(since)
         located = store.locate(users)
-        # Events before the first window are not read.
-        begin, end = store.count_before(located, since), located.lengths
+        # Events before the first window and after the last are not read.
+        begin = store.count_before(located, since)
+        end = store.count_before(located, high * rule.window)
         for first, last in split_evenly(end - begin, _BLOCK):
             part = slice(first, last)
             events = store.select(located.of(first, last), begin[part], end[part])

@@ -1,0 +1,1 @@
+"""`freescale train --follow`: kills, long streams, and preferences that shift."""

@@ -1,0 +1,199 @@
+"""Runs that follow a source: windows are evaluated before they are trained; kills, ranks and a
+resume change nothing."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from helpers.ranks import gather_ranks, run_ranks
+from helpers.streams import (
+    HOUR,
+    START,
+    configure,
+    make_events,
+    move,
+    open_one,
+    read_on,
+    read_windows,
+    split,
+    train,
+    train_alone,
+)
+
+from freescale.data.batches.loader import Histories
+from freescale.data.ingest.prepare import prepare
+from freescale.data.store.build import build_store
+from freescale.train.build import build_specs, evaluate_part
+from freescale.train.callbacks import Callback
+from freescale.train.time_order import find_windows
+from freescale.train.trainer import Trainer
+from freescale.transport.local import LocalTransport
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("events")
+    for name, part in split(make_events(), 6):
+        move(folder / "in", name, part)
+    return folder / "in"
+
+
+@pytest.fixture(scope="module")
+def calm(source):
+    """An undisturbed run: its bits, its steps and its folder."""
+    config = configure(source, source.parent / "cache")
+    return *train_alone(config, source.parent / "calm"), source.parent / "calm"
+
+
+def read_metrics(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if key in line]
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+class StopAt(Callback):
+    """Stops after a step, or raises there."""
+
+    def __init__(self, step, error=None):
+        self.step, self.error = step, error
+
+    def on_step(self, trainer, step):
+        if step.step == self.step:
+            if self.error is not None:
+                raise self.error
+            trainer.stop()
+
+
+class Windows(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_window(self, trainer, entry):
+        path = trainer.checkpoints.latest()
+        self.seen.append((entry["stream"]["number"], entry["stream"]["again"], path.name))
+        assert path.name.endswith(f"{trainer.step}")
+
+
+def test_batches_are_those_of_a_store_in_order_of_time(source, tmp_path):
+    """As if all events had been there from the beginning."""
+    for name, part in split(make_events(text=False), 6):
+        move(tmp_path / "in", name, part)
+    config = configure(tmp_path / "in", tmp_path / "cache")
+    stream = open_one(tmp_path / "s", tmp_path / "in")
+    read_on(stream)
+    path = tmp_path / "s" / "first" / "histories.parquet"
+    specs = build_specs(config) | find_windows(config, path, tmp_path, "train", None)
+    found = Histories(path, 8, **specs)
+    whole = prepare(tmp_path / "in", tmp_path / "cache", any_ids=True)
+    build_store(whole, tmp_path / "store")
+    windows = range(START // HOUR, START // HOUR + 11)
+    time = found.time.__class__(tmp_path / "store", HOUR, windows)
+    expected = Histories(whole, 8, **(specs | {"time": time}))
+    number = 0
+    for window in read_windows(tmp_path / "s"):
+        found.open_window(window["window"], number)
+        while number < found.stop:
+            ours, theirs = found.batch(number), expected.batch(number)
+            for name in ("history", "timestamps", "targets", "target_weights"):
+                assert torch.equal(ours.sequences[name].values, theirs.sequences[name].values)
+                assert torch.equal(ours.sequences[name].lengths, theirs.sequences[name].lengths)
+            number += 1
+    assert number == expected.stop > 20
+
+
+def test_each_window_is_evaluated_before_it_is_trained(source, calm, tmp_path):
+    _, step, folder = calm
+    windows = read_windows(folder / "stream")
+    lines, trained = read_metrics(folder, "validation"), read_metrics(folder, "stream")
+    assert [line["stream"]["number"] for line in trained] == list(range(11))
+    assert [line["window"]["number"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines] == [line["step"] for line in trained[:-1]]
+    assert trained[-1]["step"] == step
+    # A run that ends there has the same figures for the next window.
+    config = configure(source, source.parent / "cache", windows=4)
+    run = Trainer(config, tmp_path / "run", transport=LocalTransport())
+    run.train()
+    assert run.step == trained[3]["step"]
+    number = windows[4]["window"]
+    path = folder / "stream" / "first" / "histories.parquet"  # of the run that has this window
+    found = evaluate_part(config, run.model, path, "validation", window=number)
+    assert found == lines[3]["validation"]
+
+
+@pytest.mark.parametrize("at", [3, "end"])
+def test_it_resumes(source, calm, tmp_path, at):
+    """In the middle of a window, and at its end, where `on_window` is called again."""
+    bits, step, folder = calm
+    ends = [line["step"] for line in read_metrics(folder, "stream")]
+    assert 3 not in ends
+    config = configure(source, source.parent / "cache")
+    stop, windows = StopAt(ends[2] if at == "end" else at), Windows()
+    train_alone(config, tmp_path / "run", callbacks=[stop])
+    found, steps = train_alone(config, tmp_path / "run", resume=True, callbacks=[windows])
+    assert steps == step
+    assert_equal(found, bits)
+    first = 2 if at == "end" else sum(end <= 3 for end in ends)
+    assert [number for number, _, _ in windows.seen] == list(range(first, 11))
+    assert [again for _, again, _ in windows.seen] == [at == "end"] + [False] * (10 - first)
+    expected = [(line["step"], line["validation"]) for line in read_metrics(folder, "validation")]
+    lines = read_metrics(tmp_path / "run", "validation")
+    assert [(line["step"], line["validation"]) for line in lines] == expected
+    numbers = [line["stream"]["number"] for line in read_metrics(tmp_path / "run", "stream")]
+    assert numbers == list(range(11))
+
+
+def test_a_failure_before_the_first_checkpoint(source, calm, tmp_path):
+    """The windows that were read stay; training begins with the first."""
+    config = configure(source, source.parent / "cache")
+    with pytest.raises(OSError, match="lost"):
+        train_alone(config, tmp_path / "run", callbacks=[StopAt(2, OSError("lost"))])
+    assert_equal(train_alone(config, tmp_path / "run", resume="auto")[0], calm[0])
+
+
+def test_on_other_ranks(source, calm, tmp_path):
+    """In float32: sums over ranks round otherwise."""
+    config = configure(source, source.parent / "cache")
+    for found, step in run_ranks(2, partial(train, config=config, folder=tmp_path / "two")):
+        assert step == calm[1]
+        for name, value in calm[0].items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+    stop = partial(train, config=config, folder=tmp_path / "run", callbacks=[StopAt(7)])
+    run_ranks(2, stop)
+    found, step = train_alone(config, tmp_path / "run", resume=True)
+    assert step == calm[1]
+    for name, value in calm[0].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_failure_of_reading_reaches_all_ranks(source, tmp_path):
+    for name, part in split(make_events(), 6):
+        move(tmp_path / "in", name, part)
+    move(tmp_path / "in", "part-003.parquet", make_events(3).drop_columns("action"))
+    config = configure(tmp_path / "in", tmp_path / "cache")
+    errors = [
+        error
+        for error, _ in gather_ranks(2, partial(train, config=config, folder=tmp_path / "run"))
+    ]
+    assert "part-003.parquet: columns" in errors[0] and "rank 0 stopped:" in errors[1]
+
+
+def test_a_changed_stream_is_not_resumed(source, tmp_path):
+    config = configure(source, source.parent / "cache")
+    train_alone(config, tmp_path / "run", callbacks=[StopAt(5)])
+    path = tmp_path / "run" / "stream" / "windows.jsonl"
+    lines = path.read_text().splitlines(True)
+    digest = json.loads(lines[1])["digest"]
+    path.write_text("".join(lines).replace(digest, digest[::-1]))
+    with pytest.raises(ValueError, match="does not have window 1 of the checkpoint"):
+        train_alone(config, tmp_path / "run", resume=True)
+    path.parent.rename(tmp_path / "away")
+    with pytest.raises(ValueError, match="stream is missing"):
+        train_alone(config, tmp_path / "run", resume=True)
