@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -17,6 +18,7 @@ from helpers.time_order import DAY, START, configure, write_events
 from helpers.training import assert_close, snapshot
 
 import freescale
+from freescale.config import RunConfig
 from freescale.data import NegativeSpec
 from freescale.data.batches.loader import Histories
 from freescale.models import HSTU, Ranking, Retrieval
@@ -31,6 +33,7 @@ from freescale.train.build import (
 )
 from freescale.train.time_order import find_windows
 from freescale.train.trainer import Trainer
+from freescale.train.update import continue_run
 from freescale.transport.local import LocalTransport
 
 RANKING = {"task": "ranking", "anchor_actions": "1,4", "history_pools": "1,2,4"}
@@ -330,3 +333,38 @@ def test_workers_make_the_same_batches(config, tmp_path):
     alone = run_training(LocalTransport(), config, tmp_path / "alone")
     more = replace(config, data=replace(config.data, workers=2))
     assert_equal(run_training(LocalTransport(), more, tmp_path / "workers"), alone)
+
+
+# ---- another run goes on
+
+
+def test_a_run_goes_on_after_the_windows_of_another(data, config, tmp_path):
+    """Its windows begin with the test window of the first run, whose model it begins with."""
+    table = pq.read_table(data)
+    early = tmp_path / "early.parquet"
+    pq.write_table(table.filter(pc.less(table["timestamp"], START + 4 * DAY)), early)
+    first = Trainer(
+        replace(config, data=replace(config.data, data=str(early))),
+        tmp_path / "first",
+        transport=LocalTransport(),
+    )
+    first.train()
+    assert first.data.windows == [START // DAY + n for n in (1, 2)]
+    second = continue_run(first.folder, RunConfig.read(first.folder), {"data": str(data)})
+    assert second.origin.since == START + 3 * DAY - 1
+    run = Trainer(second, tmp_path / "second", transport=LocalTransport())
+    assert_equal(snapshot(run.model), snapshot(first.model))
+    assert run.data.windows == [START // DAY + n for n in (3, 4)]
+    whole = load_histories(config, prepare_data(config), LocalTransport())
+    skipped = sum(-(-size // 16) for size in whole._sizes[:2])
+    for number in range(run.data.stop):
+        mine, other = run.data.batch(number), whole.batch(skipped + number)
+        for name in ("history", "timestamps"):
+            assert torch.equal(mine.sequences[name].values, other.sequences[name].values), name
+    run.train()
+    assert run.step == whole.stop - skipped > 1
+    lines = [entry["window"] for entry in read_metrics(run.folder) if "window" in entry]
+    assert [line["number"] for line in lines] == [4, 5]  # the second one, and the test window
+    third = continue_run(run.folder, RunConfig.read(run.folder), {})
+    with pytest.raises(ValueError, match="is complete after .* give newer data"):
+        Trainer(third, tmp_path / "third", transport=LocalTransport())

@@ -57,6 +57,17 @@ def test_windows_of_a_run():
         plan_calendar(0, 69, 10, 6)
 
 
+def test_windows_after_a_time():
+    """Those of a run that continues another one."""
+    assert plan_calendar(5, 69, 10, None, since=39) == Calendar(10, origin=0, first=4, last=6)
+    assert plan_calendar(5, 69, 10, 1, since=39).trained == range(5, 6)
+    assert plan_calendar(5, 69, 10, 9, since=39).trained == range(4, 6)
+    with pytest.raises(ValueError, match="within .* 40 to 50: .* --since 39 or --since 49"):
+        plan_calendar(5, 69, 10, None, since=40)
+    with pytest.raises(ValueError, match="no window of 10 .* is complete after 59"):
+        plan_calendar(5, 69, 10, None, since=59)
+
+
 REFUSED = [
     (
         {"split": "leave-one-out"},

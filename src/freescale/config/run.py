@@ -79,10 +79,10 @@ class RunConfig:
                 f"{option} with --order time: every window is evaluated once, before it is "
                 "trained, and the last model is the one for what comes next; leave it out"
             )
-        if self.origin is not None:
+        if self.origin is not None and data.follow is not None:
             raise ValueError(
-                "--from with --order time: a run in order of time begins with a new model; train "
-                "all windows in one run, or leave --order out"
+                "--from with --follow: a run that follows a source goes on by itself; resume it "
+                "(--resume), or leave --follow out"
             )
 
     def _check_best(self) -> None:

@@ -27,7 +27,8 @@ def find_calendar(config: RunConfig, file: HistoriesFile) -> Calendar:
     """The windows of a run with --order time."""
     first, last = file.find_times()
     length = config.data.window_length.convert(guess_unit(last))
-    return plan_calendar(first, last, length, config.data.windows)
+    since = None if config.origin is None else config.origin.since
+    return plan_calendar(first, last, length, config.data.windows, since)
 
 
 def find_split(config: RunConfig, path: Path, part: str = "train", fits: bool = False) -> SplitSpec:

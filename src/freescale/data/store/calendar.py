@@ -39,7 +39,9 @@ class Calendar:
         }
 
 
-def plan_calendar(first_time: int, last_time: int, length: int, trained: int | None) -> Calendar:
+def plan_calendar(
+    first_time: int, last_time: int, length: int, trained: int | None, since: int | None = None
+) -> Calendar:
     """Plans the windows of a run.
 
     Args:
@@ -48,11 +50,14 @@ def plan_calendar(first_time: int, last_time: int, length: int, trained: int | N
         length: of a window.
         trained: how many windows are trained, at most: the last ones before that of the test part.
             None: all but the first, which has no events before it.
+        since: the last time of a window; only later ones are trained. None: any.
 
     Raises:
-        ValueError: there are not as many.
+        ValueError: there are not as many, or `since` lies within a window.
     """
     origin, last = first_time // length, last_time // length
+    if since is not None:
+        return Calendar(length, origin, _find_later(last, length, trained, since), last)
     most = last - origin - 1
     if most < 1 or (trained is not None and trained > most):
         wanted = "" if trained is None else f", and --windows {trained} trains as many"
@@ -62,3 +67,20 @@ def plan_calendar(first_time: int, last_time: int, length: int, trained: int | N
             f"{max(most, 0)}; give a shorter --window, or fewer --windows"
         )
     return Calendar(length, origin, last - (trained or most), last)
+
+
+def _find_later(last: int, length: int, trained: int | None, since: int) -> int:
+    """The first window that is trained, of those after a time."""
+    first = (since + 1) // length
+    if (since + 1) % length:
+        raise ValueError(
+            f"{since}, after which windows are trained, lies within the window from "
+            f"{first * length} to {(first + 1) * length}: give the end of a window, "
+            f"--since {first * length - 1} or --since {(first + 1) * length - 1}"
+        )
+    if first >= last:
+        raise ValueError(
+            f"no window of {length} (in the unit of the times) is complete after {since}: the "
+            "last one of the data is for the test; give newer data"
+        )
+    return first if trained is None else max(first, last - trained)
