@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from rich.table import Table
 
 from freescale.config import RunConfig, SimulateConfig
 from freescale.report.console import print_ledger
-from freescale.simulate.calibrate import calibrate
 from freescale.simulate.network import list_presets, load_preset
 from freescale.simulate.plan import GPUS, PRESETS, describe_plans, plan_recipe
 from freescale.simulate.recovery import PARTS
@@ -174,33 +172,3 @@ def _make_gpu_table(outcomes: Sequence[Outcome]) -> Table:
             shown[one.gpus] = " / ".join(f"{share:.1f}" for share in shares)
         table.add_row(label, *(shown.get(count, "") for count in counts))
     return table
-
-
-def write_calibration(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
-    """Measures this machine and writes the calibration to `out`."""
-    data = calibrate(
-        device,
-        out.stem,
-        shapes=[_parse_shape(text) for text in shapes],
-        repetitions=repetitions,
-        report=partial(print, flush=True),
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    for shape in data["shapes"]:
-        errors = [
-            f"{way} {shape[f'{way}_error_percent']['median']:.1f} %"
-            for way in ("forward", "backward")
-        ]
-        print(
-            f"width {shape['width']}, {shape['heads']} heads: the curve is off by "
-            f"{', '.join(errors)} (medians)"
-        )
-    print(out)
-
-
-def _parse_shape(text: str) -> tuple[int, int]:
-    width, colon, heads = text.partition(":")
-    if not (colon and width.isdigit() and heads.isdigit() and int(heads)):
-        raise ValueError(f"--shape {text!r} is not WIDTH:HEADS, like 512:4")
-    return int(width), int(heads)
