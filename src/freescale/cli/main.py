@@ -6,15 +6,12 @@ import click
 
 from freescale import __version__
 from freescale.cli.bench import bench
-from freescale.cli.checkpoints import checkpoints
-from freescale.cli.compare import compare
 from freescale.cli.data import generate, inspect
 from freescale.cli.demo import demo
 from freescale.cli.doctor import doctor
-from freescale.cli.evaluate import evaluate, export, report
+from freescale.cli.finished import checkpoints, compare, evaluate, export, report
 from freescale.cli.layout import CommandGroup
-from freescale.cli.recommend import recommend
-from freescale.cli.serve import serve
+from freescale.cli.recommend import recommend, serve
 from freescale.cli.simulate import simulate
 from freescale.cli.train import train
 
