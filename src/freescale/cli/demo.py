@@ -63,10 +63,7 @@ _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 @click.command()
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="ranks")
 @click.option(
-    "--folder",
-    "run_folder",
-    type=PATH,
-    help="folder of the run  [default: runs/demo-DATE-TIME]",
+    "--folder", "run_folder", type=PATH, help="folder of the run  [default: runs/demo-DATE-TIME]"
 )
 @exit_cleanly
 def demo(nproc: int, run_folder: Path | None) -> int:

@@ -33,11 +33,7 @@ class Duration:
 
 
 def parse_duration(text: str) -> Duration:
-    """Parses `12h`, `7d` or a number in the unit of the data.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """Parses `12h`, `7d` or a number in the unit of the data. ValueError if it is neither."""
     found = re.fullmatch(r"\s*(\d+)\s*(s|min|h|d|w)?\s*", text)
     if found is None or int(found[1]) < 1:
         raise ValueError(
