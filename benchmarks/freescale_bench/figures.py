@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from freescale.report.glossary import read_glossary
 from freescale_bench import headline
 from freescale_bench.architecture import draw_architecture, draw_tables, read_layers
 from freescale_bench.balance import figure as balance_figure
@@ -271,6 +272,24 @@ def find_documents(root: Path) -> list[tuple[Path, str]]:
     return [(page, "../" * (len(page.relative_to(root).parts) - 1)) for page in pages]
 
 
+def render_glossary() -> str:
+    """docs/glossary.md."""
+    lines = [
+        "# Glossary",
+        "",
+        "The terms of the documentation and the terminal. The [report](guide/report.md) shows",
+        "these texts as tooltips.",
+    ]
+    section = ""
+    for term in read_glossary():
+        if term.section != section:
+            section = term.section
+            lines += ["", f"## {section}"]
+        more = f" [More]({term.page})." if term.page else ""
+        lines += ["", f'<a id="{term.slug}"></a>**{term.name}**: {term.text}{more}']
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("figures", __doc__, kept=False)
     parser.add_argument(
@@ -284,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted[figures / "balance.svg"] = balance_figure.draw_balance(samples=128, ranks=8)
     wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
     wanted[figures / "tables.svg"] = draw_tables()
+    wanted[root / "docs" / "glossary.md"] = render_glossary()
     for path, depth in find_documents(root):
         wanted[path] = fill(path.read_text(encoding="utf-8"), parts, depth)
     changed = [

@@ -124,7 +124,8 @@ def test_commands_that_pages_show_exist(page):
         if name.startswith("-"):
             continue
         assert name in main.commands, f"freescale {name}"
-        if name == "bench":  # the benchmarks read their options themselves
+        # the benchmarks read their options themselves
+        if name == "bench" or words[:1] == ["calibrate"]:
             continue
         command = main.commands[name]
         known = {flag for entry in command.params for flag in (*entry.opts, *entry.secondary_opts)}

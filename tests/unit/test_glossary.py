@@ -8,13 +8,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from freescale_bench.figures import render_glossary
 from helpers.report_cases import run_folder
 from rich.console import Console
 
 from freescale.ledger.record import KINDS
 from freescale.ledger.trace import LANES
 from freescale.report.console import print_ledger
-from freescale.report.glossary import explain, find_term, read_glossary, render_markdown
+from freescale.report.glossary import explain, find_term, read_glossary
 from freescale.report.page import render_page
 from freescale.report.runs import read_runs
 
@@ -22,8 +23,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "glossary.md"
 
 
 def test_the_page_of_the_documentation_is_the_glossary():
-    assert PAGE.read_text(encoding="utf-8") == render_markdown(), (
-        "python -m freescale.report.glossary docs/glossary.md writes it"
+    assert PAGE.read_text(encoding="utf-8") == render_glossary(), (
+        "freescale bench figures writes it"
     )
 
 

@@ -91,7 +91,7 @@ def test_help_all_of_train_shows_every_option_under_its_heading():
 
 
 def test_bench_without_its_distribution_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("freescale.cli.main.entry_points", lambda **_: ())
+    monkeypatch.setattr("freescale.cli.bench.entry_points", lambda **_: ())
     for arguments in (["ladder", "--device", "cuda"], ["--help"], []):
         done = CliRunner().invoke(bench, arguments)
         assert done.exit_code == 1 and "`pip install -e ./benchmarks`" in done.output

@@ -9,11 +9,11 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from freescale_bench.simulate.calibrate import calibrate, fit_shape
 
 from freescale.cli.main import main
 from freescale.config import SimulateConfig
 from freescale.data.synthetic.generate import generate
-from freescale.simulate.calibrate import calibrate, fit_shape
 from freescale.simulate.compute import Model, list_calibrations, load_calibration, parse_calibration
 from freescale.simulate.run import run_simulation
 
@@ -168,7 +168,7 @@ def test_a_fit_finds_the_curve_and_nothing_negative():
 
 
 def test_calibrating_gives_a_file_that_can_be_simulated(monkeypatch):
-    import freescale.simulate.calibrate as module
+    import freescale_bench.simulate.calibrate as module
 
     small = {
         "equal": [(8, 2), (16, 2), (32, 2), (32, 4)],
@@ -186,3 +186,7 @@ def test_calibrating_gives_a_file_that_can_be_simulated(monkeypatch):
         calibrate("cpu", "bad", shapes=[(15, 2)])
     with pytest.raises(ValueError, match="not one of"):
         calibrate("abacus", "bad")
+    help = simulated("calibrate", "--help").output
+    assert "simulate calibrate [OPTIONS]" in help and "WIDTH:HEADS" in help
+    wrong = simulated("calibrate", "--device", "cpu", "--out", "x.json", "--shape", "64")
+    assert wrong.exit_code == 1 and "--shape '64' is not WIDTH:HEADS" in wrong.stderr

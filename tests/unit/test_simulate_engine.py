@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from freescale.simulate.compute import Calibration, Model, RowWork
+from freescale.simulate.compute import Calibration, Curve, Model, RowWork, Shape
 from freescale.simulate.costs import Costs
-from freescale.simulate.curves import Curve, Shape
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.network import Link, Network
 from freescale.simulate.output import collect_run, make_records

@@ -13,8 +13,7 @@ import pytest
 from freescale.balance.cost import CostModel
 from freescale.config import RunConfig, SimulateConfig
 from freescale.simulate import simulator
-from freescale.simulate.compute import load_calibration
-from freescale.simulate.curves import Load
+from freescale.simulate.compute import Load, load_calibration
 from freescale.simulate.inputs import build_model, list_omissions, read_workload
 from freescale.simulate.network import load_preset
 from freescale.simulate.placed_tables import ITEM, place_tables

@@ -17,8 +17,8 @@ from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic, Seen
 from freescale.embedding.layout import compute_keys
 from freescale.simulate.generated_workload import GeneratedWorkload
-from freescale.simulate.growth import _fill_shard, predict_growth
 from freescale.simulate.inputs import find_dynamic
+from freescale.simulate.placed_tables import _fill_shard, predict_growth
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.run import run_simulation
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freescale.simulate.compute import load_calibration
-from freescale.simulate.curves import Curve, Shape, interpolate_shape
+from freescale.simulate.compute import Curve, Shape, interpolate_shape, load_calibration
 
 
 def follow_the_arithmetic(width: int, heads: int = 4, times: float = 1.0) -> Shape:

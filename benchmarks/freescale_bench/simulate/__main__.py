@@ -1,5 +1,5 @@
 """The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
-takes minutes), and useful time under failures (`recovery`)."""
+takes minutes), and useful time under failures (`recovery`). `calibrate` measures this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if arguments and arguments[0] == "calibrate":  # has options of its own
+        from freescale_bench.simulate.calibrate import command
+
+        command.main(list(arguments[1:]), "freescale simulate calibrate")
     parser = make_parser("simulate", __doc__)
     parser.add_argument("part", choices=("validate", "paper", "recovery"))
     parser.add_argument("--most", type=int, default=4096, help="paper: largest number of GPUs")

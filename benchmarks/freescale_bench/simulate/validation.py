@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from freescale.simulate.compute import Calibration, Model, load_calibration
-from freescale.simulate.curves import Curve, Shape
+from freescale.simulate.compute import Calibration, Curve, Model, Shape, load_calibration
 from freescale.simulate.network import Network, load_preset
 from freescale.simulate.output import collect_run
 from freescale.simulate.simulator import Cluster, Setting, simulate

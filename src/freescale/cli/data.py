@@ -13,7 +13,7 @@ import click
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import DataCommand
 from freescale.cli.options import PATH, add_settings, format_arguments, select_given
-from freescale.cli.progress import prepare_data, show_progress
+from freescale.cli.runs import prepare_data, show_progress
 from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig, TrainConfig
 
 

@@ -20,67 +20,36 @@ from freescale.cli.options import PATH, format_arguments
 from freescale.cli.train import train_run
 from freescale.worker_server import may_have_gpu
 
+# fmt: off
 DEMO_SETTINGS: dict[str, Any] = {
-    "global_batch": 64,
-    "epochs": 6,
-    "max_length": 100,
-    "width": 32,
-    "negatives": 64,
-    "dropout": 0.0,
-    "lr": 1e-2,
-    "row_lr": 1e-2,
-    "log_every": 40,
-    "eval_batch": 512,
+    "global_batch": 64, "epochs": 6, "max_length": 100, "width": 32, "negatives": 64,
+    "dropout": 0.0, "lr": 1e-2, "row_lr": 1e-2, "log_every": 40, "eval_batch": 512,
     # The rule would replicate so small a table; sharded, the ledger shows all kinds of traffic.
     "placement": "item=sharded",
 }
-
 # Long histories of very uneven length over a large catalogue: the techniques' use case, small
 # enough for a laptop.
 SHORT_SETTINGS: dict[str, Any] = {
-    "global_batch": 32,
-    "steps": 40,
-    "max_length": 400,
-    "split": "none",
-    "shuffle": False,
-    "width": 64,
-    "layers": 1,
-    "negatives": 16,
-    "dropout": 0.0,
-    "row_optimizer": "rowwise_adagrad",
-    "row_lr": 1e-2,
-    "device": "cpu",
-    "placement": "item=sharded",
-    "checkpoint_every": 1000,
+    "global_batch": 32, "steps": 40, "max_length": 400, "split": "none", "shuffle": False,
+    "width": 64, "layers": 1, "negatives": 16, "dropout": 0.0, "row_optimizer": "rowwise_adagrad",
+    "row_lr": 1e-2, "device": "cpu", "placement": "item=sharded", "checkpoint_every": 1000,
 }
 SHORT_ARMS: dict[str, dict[str, str]] = {
     "serial": {"schedule": "serial", "balance": "none", "transport": "collective"},
     "staged + balancing + hostwire": {
-        "schedule": "staged",
-        "balance": "greedy",
-        "transport": "hostwire-tcp",
+        "schedule": "staged", "balance": "greedy", "transport": "hostwire-tcp",
     },
 }
 # What both kinds of histories are generated with, in addition to their longest length.
 DEMO_DATA: dict[str, Any] = {
-    "users": 4000,
-    "items": 1000,
-    "median": 30,
-    "sigma": 0.8,
-    "popularity": 0.5,
-    "global_batch": 64,
-    "seed": 1,
+    "users": 4000, "items": 1000, "median": 30, "sigma": 0.8, "popularity": 0.5,
+    "global_batch": 64, "seed": 1,
 }
 SHORT_DATA: dict[str, Any] = {
-    "users": 1280,
-    "items": 200_000,
-    "median": 60,
-    "sigma": 1.2,
-    "collision": 0.12,
-    "global_batch": 32,
-    "ranks": 2,
-    "seed": 2,
+    "users": 1280, "items": 200_000, "median": 60, "sigma": 1.2, "collision": 0.12,
+    "global_batch": 32, "ranks": 2, "seed": 2,
 }
+# fmt: on
 COMPARISON = "compare.html"  # in the folder of the run
 _LEAST_GAIN = 1.03  # times serial's samples/s: single runs of the same steps differ by as much
 _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
@@ -94,10 +63,7 @@ _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 @click.command()
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="ranks")
 @click.option(
-    "--folder",
-    "run_folder",
-    type=PATH,
-    help="folder of the run  [default: runs/demo-DATE-TIME]",
+    "--folder", "run_folder", type=PATH, help="folder of the run  [default: runs/demo-DATE-TIME]"
 )
 @exit_cleanly
 def demo(nproc: int, run_folder: Path | None) -> int:
@@ -137,13 +103,12 @@ def _count_gpus() -> int:
 
 
 def choose_demo_ranks(wanted: int, gpus: int) -> tuple[int, str]:
-    """The number of ranks of the first part, and their device: a GPU for each if there are any."""
+    """Ranks of the first part, and their device: a GPU for each if there are any."""
     return (min(wanted, gpus), "cuda") if gpus else (wanted, "cpu")
 
 
 def make_data(path: Path, options: Mapping[str, Any]) -> Path:
-    """Generates histories of log-normal length, unless `path` exists. The next item depends on the
-    last one."""
+    """Generates histories whose next item depends on the last one, unless `path` exists."""
     from freescale.data.synthetic.generate import generate
 
     if not path.exists():
@@ -184,8 +149,7 @@ def compare_schedules(data: Path, folder: Path, ranks: int) -> int:
 
 
 def print_ending(folder: Path) -> None:
-    """Prints the results of the demonstration, and what to type next. `folder`: the run's, with the
-    compared runs in it if there are any."""
+    """Prints the results, and what to type next. `folder`: the run's, with the compared runs."""
     from rich.console import Console
 
     console = Console()
@@ -276,9 +240,8 @@ def _list_runs(folder: Path) -> dict[str, Path]:
     return {name: folder / f"short-{arm['schedule']}" for name, arm in SHORT_ARMS.items()}
 
 
-def _read_ledger(run: Path) -> dict[str, Any]:
-    ledger: dict[str, Any] = json.loads((run / "ledger.json").read_text(encoding="utf-8"))
-    return ledger
+def _read_ledger(run: Path) -> Any:
+    return json.loads((run / "ledger.json").read_text(encoding="utf-8"))
 
 
 def _read_metrics(run: Path) -> list[dict[str, Any]]:

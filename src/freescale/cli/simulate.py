@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from freescale.cli.bench import FORWARDED, run_benchmarks
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import CommandGroup
-from freescale.cli.options import PATH, add_settings, select_given
+from freescale.cli.options import add_settings, select_given
 from freescale.config import SimulateConfig
 
 
@@ -64,40 +64,13 @@ def _plan(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
     print_plans(SimulateConfig(**settings), gpus, presets or None)
 
 
-@simulate.command()
-@click.option(
-    "--device",
-    type=click.Choice(("cuda", "cpu")),
-    default="cuda",
-    show_default=True,
-    help="what to measure",
-)
-@click.option(
-    "--out",
-    type=PATH,
-    required=True,
-    help="file to write; its name is the calibration's",
-)
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    metavar="WIDTH:HEADS",
-    help="model shapes  [default: 512:4, 256:4, 128:2, 64:2; cpu 64:2]",
-)
-@click.option(
-    "--repetitions",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="of each measurement",
-)
+# The installed command reads all arguments, also --help.
+@simulate.command(context_settings=FORWARDED)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @exit_cleanly
-def calibrate(device: str, out: Path, shapes: tuple[str, ...], repetitions: int) -> None:
-    """Measure this machine's compute times for the simulator.
+def calibrate(arguments: tuple[str, ...]) -> int:
+    """Measure this machine's compute times for the simulator (with the benchmarks installed).
 
     The curve covers forward, backward, rows and optimizer over lengths, batch and width.
     """
-    from freescale.simulate.show import write_calibration
-
-    write_calibration(device, out, shapes, repetitions)
+    return run_benchmarks("simulate", "calibrate", *arguments)

@@ -13,8 +13,14 @@ import click
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import GroupedCommand, grouped_option
 from freescale.cli.options import PATH, add_settings, format_arguments, select_given
-from freescale.cli.progress import prepare_data
-from freescale.cli.runs import DISTRIBUTION, add_nproc, add_port, read_config, refuse_missing_data
+from freescale.cli.runs import (
+    DISTRIBUTION,
+    add_nproc,
+    add_port,
+    prepare_data,
+    read_config,
+    refuse_missing_data,
+)
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.recipe import list_recipes
 from freescale.launch.ranks import follow_launcher, is_rank
@@ -130,18 +136,13 @@ def train(
     Example: freescale train --data histories.parquet --nproc 2
     """
     if given.get("recipe") == "list":
-        return show_recipes()
+        found = list_recipes()
+        width = max(len(recipe.name) for recipe in found)
+        for recipe in found:
+            click.echo(f"{recipe.name:{width}}  {recipe.description}")
+        return 0
     update = {"from": origin, "since": since, "all_events": all_events, "checkpoint": checkpoint}
     return train_run(nproc, run_folder, resume, port, given, restarts, update)
-
-
-def show_recipes() -> int:
-    """Prints the recipes of the package, a line each."""
-    found = list_recipes()
-    width = max(len(recipe.name) for recipe in found)
-    for recipe in found:
-        click.echo(f"{recipe.name:{width}}  {recipe.description}")
-    return 0
 
 
 def train_run(
@@ -161,8 +162,10 @@ def train_run(
     launches = not is_rank() and (nproc > 1 or restarts)
     server = None if launches else start_early(config)  # it imports torch in parallel with us
     if not is_rank():
-        if nproc > 1:
-            _refuse_missing_gpus(config.train.device, nproc)
+        if nproc > 1 and config.train.device != "cpu":
+            from freescale.transport.connect import choose_device
+
+            choose_device(config.train.device, 0, nproc)  # refuses missing GPUs
         if config.data.follow is None:
             prepare_data(config)
         elif run_folder is None:  # the events are kept there
@@ -267,11 +270,3 @@ def _launch_with_restarts(
         with suppress(OSError):  # a run that never began leaves no folder
             folder.rmdir()
     return status
-
-
-def _refuse_missing_gpus(device: str, nproc: int) -> None:
-    if device == "cpu":
-        return
-    from freescale.transport.connect import choose_device
-
-    choose_device(device, 0, nproc)

@@ -37,10 +37,7 @@ class Label:
 
 def parse_columns(text: str) -> dict[str, str]:
     """Parses `user=reviewer,item=sku` into columns by role. An empty column leaves the role out.
-
-    Raises:
-        ValueError: an unknown role, or no `=`.
-    """
+    ValueError for an unknown role, or without a `=`."""
     found: dict[str, str] = {}
     for part in split_names(text):
         role, equals, column = (piece.strip() for piece in part.partition("="))
@@ -57,15 +54,9 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def parse_labels(text: str) -> tuple[Label, ...]:
-    """Parses `is_click,like=rating>=4` into labels.
-
-    A comparison is `column operator value`. The value is a number, or a string for `==` and `!=`
-    (in quotes if it looks like a number).
-
-    Raises:
-        ValueError: neither a column nor a comparison with a name; a name that occurs twice or is
-            reserved.
-    """
+    """Parses `is_click,like=rating>=4` into labels. The value of a comparison is a number, or a
+    string for `==` and `!=` (in quotes if it looks like a number). ValueError for what is neither a
+    column nor a comparison with a name, and for a name that occurs twice or is reserved."""
     found: dict[str, Label] = {}
     for part in split_names(text):
         label = _parse_label(part)

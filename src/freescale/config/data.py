@@ -17,16 +17,8 @@ from freescale.config.time_order import (
 )
 
 FORMATS = (
-    "parquet",
-    "csv",
-    "jsonl",
-    "pairs",
-    "sequences",
-    "user-sequences",
-    "movielens",
-    "amazon",
-    "kuairand",
-    "yambda",
+    *("parquet", "csv", "jsonl", "pairs", "sequences", "user-sequences"),
+    *("movielens", "amazon", "kuairand", "yambda"),
 )
 # Settings of --order time, and those of them that are of ranking.
 OF_RANKING = ("anchor_actions", "min_history", "history_pools")

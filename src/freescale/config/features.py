@@ -3,6 +3,7 @@ file."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,30 +30,22 @@ _PART = re.compile(r"(?:(item|user|event|context)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature.
+    """One feature."""
 
-    Attributes:
-        name: of the feature; that of its column, unless it is a cross.
-        source: `item`, `user` (columns of --items and --users), `event` or `context` (columns of
-            the interactions: what describes an event, and what is known before it).
-        kind: one of KINDS. None: inferred from the values.
-        columns: of the source; several of a cross.
-            Those of a request that are not all columns of the interactions: `SOURCE:COLUMN`.
-        rows: of a cross: how many rows its combinations are hashed into. Of ids: how many there
-            are; 0: as the largest one of --items says.
-        buckets: of a number: buckets with about equally many training values.
-        separator: between the values of a multi feature that is text.
-        least: a category needs this many training items or events, else it counts as unknown.
-    """
-
-    name: str
+    name: str  # that of its column, unless it is a cross
+    # `item`, `user` (columns of --items and --users), `event` or `context` (columns of the
+    # interactions: what describes an event, and what is known before it)
     source: str
-    kind: str | None
+    kind: str | None  # one of KINDS; None: inferred from the values
+    # of the source; several of a cross. Those of a request that are not all columns of the
+    # interactions: `SOURCE:COLUMN`
     columns: tuple[str, ...]
+    # of a cross: how many rows its combinations are hashed into; of ids: how many there are, 0: as
+    # the largest one of --items says
     rows: int = 100_000
-    buckets: int = 32
-    separator: str = "|"
-    least: int = 1
+    buckets: int = 32  # of a number, with about equally many training values
+    separator: str = "|"  # between the values of a multi feature that is text
+    least: int = 1  # training items or events of a category, else it counts as unknown
 
     @property
     def label(self) -> str:
@@ -101,11 +94,8 @@ class Request:
 
 def request_features(features: str, schema: str | None, given: Sequence[str]) -> Request:
     """Reads `--features` and `--schema`. Without either, all columns of the files of attributes are
-    used. `given`: sources that have such a file, `item` and `user`.
-
-    Raises:
-        ValueError: the options exclude each other, or one is not valid.
-    """
+    used. `given`: sources that have such a file, `item` and `user`. ValueError if the options
+    exclude each other, or one is not valid."""
     if schema is not None:
         if features:
             raise ValueError(
@@ -129,10 +119,8 @@ def parse_features(text: str) -> tuple[Feature, ...]:
     separator of a multi feature, the rows of a cross. `item.`, `user.` or `event.` before a column
     says which file, if several have it; `context.` says that it describes the request. The columns
     of a cross are joined by `*`. Those of a request may be `user`, `item`, `hour` and columns of
-    --items, too: `user*artist=cross:100000`.
-
-    Raises:
-        ValueError: a part is not of this form, or names a feature twice.
+    --items, too: `user*artist=cross:100000`. ValueError for another form, or a feature that is
+    named twice.
     """
     found: dict[str, Feature] = {}
     for part in split_names(text):
@@ -190,12 +178,8 @@ def _check_columns(columns: Sequence[str], kind: str | None, where: str) -> None
 
 def read_schema(path: Path) -> tuple[Feature, ...]:
     """Reads a schema file: a table for each feature, `[item.NAME]`, `[user.NAME]`, `[event.NAME]`
-    or `[context.NAME]`, with the keys of `Feature`.
-
-    Raises:
-        ValueError: the file cannot be read or has a key or value that does not exist; the message
-            has file, key and value.
-    """
+    or `[context.NAME]`, with the keys of `Feature`. ValueError, with file, key and value, for one
+    that cannot be read, and for a key or value that does not exist."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -258,19 +242,15 @@ def write_schema(features: Iterable[Feature], notes: Mapping[str, str]) -> str:
                 value = tuple(column.rpartition(PART_OF)[2] for column in value)
             if key == "least" and value == usual[key]:
                 continue
-            lines.append(f"{key} = {_format(value)}")
+            lines.append(f"{key} = {_spell(value)}")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
 def _quote(name: str) -> str:
-    return name if re.fullmatch(r"[\w-]+", name) else _format(name)
+    return name if re.fullmatch(r"[\w-]+", name) else _spell(name)
 
 
-def _format(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_format, value)) + "]"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return str(value)
+def _spell(value: Any) -> str:
+    """In TOML, whose numbers, strings and lists are those of JSON."""
+    return json.dumps(value, ensure_ascii=False)

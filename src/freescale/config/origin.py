@@ -10,25 +10,16 @@ KEPT = "origin"  # folder in that of a run: what it needs of the run that it con
 
 @dataclass(frozen=True)
 class Origin:
-    """The run that another one continues, and what data and model need to know of it.
+    """The run that another one continues, and what data and model need to know of it."""
 
-    Attributes:
-        run: its folder.
-        step: of the checkpoint that the new run begins with.
-        checksum: of that checkpoint.
-        trained_until: time of the last event that it was trained on; None if that is not known.
-        since: only later events are trained on; None: all.
-        rows: of its tables of items and actions, by table.
-        kept: the folder with its vocabulary and statistics of features: the run's own, later a
-            copy in the folder of the new run.
-    """
-
-    run: str
-    step: int
-    checksum: int
-    trained_until: int | None
-    since: int | None
-    rows: dict[str, int]
+    run: str  # its folder
+    step: int  # of the checkpoint that the new run begins with
+    checksum: int  # of that checkpoint
+    trained_until: int | None  # time of the last event that it was trained on, if known
+    since: int | None  # only later events are trained on; None: all
+    rows: dict[str, int]  # of its tables of items and actions, by table
+    # the folder with its vocabulary and statistics of features: the run's own, later a copy in the
+    # folder of the new run
     kept: str
 
     def find_kept(self, folder: Path) -> Origin:

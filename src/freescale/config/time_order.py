@@ -34,11 +34,8 @@ class Duration:
 
 
 def parse_duration(text: str, flag: str = "--window", least: int = 1) -> Duration:
-    """Parses `12h`, `7d` or a number in the unit of the data.
-
-    Raises:
-        ValueError: if it is neither, or below `least`.
-    """
+    """Parses `12h`, `7d` or a number in the unit of the data. ValueError if it is neither, or below
+    `least`."""
     found = re.fullmatch(r"\s*(\d+)\s*(s|min|h|d|w)?\s*", text)
     if found is None or int(found[1]) < least:
         raise ValueError(

@@ -182,8 +182,7 @@ class TrainConfig(Checked):
         minimum=0,
     )
     mlperf_log: str | None = _output_option(
-        None,
-        "file for MLPerf's log of a ranking run, which then ends at a validation AUC of 0.75",
+        None, "file for MLPerf's log of a ranking run, which then ends at a validation AUC of 0.75"
     )
     tensorboard: bool = _output_option(False, "write TensorBoard events too")
     tracker: str | None = _output_option(

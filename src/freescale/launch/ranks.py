@@ -129,42 +129,24 @@ class Ended:
 
 
 def launch(arguments: Sequence[str], ranks: int, port: int | None = None, **options: Any) -> int:
-    """Runs local ranks as `run_ranks` does, with its options, and prints what went wrong.
-
-    Returns:
-        0 if all ranks succeeded, 1 after a failure, `choose_status` if a signal stopped the run.
-    """
+    """Runs local ranks as `run_ranks` does, and prints what went wrong. Returns 0 if all ranks
+    succeeded, 1 after a failure, `choose_status` if a signal stopped the run."""
     return report_end(run_ranks(arguments, ranks, port, **options))
 
 
 def run_ranks(
     arguments: Sequence[str],
     ranks: int,
-    port: int | None = None,
+    port: int | None = None,  # of the rendezvous; None finds a free one
     *,
     module: str = "freescale",
+    # (rank) -> additional environment variables for that rank
     extra: Callable[[int], Mapping[str, str]] = lambda rank: {},
-    seconds: float | None = None,
-    start: StartRank | None = None,
+    seconds: float | None = None,  # time limit, after which all ranks are stopped
+    start: StartRank | None = None,  # replaces `start_rank`
 ) -> Ended:
-    """Runs `python -m MODULE ARGUMENTS` as local ranks.
-
-    Args:
-        arguments: arguments of the module.
-        ranks: number of ranks.
-        port: port of the rendezvous; None finds a free one.
-        module: the module of each rank.
-        extra: (rank) -> additional environment variables for that rank.
-        seconds: time limit, after which all ranks are stopped.
-        start: replaces `start_rank`.
-
-    Returns:
-        How the ranks ended.
-
-    Raises:
-        TimeoutError: if the ranks run longer than `seconds`.
-        ValueError: if `port` is in use.
-    """
+    """Runs `python -m MODULE ARGUMENTS` as local ranks, and returns how they ended. TimeoutError if
+    they run longer than `seconds`, ValueError if `port` is in use."""
     if port is not None:
         check_port(port)
     port = port or find_free_port()

@@ -22,30 +22,19 @@ from freescale.launch.ranks import Ended, report_end, run_ranks
 
 
 def launch_with_restarts(
-    arguments: Sequence[str],
+    arguments: Sequence[str],  # without --resume
     ranks: int,
-    port: int | None,
+    port: int | None,  # of the rendezvous; None finds a free one for each attempt
     restarts: int,
-    folder: Path,
-    resume: str | None,
-    end_snapshots: Callable[[], object],
+    folder: Path,  # of the run
+    resume: str | None,  # --resume of the first attempt
+    end_snapshots: Callable[[], object],  # drops the snapshots in this machine's memory
 ) -> int:
-    """Runs `freescale ARGUMENTS` as local ranks, and again after a failure.
+    """Runs `freescale ARGUMENTS` as local ranks, and again after a failure; returns the exit
+    status, as of `launch`.
 
     There is no restart after a stop by a signal, after two equal failures at the same step, or if
     the first attempt is refused. Without a restart, snapshots of the run are dropped.
-
-    Args:
-        arguments: arguments of the command, without --resume.
-        ranks: number of ranks.
-        port: port of the rendezvous; None finds a free one for each attempt.
-        restarts: most restarts; may be 0.
-        folder: the run's folder.
-        resume: --resume of the first attempt.
-        end_snapshots: drops the snapshots in this machine's memory.
-
-    Returns:
-        The exit status, as of `launch`.
     """
     with open_rank_server(restarts) as server:
         before: Ended | None = None

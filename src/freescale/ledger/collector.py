@@ -39,18 +39,6 @@ class Collector:
     """Gathers the ledgers of all ranks and writes the figures of the run.
 
     Every rank calls `collect` at the same steps and `close` at the end: both are collectives.
-
-    Args:
-        ledger: This rank's ledger.
-        rank: This rank.
-        world: Number of ranks.
-        gather: Brings every rank's bytes to all ranks, in the order of the ranks.
-        folder: The run's folder. None keeps the figures in memory.
-        offsets: Measures the clock offset to rank 0 and its uncertainty, in nanoseconds, of every
-            rank. Called now and at the end.
-        trace_steps: How many steps from here on the trace holds.
-        resumed: Continues with the figures of the steps that the folder's `ledger.jsonl` holds.
-        restarts: Of the run so far, for `ledger.json`.
     """
 
     def __init__(
@@ -58,13 +46,15 @@ class Collector:
         ledger: Ledger,
         rank: int,
         world: int,
-        gather: Callable[[bytes], list[bytes]],
-        folder: Path | None,
+        gather: Callable[[bytes], list[bytes]],  # every rank's bytes to all, in their order
+        folder: Path | None,  # None keeps the figures in memory
         *,
+        # measures the clock offset to rank 0 and its uncertainty, in nanoseconds, of every rank;
+        # called now and at the end
         offsets: Callable[[], tuple[list[int], list[int]]] | None = None,
-        trace_steps: int = TrainConfig.trace_steps,
-        resumed: bool = False,
-        restarts: Sequence[Mapping[str, Any]] = (),
+        trace_steps: int = TrainConfig.trace_steps,  # that the trace holds from here on
+        resumed: bool = False,  # goes on with the steps in the folder's `ledger.jsonl`
+        restarts: Sequence[Mapping[str, Any]] = (),  # of the run so far, for `ledger.json`
     ) -> None:
         self._ledger, self._rank, self._world = ledger, rank, world
         self._gather, self._folder = gather, folder

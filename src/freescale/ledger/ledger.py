@@ -176,17 +176,8 @@ class Ledger:
         return _Span(self._step, self.clock, name)
 
     def begin_collective(self, kind: str, sent: int, received: int, path: str) -> Collective:
-        """Stamps this rank's arrival at a collective.
-
-        Args:
-            kind: What is exchanged: one of `KINDS`.
-            sent: Bytes that leave this rank.
-            received: Bytes that reach this rank.
-            path: What carries them, for example `nccl`.
-
-        Returns:
-            The collective; its `wait()` surrounds the blocking part.
-        """
+        """Stamps this rank's arrival at a collective, whose `wait()` surrounds the blocking part.
+        `kind`: one of `KINDS`; `sent`, `received`: bytes; `path`: what carries them, as `nccl`."""
         return Collective(self, kind, sent, received, path)
 
     def record(self, collective: Collective) -> None:

@@ -13,22 +13,11 @@ from freescale.ledger.trace import rename_lane
 
 # Figures that not every step has.
 _OPTIONAL = (
-    "collision_percent",
-    "sparsity",
-    "predicted_imbalance_before",
-    "predicted_imbalance",
-    "moved_tokens_percent",
-    "cost_error_percent",
-    "cache_miss_percent",
-    "cache_bytes_up",
-    "cache_bytes_down",
-    "dynamic_rows",
-    "dynamic_fill_percent",
-    "dynamic_inserted",
-    "dynamic_evicted",
-    "dynamic_swept",
-    "dynamic_turned_away",
-    "dynamic_waiting",
+    *("collision_percent", "sparsity", "predicted_imbalance_before", "predicted_imbalance"),
+    *("moved_tokens_percent", "cost_error_percent"),
+    *("cache_miss_percent", "cache_bytes_up", "cache_bytes_down"),
+    *("dynamic_rows", "dynamic_fill_percent", "dynamic_inserted", "dynamic_evicted"),
+    *("dynamic_swept", "dynamic_turned_away", "dynamic_waiting"),
 )
 # Figures by rank, and their names in the summary.
 _BY_RANK = {
@@ -43,14 +32,11 @@ _OVER_ALL = ("busy_ms", "paths")
 
 
 class Summary:
-    """Averages the figures of a run's steps.
+    """Averages the figures of a run's steps. Memory is constant but for one number per step, which
+    the median of the step time needs.
 
-    Memory is constant but for one number per step, which the median of the step time needs.
-
-    Args:
-        ranks: Ranks of the run. A resumed run may have had another number before: such steps are
-            counted, but not averaged, since nothing about them holds for this number.
-        warmup: First steps, which allocate and connect: they are counted, but not averaged.
+    Counted, but not averaged, are steps on another number of ranks, which a resumed run may have
+    had before, and the first ones (`warmup`), which allocate and connect.
     """
 
     def __init__(self, ranks: int, warmup: int = 2) -> None:

@@ -35,28 +35,15 @@ def split_wait(begin: float, end: float, last_arrival: float) -> SplitWait:
 
     A last rank that arrived before `begin` makes the whole wait exposed, one that arrived after
     `end` (clocks of two hosts differ a little) makes all of it straggler time.
-
-    Args:
-        begin: When compute stopped for the result.
-        end: When the result was there.
-        last_arrival: When the last rank arrived at the collective, on the same clock.
-
-    Returns:
-        Straggler time and exposed time, which add up to the wait.
     """
     split = min(max(begin, last_arrival), end)
     return SplitWait(split - begin, end - split)
 
 
 def assign_waits(collectives: Sequence[CollectiveRecord]) -> list[list[Interval]]:
-    """Assigns every waiting moment of a rank to one collective.
-
-    Several threads of a rank may wait at once. Such a moment belongs to the collective that is done
-    last, so that no moment is counted twice.
-
-    Returns:
-        For each collective the intervals that belong to it, in the order of time.
-    """
+    """Assigns every waiting moment of a rank to one collective: the intervals of each, in the order
+    of time. If several threads of a rank wait at once, the moment belongs to the collective that is
+    done last, so that none is counted twice."""
     waits = sorted(
         (collective.waited, collective.done, number)
         for number, collective in enumerate(collectives)

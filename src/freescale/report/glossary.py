@@ -1,19 +1,15 @@
-"""The terms of the project: one source for docs/glossary.md and for the tooltips of the report.
-
-python -m freescale.report.glossary docs/glossary.md     # writes the page
-"""
+"""The terms of the project: one source for docs/glossary.md (`freescale bench figures` writes it)
+and for the tooltips of the report."""
 
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -89,25 +85,3 @@ def render_definitions(slugs: Collection[str]) -> str:
         for term in sorted(terms, key=lambda term: term.name.lower())
     )
     return f'<details><summary>{len(terms)} terms</summary><dl class="terms">{rows}</dl></details>'
-
-
-def render_markdown() -> str:
-    """docs/glossary.md."""
-    lines = [
-        "# Glossary",
-        "",
-        "The terms of the documentation and the terminal. The [report](guide/report.md) shows",
-        "these texts as tooltips.",
-    ]
-    section = ""
-    for term in read_glossary():
-        if term.section != section:
-            section = term.section
-            lines += ["", f"## {section}"]
-        more = f" [More]({term.page})." if term.page else ""
-        lines += ["", f'<a id="{term.slug}"></a>**{term.name}**: {term.text}{more}']
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(render_markdown(), encoding="utf-8")

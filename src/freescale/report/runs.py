@@ -69,16 +69,9 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """Reads a run.
-
-    Args:
-        folder: The run's folder. Your own loop with a `Ledger` leaves no config.json and perhaps no
-            metrics.jsonl.
-        name: The run's name on the page; the folder's name by default.
-
-    Raises:
-        ValueError: The folder is not that of a run, or a file in it is damaged.
-    """
+    """Reads a run, which is named after its folder by default. Your own loop with a `Ledger` leaves
+    no config.json and perhaps no metrics.jsonl. ValueError if the folder is not that of a run, or a
+    file in it is damaged."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not the folder of a run: there is no such folder")
     if not any((folder / file).exists() for file in _ENOUGH):

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from freescale.embedding.collision import count_pieces
 from freescale.pipeline.dense.buckets import compute_bucket_limit
-from freescale.simulate.compute import Calibration, Model
-from freescale.simulate.curves import Curve, Load
+from freescale.simulate.compute import Calibration, Curve, Load, Model
 from freescale.simulate.network import Network
 from freescale.simulate.ranks import Message
 from freescale.simulate.workload import Demand, PooledDemand, Rows
@@ -51,16 +50,7 @@ class Batch:
 
 
 class Costs:
-    """Seconds of work ([ranks]) and messages of a step.
-
-    Args:
-        model, calibration, network: The cluster.
-        world: Number of ranks.
-        transport: What carries the exchanges, `collective` or `hostwire`.
-        samples: Mean number per rank.
-        jitter: Standard deviation of a rank's compute; None takes the calibration's.
-        replicated_rows: Rows of the tables that every rank holds.
-    """
+    """Seconds of work ([ranks]) and messages of a step."""
 
     def __init__(
         self,
@@ -68,10 +58,10 @@ class Costs:
         calibration: Calibration,
         network: Network,
         world: int,
-        transport: str,
-        samples: int,
-        jitter: float | None = None,
-        replicated_rows: int = 0,
+        transport: str,  # of the exchanges: collective or hostwire
+        samples: int,  # mean per rank
+        jitter: float | None = None,  # standard deviation of a rank's compute
+        replicated_rows: int = 0,  # of the tables that every rank holds
     ) -> None:
         network.check_ranks(world)
         self.model, self.calibration, self.network = model, calibration, network

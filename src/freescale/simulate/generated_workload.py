@@ -32,19 +32,12 @@ class _ExpectedRequests:
 
 @dataclass(frozen=True)
 class PooledFeatures:
-    """Features of a sample in addition to its history, each with its own table.
-
-    Attributes:
-        features: Number of features.
-        ids: Ids of a sample in each of them.
-        rows: Rows of each table.
-        popularity: Zipf exponent of the ids, independent of the previous batch.
-    """
+    """Features of a sample in addition to its history, each with its own table."""
 
     features: int
-    ids: int
-    rows: int
-    popularity: float
+    ids: int  # of a sample, in each of them
+    rows: int  # of each table
+    popularity: float  # Zipf exponent of the ids, independent of the previous batch
 
     def compute_demand(
         self, samples: NDArray[Any], before: NDArray[Any] | None, after: NDArray[Any] | None
@@ -71,28 +64,18 @@ class PooledFeatures:
 
 
 class GeneratedWorkload:
-    """Log-normal lengths and Zipf ids, for a catalogue of any size.
+    """Log-normal lengths and Zipf ids, for a catalogue of any size. ValueError for an option out of
+    range; or later, for collisions out of reach.
 
-    Args:
-        samples: Size of a global batch.
-        median, sigma, cap: Of the lengths; sigma is that of their logarithm.
-        items: Size of the catalogue.
-        popularity: Zipf exponent of the items.
-        collisions: Share of a batch's requests that the previous batch makes too, for the mean
-            rank. Items are bound to batches or made hot as in data/synthetic. None: by popularity.
-        seed: Of the lengths.
-        strata: Parts of the catalogue over which expectations are summed.
-        pooled: Features in addition to the history.
-
-    Raises:
-        ValueError: An option is out of range; or later, the collisions are out of reach.
+    `collisions` is the share of a batch's requests that the previous batch makes too, for the mean
+    rank: items are bound to batches or made hot as in data/synthetic. None: by popularity.
     """
 
     bytes_per_token = 16  # id and target of each event
 
     def __init__(
         self,
-        samples: int,
+        samples: int,  # of a global batch
         *,
         median: float = SimulateConfig.median,
         sigma: float = SimulateConfig.sigma,
@@ -101,7 +84,7 @@ class GeneratedWorkload:
         popularity: float = SimulateConfig.popularity,
         collisions: float | None = SimulateConfig.collisions,
         seed: int = SimulateConfig.seed,
-        strata: int = 1024,
+        strata: int = 1024,  # parts of the catalogue over which expectations are summed
         pooled: PooledFeatures | None = None,
     ) -> None:
         if collisions is not None and not 0 <= collisions <= 1:

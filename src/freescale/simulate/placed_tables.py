@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ from freescale.embedding.layout import TableSpec
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
 from freescale.embedding.placement import Placement, choose_placement, count_state_bytes
 from freescale.simulate.compute import Model
-from freescale.simulate.growth import Growth, describe_growth, predict_growth
 from freescale.simulate.workload import GrowingWorkload, Workload
 
 ITEM = "item"  # the table that may be sharded
@@ -79,21 +79,14 @@ def place_tables(
     model: Model,
     source: Workload,
     ranks: int,
-    cache_miss: float = 100.0,
+    cache_miss: float = 100.0,  # with `host`: percent of a step's rows
     dynamic: Dynamic | None = None,
     steps: int = 1,
 ) -> PlacedTables:
     """Places the tables by the rows that ranks read of the first batch, before it is balanced.
 
-    Args:
-        wanted: `auto`, or a choice for all tables; `host`: items are sharded in host memory, the
-            others placed by the rule.
-        model: The model; its row optimizer determines the state of each row.
-        source: The batches.
-        ranks: Number of ranks.
-        cache_miss: With `host`, percent of a step's rows that are not in the cache.
-        dynamic: The rules of the item table, if it is dynamic.
-        steps: Steps of the simulation, over which a dynamic table grows.
+    `wanted`: `auto`, or a choice for all tables; `host`: items are sharded in host memory, the
+    others placed by the rule. `dynamic`: the rules of the item table, which grows over `steps`.
     """
     hosted = wanted == "host"
     samples = len(source.get_lengths(0))
@@ -133,3 +126,77 @@ def assign_home(samples: int, ranks: int) -> NDArray[np.int64]:
     bounds = samples * np.arange(ranks + 1) // ranks
     home: NDArray[np.int64] = np.repeat(np.arange(ranks), np.diff(bounds))
     return home
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The state of a dynamic table after a number of steps."""
+
+    steps: int
+    admitted: float  # ids, including evicted ones
+    rows: float  # rows with an id
+    fill: float  # their share of the capacity
+    row_bytes: float  # their bytes with optimizer state
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a thousandth of the ids found their shard full."""
+        return self.rows < 0.999 * self.admitted
+
+
+def predict_growth(
+    rules: Dynamic, steps: Sequence[int], admitted: Sequence[float], row_bytes: int
+) -> list[Growth]:
+    """Predicts the rows of a table after each of `steps`, when `admitted` ids have occurred in
+    enough batches; a row and its optimizer state take `row_bytes`."""
+    found = []
+    for count, ids in zip(steps, admitted, strict=True):
+        rows = rules.shards * _fill_shard(ids / rules.shards, rules.shard_rows)
+        found.append(Growth(count, ids, rows, rows / rules.rows, rows * row_bytes))
+    return found
+
+
+def _fill_shard(mean: float, room: int) -> float:
+    """Expected rows of a shard that has room for `room`, if hashing gives it `mean` ids: Poisson
+    distributed, approximated by a normal distribution."""
+    if mean <= 0:
+        return 0.0
+    deviation = math.sqrt(mean)
+    distance = (room - mean) / deviation
+    below = 0.5 * math.erfc(-distance / math.sqrt(2))
+    density = math.exp(-distance * distance / 2) / math.sqrt(2 * math.pi)
+    return min(mean, room - ((room - mean) * below + deviation * density))
+
+
+def describe_growth(name: str, rules: Dynamic, growth: Sequence[Growth], ranks: int) -> list[str]:
+    """Lines for people."""
+    if not growth:
+        return []
+    row = growth[-1].row_bytes / growth[-1].rows if growth[-1].rows else 0.0
+    each = (rules.rows * row / ranks, (rules.map_bytes + rules.counter_bytes) / ranks)
+    lines = [
+        f"table {name}: {rules}, room for {rules.rows:,} rows: {each[0] / 1e9:,.2f} GB of a rank "
+        f"with the state of their optimizer, and {each[1] / 1e9:,.2f} GB of host memory for ids; "
+        "what deciding costs is not simulated"
+    ]
+    return lines + [
+        f"table {name}: {one.rows:,.0f} rows after {one.steps:,} step{'s' * (one.steps > 1)}, "
+        f"{one.fill:.1%} full, {one.row_bytes / ranks / 1e9:,.2f} GB of a rank"
+        f"{'; rows are evicted' if one.evicts else ''}"
+        for one in growth
+    ]
+
+
+def list_growth(growth: Sequence[Growth], ranks: int) -> list[dict[str, Any]]:
+    """As plain data."""
+    return [
+        {
+            "gpus": ranks,
+            "steps": one.steps,
+            "rows": one.rows,
+            "fill_percent": 100 * one.fill,
+            "bytes_per_rank": one.row_bytes / ranks,
+            "evicts": one.evicts,
+        }
+        for one in growth
+    ]

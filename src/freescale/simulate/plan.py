@@ -21,7 +21,7 @@ from freescale.config.features import REQUEST, Feature, parse_features
 from freescale.embedding.layout import ShardLayout, TableSpec
 from freescale.embedding.optimizers import choose_row_optimizer
 from freescale.embedding.placement import count_state_bytes
-from freescale.simulate.curves import Curve, Shape
+from freescale.simulate.compute import Curve, Shape
 from freescale.simulate.generated_workload import GeneratedWorkload, PooledFeatures
 from freescale.simulate.inputs import build_cluster
 from freescale.simulate.run import Plans

@@ -50,26 +50,17 @@ class _Read:
 class RecordedWorkload:
     """The batches of a histories file as training reads them: the same samples in the same order,
     with their targets and negatives or candidates. If a global batch has more samples than the
-    file, users are repeated, with a note.
-
-    Args:
-        path: A histories file.
-        samples: Size of a global batch.
-        read: Order and seed. There is no last epoch.
-        events: Most ids of a step; if there are more, a sample by their hash is used.
-        name: Name of the file in notes; its path by default.
-        specs: Further specs of `Histories`.
-    """
+    file, users are repeated, with a note."""
 
     def __init__(
         self,
         path: str | Path,
-        samples: int,
+        samples: int,  # of a global batch
         *,
-        read: ReadSpec | None = None,
-        events: int = 4_000_000,
-        name: str | None = None,
-        **specs: Any,
+        read: ReadSpec | None = None,  # order and seed; there is no last epoch
+        events: int = 4_000_000,  # of a step; if there are more ids, a sample by hash is used
+        name: str | None = None,  # of the file in notes; its path by default
+        **specs: Any,  # of `Histories`
     ) -> None:
         self.samples, self._events = samples, events
         specs["read"] = replace(read or ReadSpec(), epochs=1 << 30)

@@ -23,33 +23,22 @@ PARTS = ("notice", "process start", "rendezvous", "restore", "first step", "repe
 
 @dataclass(frozen=True)
 class RecoveryCosts:
-    """What a failure costs, apart from repeated steps.
-
-    Attributes:
-        notice_s: from the death of a rank until all ranks have ended.
-        start_s: until a restarted rank is ready for the rendezvous: the fork, remaining imports,
-            the device. With torchrun, Python and all imports.
-        meet_s, meet_per_rank_s, meet_per_pair_s: rendezvous and connections: a constant, and the
-            cost per rank and per pair of ranks.
-        restore_s: constant cost of a restore.
-        memory_gb_per_s, disk_gb_per_s: rate at which a rank restores and verifies its state.
-        first_step_s: extra time of the first step.
-        snapshot_percent: share of a step for snapshots and the marking of rows.
-        snapshot_s, checkpoint_s: from the saved step until it can be restored.
-    """
+    """What a failure costs, apart from repeated steps."""
 
     name: str
-    notice_s: float
+    notice_s: float  # from the death of a rank until all ranks have ended
+    # until a restarted rank is ready for the rendezvous: the fork, remaining imports, the device;
+    # with torchrun, Python and all imports
     start_s: float
-    meet_s: float
+    meet_s: float  # rendezvous and connections: a constant, ...
     meet_per_rank_s: float
-    meet_per_pair_s: float
-    restore_s: float
-    memory_gb_per_s: float
+    meet_per_pair_s: float  # ... of ranks
+    restore_s: float  # a constant
+    memory_gb_per_s: float  # at which a rank restores and verifies its state
     disk_gb_per_s: float
-    first_step_s: float
-    snapshot_percent: float
-    snapshot_s: float
+    first_step_s: float  # extra time
+    snapshot_percent: float  # of a step, for snapshots and the marking of rows
+    snapshot_s: float  # from the saved step until it can be restored
     checkpoint_s: float
     about: str = ""
 
@@ -70,22 +59,14 @@ class RecoveryCosts:
 
 @dataclass(frozen=True)
 class Training:
-    """The run that failures interrupt.
+    """The run that failures interrupt."""
 
-    Attributes:
-        gpus: number of GPUs, a rank each.
-        step_s: duration of a step without snapshots.
-        state_gb: state of a rank: rows, dense weights and optimizer state.
-        snapshot_every, checkpoint_every: steps.
-        far_gb_per_s: rate of a rank's link to other machines.
-    """
-
-    gpus: int
-    step_s: float
-    state_gb: float
-    snapshot_every: int
+    gpus: int  # a rank each
+    step_s: float  # without snapshots
+    state_gb: float  # of a rank: rows, dense weights and optimizer state
+    snapshot_every: int  # steps
     checkpoint_every: int
-    far_gb_per_s: float
+    far_gb_per_s: float  # of a rank's link to other machines
 
 
 def list_costs(costs: RecoveryCosts, training: Training, source: str) -> dict[str, float]:

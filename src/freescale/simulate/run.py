@@ -14,7 +14,6 @@ from typing import Any
 
 from freescale.config import SimulateConfig
 from freescale.embedding.dynamic_rules import Dynamic
-from freescale.simulate.growth import list_growth
 from freescale.simulate.inputs import (
     build_cluster,
     build_workload,
@@ -24,7 +23,7 @@ from freescale.simulate.inputs import (
 )
 from freescale.simulate.network import Network
 from freescale.simulate.output import collect_run
-from freescale.simulate.placed_tables import PlacedTables, place_tables
+from freescale.simulate.placed_tables import PlacedTables, list_growth, place_tables
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.recovery import (
     BUDDY,
@@ -159,19 +158,9 @@ def run_simulation(
     gpus: Sequence[int],
     report: Callable[[Outcome], None] = lambda one: None,
 ) -> dict[str, Any]:
-    """Simulates all configurations on all numbers of GPUs.
-
-    Args:
-        config: The options of the command; `out` names a folder for ledgers and traces.
-        gpus: Numbers of GPUs.
-        report: Called with each outcome.
-
-    Returns:
-        Everything that the command prints, as plain data.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
+    """Simulates all configurations on all numbers of GPUs, and calls `report` with each outcome.
+    Returns everything that the command prints, as plain data. ValueError if an option is out of
+    range."""
     out = Path(config.out) if config.out else None
     run = read_trained_run(config.run) if config.run else None
     trained = describe_training(config, run.config if run else None)
@@ -283,9 +272,5 @@ def _predict_useful_time(
 
 def _compare(label: str, what: str, base: Outcome, changed: Outcome) -> dict[str, Any]:
     gain = 100 * (changed.figures["samples_per_second"] / base.figures["samples_per_second"] - 1)
-    return {
-        "gpus": base.gpus,
-        "arm": label,
-        "change": what,
-        "more_samples_per_second_percent": gain,
-    }
+    row = {"gpus": base.gpus, "arm": label, "change": what}
+    return row | {"more_samples_per_second_percent": gain}

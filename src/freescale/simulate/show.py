@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from rich.table import Table
 
 from freescale.config import RunConfig, SimulateConfig
 from freescale.report.console import print_ledger
-from freescale.simulate.calibrate import calibrate
 from freescale.simulate.network import list_presets, load_preset
 from freescale.simulate.plan import GPUS, PRESETS, describe_plans, plan_recipe
 from freescale.simulate.recovery import PARTS
@@ -26,8 +24,7 @@ _WIDE = 120  # columns of a table, if the output is not a terminal
 
 def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
     """Simulates and prints tables, or lists the networks."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDE)
+    console = _make_console()
     if config.preset == "list":
         for name in list_presets():
             console.print(f"{name:14s} {load_preset(name).about}", highlight=False)
@@ -61,8 +58,7 @@ def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
 
 def print_plans(config: SimulateConfig, gpus: Sequence[int], presets: Sequence[str] | None) -> None:
     """Predicts the training of a recipe and prints a table. None: H100s and H200s."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=_WIDE)
+    console = _make_console()
     plans = plan_recipe(config, gpus or GPUS, presets or PRESETS)
     columns = [
         *("batch", "tables GB", "memory GB", "micro-batches", "samples/s", "TFLOP/s"),
@@ -89,6 +85,11 @@ def print_plans(config: SimulateConfig, gpus: Sequence[int], presets: Sequence[s
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([asdict(plan) for plan in plans], indent=1)
         (folder / "plan.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _make_console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDE)
 
 
 def _print_note(console: Console, note: str) -> None:
@@ -148,14 +149,10 @@ def _make_change_table(changes: Sequence[dict[str, Any]]) -> Table:
 
 def _make_useful_table(rows: Sequence[Mapping[str, Any]], failure_every: float) -> Table:
     """The cost of each failure, and the time that remains."""
-    table = Table(
-        title=f"useful time with {rows[0]['arm']} at a failure every {failure_every:,.0f} s, and "
-        "the seconds that each costs"
-    )
-    table.add_column("GPUs", justify="right")
-    table.add_column("restored from")
-    for column in (*PARTS, "together", "useful"):
-        table.add_column(column, justify="right")
+    every = f"{rows[0]['arm']} at a failure every {failure_every:,.0f} s"
+    table = Table(title=f"useful time with {every}, and the seconds that each costs")
+    for column in ("GPUs", "restored from", *PARTS, "together", "useful"):
+        table.add_column(column, justify="left" if column == "restored from" else "right")
     for row in rows:
         seconds = row["seconds"]
         cells = [f"{value:,.2f}" for value in (*seconds.values(), sum(seconds.values()))]
@@ -174,33 +171,3 @@ def _make_gpu_table(outcomes: Sequence[Outcome]) -> Table:
             shown[one.gpus] = " / ".join(f"{share:.1f}" for share in shares)
         table.add_row(label, *(shown.get(count, "") for count in counts))
     return table
-
-
-def write_calibration(device: str, out: Path, shapes: Sequence[str], repetitions: int) -> None:
-    """Measures this machine and writes the calibration to `out`."""
-    data = calibrate(
-        device,
-        out.stem,
-        shapes=[_parse_shape(text) for text in shapes],
-        repetitions=repetitions,
-        report=partial(print, flush=True),
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    for shape in data["shapes"]:
-        errors = [
-            f"{way} {shape[f'{way}_error_percent']['median']:.1f} %"
-            for way in ("forward", "backward")
-        ]
-        print(
-            f"width {shape['width']}, {shape['heads']} heads: the curve is off by "
-            f"{', '.join(errors)} (medians)"
-        )
-    print(out)
-
-
-def _parse_shape(text: str) -> tuple[int, int]:
-    width, colon, heads = text.partition(":")
-    if not (colon and width.isdigit() and heads.isdigit() and int(heads)):
-        raise ValueError(f"--shape {text!r} is not WIDTH:HEADS, like 512:4")
-    return int(width), int(heads)

@@ -17,9 +17,8 @@ from freescale.balance.cost import CostModel
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment
 from freescale.embedding.placement import CHOICES
-from freescale.simulate.compute import Calibration, Model
+from freescale.simulate.compute import Calibration, Load, Model
 from freescale.simulate.costs import Batch, Costs
-from freescale.simulate.curves import Load
 from freescale.simulate.network import TRANSPORTS, Network
 from freescale.simulate.placed_tables import ITEM, PlacedTables, assign_home, place_tables
 from freescale.simulate.ranks import Ranks, Step
@@ -40,14 +39,14 @@ class Setting:
     cache_miss: float = 100.0  # of placement `host`: percent of a step's rows
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        if self.placement not in ("auto", *CHOICES, "host"):
-            raise ValueError(
-                f"placement {self.placement!r} is not one of auto, {', '.join(CHOICES)}, host"
-            )
+        choices = {
+            "schedule": SCHEDULES,
+            "transport": TRANSPORTS,
+            "placement": ("auto", *CHOICES, "host"),
+        }
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
         if not 0 <= self.cache_miss <= 100:
             raise ValueError(f"cache_miss is {self.cache_miss}; it is a percentage")
         if not self.deduplicate and self.schedule in ("stale", "staged"):
@@ -77,19 +76,8 @@ def simulate(
     planned: Sequence[Batch] = (),
     tables: PlacedTables | None = None,
 ) -> Iterator[Step]:
-    """Simulates a run; in every schedule the first step fetches everything blocking.
-
-    Args:
-        setting: The configuration.
-        cluster: The model and the machine.
-        source: The batches.
-        steps: Number of steps.
-        planned: The result of `plan_batches`, to reuse it.
-        tables: The result of `place_tables`, likewise.
-
-    Yields:
-        The steps.
-    """
+    """Simulates a run; in every schedule the first step fetches everything blocking. `planned` and
+    `tables`: the results of `plan_batches` and `place_tables`, to reuse them."""
     samples = -(-len(source.get_lengths(0)) // cluster.gpus)
     machine = (cluster.model, cluster.calibration, cluster.network, cluster.gpus)
     tables = tables or place_tables(

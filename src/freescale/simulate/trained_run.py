@@ -99,15 +99,11 @@ def list_settings(run: TrainedRun) -> dict[str, Any]:
 
 
 def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] | None:
-    """Simulates the run on its own ranks, to compare with the measurements of its ledger.
+    """Simulates the run on its own ranks, to compare with the measurements of its ledger. Of the
+    options only the GPUs' network, the calibration and the steps are used.
 
-    Args:
-        run: The run.
-        config: The options; only the GPUs' network, the calibration and the steps are used.
-
-    Returns:
-        Plain data: `ranks`, `notes`, and `rows` of figure, simulated and measured. None if nothing
-        was measured, or the ranks are spread unevenly over machines.
+    Returns plain data: `ranks`, `notes`, and `rows` of figure, simulated and measured. None if
+    nothing was measured, or the ranks are spread unevenly over machines.
     """
     if run.ranks is None:
         return None

@@ -19,13 +19,8 @@ BATCH = "twice the batch"  # the only change that is not one of the machine
 def write_verdict(
     rows: Mapping[str, Mapping[str, Any]], changes: Sequence[Mapping[str, Any]], gpu: str
 ) -> str:
-    """States the speedup over TorchRec, the gain of balancing, and what limits the step.
-
-    Args:
-        rows: The figures of each technique, by its name, on one number of GPUs.
-        changes: The gains of better machines, for the same GPUs.
-        gpu: Name of a GPU.
-    """
+    """States the speedup over TorchRec, the gain of balancing, and what limits the step. `rows`:
+    figures of each technique; `changes`: gains of better machines, for the same GPUs."""
     name = ALL if ALL in rows else GIVEN
     best, base = rows[name], rows[BASE]
     count = best["gpus"]

@@ -12,7 +12,9 @@ KeyedJaggedTensors, other leaves by their path in the batch (`labels`, `user.age
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -22,7 +24,6 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from freescale.batch import Jagged, SequenceBatch
-from freescale.torchrec.structure import Fill, take_apart
 
 TASK = "loss"
 _CONSTANTS = (type(None), bool, int, float, str, bytes, Enum, torch.dtype, torch.device)
@@ -56,13 +57,7 @@ class _Announced:
 
 
 class BatchForm:
-    """The form of a run's batches.
-
-    Args:
-        shared: paths of tensors that belong to a batch as a whole and are the same on all ranks.
-        loss_weight: weight of each sample in the loss: the path of a tensor [samples], or a
-            function from a batch to one. None: 1.
-    """
+    """The form of a run's batches; `shared` and `loss_weight` as in `parallelize`."""
 
     def __init__(
         self, shared: Sequence[str] = (), loss_weight: str | Callable[[Any], Tensor] | None = None
@@ -77,12 +72,8 @@ class BatchForm:
     # ---- to a SequenceBatch
 
     def encode(self, batch: Any, number: int = 0) -> SequenceBatch:
-        """Converts a batch of the data. Shares its memory.
-
-        Raises:
-            TypeError, ValueError: a part of it cannot be moved sample by sample, or differs from
-                the first batch.
-        """
+        """Converts a batch of the data; shares its memory. TypeError or ValueError if a part of it
+        cannot be moved sample by sample, or differs from the first batch."""
         fill, found = take_apart(batch, _is_leaf)
         samples = _count_samples(found, self._shared)
         leaves = [self._describe(path, value, samples) for path, value in found]
@@ -291,3 +282,73 @@ def _split_sequences(leaf: _Leaf, value: Any, samples: int) -> dict[str, Jagged]
         for names, values in columns
         for name, part, each in zip(names, torch.split(values, sizes), lengths, strict=True)
     }
+
+
+Path = str  # of a leaf: "sparse_features", "user.ids", "labels[0]"
+Fill = Callable[[Iterator[Any]], Any]  # puts a batch together from its leaves, in their order
+
+
+def take_apart(batch: Any, is_leaf: Callable[[Any], bool]) -> tuple[Fill, list[tuple[Path, Any]]]:
+    """A function that fills the structure of a batch with other leaves, and its leaves with their
+    paths. A batch may itself be a leaf."""
+    leaves: list[tuple[Path, Any]] = []
+
+    def visit(value: Any, path: Path) -> Fill:
+        found = None if is_leaf(value) else _list_parts(value)
+        if found is None:
+            leaves.append((path or "batch", value))
+            return next
+        names, values, build = found
+        fills = [visit(part, _join(path, name)) for name, part in zip(names, values, strict=True)]
+        return lambda others: build([fill(others) for fill in fills])
+
+    return visit(batch, ""), leaves
+
+
+def _join(path: Path, name: Any) -> Path:
+    if isinstance(name, int):
+        return f"{path}[{name}]"
+    return f"{path}.{name}" if path else str(name)
+
+
+def _list_parts(
+    value: Any,
+) -> tuple[Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]] | None:
+    """(names, parts, a function that rebuilds it from parts); None for a leaf."""
+    kind = type(value)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        # a copy without the parts; a constructor might need other arguments
+        empty = _with_fields(value, dict.fromkeys(names))
+        return (
+            names,
+            [getattr(value, name) for name in names],
+            lambda parts: _with_fields(empty, dict(zip(names, parts, strict=True))),
+        )
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value._fields, list(value), lambda parts: kind(*parts)
+    if isinstance(value, dict):
+        keys = list(value)
+        none = copy.copy(value)
+        none.clear()  # no constructor: a defaultdict needs another argument
+        return (
+            keys,
+            [value[key] for key in keys],
+            lambda parts: _with_items(none, zip(keys, parts, strict=True)),
+        )
+    if isinstance(value, (list, tuple)):
+        return range(len(value)), list(value), lambda parts: kind(parts)
+    return None
+
+
+def _with_items(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = copy.copy(value)
+    made.update(items)
+    return made
+
+
+def _with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
+    made = copy.copy(value)
+    for name, part in fields.items():
+        object.__setattr__(made, name, part)  # frozen ones too
+    return made

@@ -27,12 +27,8 @@ STEP = "step"  # of optimizers without kernels; row optimizers use the pipeline'
 
 
 def find_weights(keys: Collection[str], names: Sequence[str], prefix: str | None) -> dict[str, str]:
-    """The key of each of a model's names: all of them behind one prefix.
-
-    Raises:
-        ValueError: there is no such prefix, or more than one, or the model lacks what the
-            checkpoint has.
-    """
+    """The key of each of a model's names: all of them behind one prefix. ValueError if there is no
+    such prefix, or more than one, or the model lacks what the checkpoint has."""
     known = set(keys)
     if prefix is None:
         prefix = _find_prefix(known, names)
@@ -88,11 +84,7 @@ def _split_state(key: str) -> list[str]:
 
 
 def find_states(keys: Collection[str], names: Collection[str]) -> dict[str, dict[str, str]]:
-    """{parameter: {name of a state: key}}.
-
-    Raises:
-        ValueError: a state is there twice.
-    """
+    """{parameter: {name of a state: key}}. ValueError if a state is there twice."""
     known, found = set(names), dict[str, dict[str, str]]()
     for key in keys:
         for rest in _split_state(key):
@@ -113,11 +105,8 @@ def find_states(keys: Collection[str], names: Collection[str]) -> dict[str, dict
 def name_table_states(
     table: str, optimizer: RowOptimizer, *, replicated: bool
 ) -> dict[str, tuple[str, ...]]:
-    """By a row optimizer's own name: under which names its state of a table is written. That of a
-    replicated one is there for data-parallel tables, too.
-
-    Raises:
-        ValueError: TorchRec has no such optimizer.
+    """By a row optimizer's own name: the names under which its state of a table is written, of a
+    replicated one also that of data-parallel tables. ValueError if TorchRec has no such optimizer.
     """
     return {
         part: (fused.format(table), plain) if replicated else (fused.format(table),)
@@ -128,16 +117,8 @@ def name_table_states(
 def match_table_states(
     table: str, optimizer: RowOptimizer, states: Mapping[str, str]
 ) -> dict[str, str]:
-    """By a row optimizer's own name: the key of its state of a table.
-
-    Args:
-        table: its name in TorchRec's config.
-        optimizer: what trains it here.
-        states: the keys in the checkpoint, by name.
-
-    Raises:
-        ValueError: the state is another optimizer's.
-    """
+    """By a row optimizer's own name: the key of its state of a table. `states`: the keys in the
+    checkpoint, by name. ValueError if the state is another optimizer's."""
     found, left = {}, {name: key for name, key in states.items() if name != STEP}
     for part, (fused, plain) in _list_states(optimizer).items():
         keys = [left.pop(name) for name in (fused.format(table), plain) if name in left]

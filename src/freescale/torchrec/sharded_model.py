@@ -17,18 +17,13 @@ from freescale.torchrec.batches import TASK, BatchForm
 
 
 class SummedLoss(nn.Module):
-    """Calls the model with a batch in its own form, and turns its mean loss into a sum.
-
-    Attributes:
-        model: the user's model, with readers in place of its collections.
-        outputs: outputs of the last forward other than the loss, detached.
-    """
+    """Calls the model with a batch in its own form, and turns its mean loss into a sum."""
 
     def __init__(self, model: nn.Module, form: BatchForm) -> None:
         super().__init__()
-        self.model = model
+        self.model = model  # the user's, with readers in place of its collections
         self.form = form
-        self.outputs: Any = None
+        self.outputs: Any = None  # of the last forward other than the loss, detached
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         loss, outputs = split_loss(self.model(self.form.decode(batch)))

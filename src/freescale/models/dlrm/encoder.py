@@ -12,7 +12,6 @@ from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.layer import add_encodings
 from freescale.kernels.layer.reference import compute_positions, derive_token_keys
-from freescale.models.dlrm.networks import find_time_buckets
 from freescale.models.hstu import HSTU
 
 
@@ -67,11 +66,7 @@ class DlrmHSTU(HSTU):
         return self._run_layers(x, lengths, token_keys, None, candidate_counts, plan)
 
     def _encode_inputs(
-        self,
-        plan: AttentionPlan | TilePlan,
-        x: Tensor,
-        timestamps: Tensor,
-        keys: Tensor | None,
+        self, plan: AttentionPlan | TilePlan, x: Tensor, timestamps: Tensor, keys: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Inputs of the first layer, and the tokens' keys if anything is dropped."""
         lengths, counts, tokens = plan.lengths, plan.candidate_counts, x.shape[0]
@@ -99,3 +94,10 @@ def _draw_rows(rows: int, count: int, width: int) -> nn.Parameter:
     parameter, bound = nn.Parameter(torch.empty(rows, width)), count**-0.5
     nn.init.uniform_(parameter, -bound, bound)
     return parameter
+
+
+def find_time_buckets(elapsed: Tensor, last: int) -> Tensor:
+    """Seconds [...] before the request -> bucket [...] int64: the root of the minutes, at most
+    `last`."""
+    minutes = elapsed.clamp(min=0).to(torch.float32) / 60
+    return minutes.sqrt().long().clamp(max=last)

@@ -1,17 +1,22 @@
-"""The commands on a finished run: eval, export and report."""
+"""The commands on finished runs: eval, export, report, compare and checkpoints."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.options import PATH, format_arguments
-from freescale.cli.progress import prepare_data
-from freescale.cli.runs import add_nproc, add_port, read_config, refuse_missing_data
+from freescale.cli.runs import add_nproc, add_port, prepare_data, read_config, refuse_missing_data
 from freescale.config import RunConfig
 from freescale.launch.ranks import is_rank, launch
+
+if TYPE_CHECKING:  # imports torch
+    from freescale.train.state.overview import Entry
 
 add_checkpoint = click.option(
     "--checkpoint",
@@ -174,3 +179,125 @@ def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
         import webbrowser
 
         webbrowser.open(out.absolute().as_uri())
+
+
+@click.command()
+@click.argument("run_folder", metavar="RUN", type=PATH)
+@click.option("--verify", is_flag=True, help="read all files and compare their checksums")
+@click.option(
+    "--compact",
+    is_flag=True,
+    help="make the last checkpoint a full one, and remove the deltas that led to it",
+)
+@exit_cleanly
+def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
+    """List, verify and compact a run's checkpoints.
+
+    A full checkpoint stands for itself; a delta (--full-every) holds what changed since another
+    one, and needs it.
+    """
+    from freescale.train.run_folder import lock_folder
+    from freescale.train.state.disk import CheckpointFolder
+    from freescale.train.state.overview import compact_last, list_checkpoints
+
+    folder = run_folder / "checkpoints"
+    if not CheckpointFolder(folder).steps():
+        raise ValueError(f"{run_folder} holds no checkpoint: name the folder of a run")
+    if compact:
+        with lock_folder(run_folder) or nullcontext():  # some file systems have no locks
+            path, removed = compact_last(folder)
+        without = f"; removed {', '.join(map(str, removed))}" if removed else ""
+        click.echo(f"{path} is a full checkpoint{without}")
+    entries = list(list_checkpoints(folder, verify))
+    for line in _format_entries(entries):
+        click.echo(line)
+    damaged = [entry for entry in entries if entry.problem]
+    for entry in damaged:
+        click.echo(entry.problem, err=True)
+    if verify and not damaged:
+        click.echo("all files are as they were written")
+    return 1 if damaged else 0
+
+
+def _format_entries(entries: list[Entry]) -> list[str]:
+    from datetime import datetime
+
+    rows = [("step", "kind", "size", "ranks", "saved", "")]
+    for entry in entries:
+        kind = "full" if entry.parent is None else f"delta since {entry.parent}"
+        notes = ["best"] * entry.best + ["DAMAGED"] * bool(entry.problem)
+        saved = datetime.fromtimestamp(entry.saved).strftime("%Y-%m-%d %H:%M:%S")
+        size, ranks = _format_bytes(entry.bytes), str(entry.ranks or "?")
+        rows.append((str(entry.step), kind, size, ranks, saved, ", ".join(notes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    specs = [f"{side}{width}" for side, width in zip("><>><<", widths, strict=True)]
+    lines = ["  ".join(map(format, row, specs)).rstrip() for row in rows]
+    total = _format_bytes(sum(entry.bytes for entry in entries))
+    return [*lines, f"{len(entries)} in all, {total}"]
+
+
+def _format_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+@click.command()
+@click.argument("run_folders", type=PATH, nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="print JSON instead of a table")
+@exit_cleanly
+def compare(run_folders: tuple[Path, ...], as_json: bool) -> int:
+    """Compare the settings and the quality of runs.
+
+    Prints the settings that differ, the steps made, and the last metrics of the validation and the
+    test part. `freescale report RUN RUN` draws the curves.
+    """
+    from freescale.report.runs import read_runs
+
+    runs = read_runs(list(run_folders))
+    columns = {run.name: describe(run.config, run.metrics) for run in runs}
+    rows = find_differences(columns)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *columns)
+    for name, values in rows.items():
+        table.add_row(name, *("" if v is None else _format_figure(v) for v in values.values()))
+    Console().print(table)
+    return 0
+
+
+def describe(config: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """Settings of a run by group and name, its last step, and its last metrics by part."""
+    found: dict[str, Any] = {
+        f"{group}.{name}": value
+        for group, settings in config.items()
+        if isinstance(settings, dict)
+        for name, value in settings.items()
+    }
+    for entry in metrics:
+        found["steps"] = entry["step"]
+        for part in ("validation", "test"):
+            for name, value in entry.get(part, {}).get("model", {}).items():
+                found[f"{part} {name}"] = value
+    return found
+
+
+def find_differences(columns: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows of a table: settings that differ, and every figure. None: a run has none."""
+    names = dict.fromkeys(name for found in columns.values() for name in found)
+    rows = {n: {run: found.get(n) for run, found in columns.items()} for n in names}
+    return {
+        name: values
+        for name, values in rows.items()
+        if "." not in name.split(" ")[0] or len(set(map(repr, values.values()))) > 1
+    }
+
+
+def _format_figure(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) and abs(value) < 1000 else str(value)

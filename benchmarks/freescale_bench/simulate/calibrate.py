@@ -1,5 +1,5 @@
 """Measures and fits the compute curve of this machine, over lengths, batches and widths
-(time_compute.py times, compute.py reads the file).
+(time_compute.py times, freescale/simulate/compute.py reads the file).
 
     freescale simulate calibrate --device cuda --out h200.json
 
@@ -9,17 +9,23 @@ those of the overlap benchmark (benchmarks/results, DESIGN section 4), named in 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freescale.simulate.time_compute import time_model, time_optimizer, time_row_work
+from freescale.cli.errors import exit_cleanly
+from freescale.cli.options import PATH
+from freescale_bench.simulate.time_compute import time_model, time_optimizer, time_row_work
 
 TERMS = ("quadratic", "linear", "sample", "constant")  # of a curve
 # Histories of equal length (length, samples), and one jagged batch (median, cap, samples).
@@ -176,3 +182,65 @@ def _make_batches(cases: dict[str, Any]) -> list[NDArray[Any]]:
         for median, cap, samples in cases["jagged"]
     ]
     return equal + jagged
+
+
+def _parse_shape(text: str) -> tuple[int, int]:
+    width, colon, heads = text.partition(":")
+    if not (colon and width.isdigit() and heads.isdigit() and int(heads)):
+        raise ValueError(f"--shape {text!r} is not WIDTH:HEADS, like 512:4")
+    return int(width), int(heads)
+
+
+@click.command()
+@click.option(
+    "--device",
+    type=click.Choice(("cuda", "cpu")),
+    default="cuda",
+    show_default=True,
+    help="what to measure",
+)
+@click.option(
+    "--out",
+    type=PATH,
+    required=True,
+    help="file to write; its name is the calibration's",
+)
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="WIDTH:HEADS",
+    help="model shapes  [default: 512:4, 256:4, 128:2, 64:2; cpu 64:2]",
+)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="of each measurement",
+)
+@exit_cleanly
+def command(device: str, out: Path, shapes: tuple[str, ...], repetitions: int) -> None:
+    """Measure this machine's compute times for the simulator.
+
+    The curve covers forward, backward, rows and optimizer over lengths, batch and width.
+    """
+    data = calibrate(
+        device,
+        out.stem,
+        shapes=[_parse_shape(text) for text in shapes],
+        repetitions=repetitions,
+        report=partial(print, flush=True),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    for shape in data["shapes"]:
+        errors = [
+            f"{way} {shape[f'{way}_error_percent']['median']:.1f} %"
+            for way in ("forward", "backward")
+        ]
+        print(
+            f"width {shape['width']}, {shape['heads']} heads: the curve is off by "
+            f"{', '.join(errors)} (medians)"
+        )
+    print(out)
