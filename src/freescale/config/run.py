@@ -18,7 +18,7 @@ from freescale.config.options import split_names
 from freescale.config.origin import Origin
 from freescale.config.recipe import expand_recipe
 from freescale.config.time_order import refuse_split
-from freescale.config.train import TrainConfig
+from freescale.config.train import TrainConfig, parse_split
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class RunConfig:
         _ = self.task_weights
         self._check_best()
         self._check_rows()
+        self._check_split()
         self._check_time_order()
 
     def _check_time_order(self) -> None:
@@ -68,6 +69,24 @@ class RunConfig:
                 "--from with --order time: a run in order of time begins with a new model; train "
                 "all windows in one run, or leave --order out"
             )
+
+    def _check_split(self) -> None:
+        """Refuses to divide histories with settings that do not go with it."""
+        model, train = self.model, self.train
+        if parse_split(train.split_histories) == "off":
+            return
+        refused = {
+            "--encoder sasrec: its softmax is no plain sum over keys": model.encoder == "sasrec",
+            "--head dlrm: positions are counted from the end": model.head == "dlrm",
+            "--balance none: the balancer divides them": train.balance == "none",
+            "--balance-adapt: measured times have waits for other ranks": train.balance_adapt,
+        }
+        for why, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"--split-histories {train.split_histories} does not go with {why}; leave one "
+                    "of them out"
+                )
 
     def _check_best(self) -> None:
         """Refuses to compare evaluations that are not made or lack the metric."""

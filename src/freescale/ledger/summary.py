@@ -18,6 +18,8 @@ _OPTIONAL = (
     "predicted_imbalance_before",
     "predicted_imbalance",
     "moved_tokens_percent",
+    "split_samples",
+    "split_parts",
     "cost_error_percent",
     "cache_miss_percent",
     "cache_bytes_up",
