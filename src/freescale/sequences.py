@@ -193,14 +193,14 @@ class Parts:
     """Parts of divided histories: the first samples of a rank's batch. Their events see those of
     earlier parts, whose keys and values come from other ranks."""
 
-    starts: tuple[int, ...]  # [parts] events of the history before each
-    events: tuple[int, ...]  # [parts]
-    wholes: tuple[int, ...]  # [parts] events of the whole history
+    starts: Sequence[int]  # [parts] events of the history before each
+    events: Sequence[int]  # [parts]
+    wholes: Sequence[int]  # [parts] events of the whole history
     # What leaves, in the order of the ranks that it goes to: a part of this rank, and the number
     # (in the global batch) of the first later part there, which orders sums of gradients.
-    sent: tuple[tuple[int, int], ...]
-    send: tuple[int, ...]  # [world] rows for each rank
-    receive: tuple[int, ...]  # [world] rows from each rank
+    sent: Sequence[tuple[int, int]]
+    send: Sequence[int]  # [world] rows for each rank
+    receive: Sequence[int]  # [world] rows from each rank
     # [parts] ranges of the received rows that each sees, in the order of the history
-    earlier: tuple[tuple[tuple[int, int], ...], ...]
+    earlier: Sequence[Sequence[tuple[int, int]]]
     exchange: Exchange | None = field(default=None, compare=False)

@@ -58,40 +58,36 @@ class Division:
 
     def route(self, rank_of: NDArray[Any], rank: int, ranks: int) -> Parts:
         """What `rank` has and exchanges, if the pieces are at the ranks `rank_of` [pieces]."""
-        pieces = np.flatnonzero(self.is_part)
-        of_sample: dict[int, list[int]] = {}
-        for piece in pieces.tolist():
-            of_sample.setdefault(int(self.sample[piece]), []).append(piece)
+        pieces = np.flatnonzero(self.is_part).tolist()
+        mine = [piece for piece in pieces if rank_of[piece] == rank]
         events = (self.stop - self.start).tolist()
+        of_sample = {n: [p for p in pieces if self.sample[p] == n] for n in self.sample[pieces]}
 
         def find_reader(piece: int, reader: int) -> int | None:
             """The first later part of the same history on a rank."""
-            later = (n for n in of_sample[int(self.sample[piece])] if n > piece)
-            return next((n for n in later if rank_of[n] == reader), None)
+            parts = of_sample[self.sample[piece]]
+            return next((n for n in parts if n > piece and rank_of[n] == reader), None)
 
-        mine = [piece for piece in pieces.tolist() if rank_of[piece] == rank]
         sent, send, receive = [], [0] * ranks, [0] * ranks
         arrived: dict[int, tuple[int, int]] = {}  # by piece: its range of the received rows
         for peer in range(ranks):
-            for number, piece in enumerate(mine):
-                if (reader := find_reader(piece, peer)) is not None:
-                    sent.append((number, reader))
+            for piece in pieces:
+                reader = find_reader(piece, peer)
+                if rank_of[piece] == rank and reader is not None:
+                    sent.append((mine.index(piece), reader))
                     send[peer] += events[piece]
-            for piece in pieces.tolist():
                 if rank_of[piece] == peer and find_reader(piece, rank) is not None:
-                    first = sum(receive)
+                    arrived[piece] = sum(receive), sum(receive) + events[piece]
                     receive[peer] += events[piece]
-                    arrived[piece] = (first, first + events[piece])
+        histories = [of_sample[self.sample[piece]] for piece in mine]
         earlier = [
-            tuple(arrived[n] for n in of_sample[int(self.sample[piece])] if n < piece)
-            for piece in mine
+            tuple(arrived[n] for n in history if n < piece)
+            for piece, history in zip(mine, histories, strict=True)
         ]
-        return Parts(
-            tuple(int(self.start[piece]) for piece in mine),
-            tuple(events[piece] for piece in mine),
-            tuple(int(self.stop[of_sample[int(self.sample[piece])][-1]]) for piece in mine),
-            tuple(sent), tuple(send), tuple(receive), tuple(earlier),
-        )  # fmt: skip
+        starts = [int(self.start[piece]) for piece in mine]
+        wholes = [int(self.stop[history[-1]]) for history in histories]
+        sizes = [events[piece] for piece in mine]
+        return Parts(starts, sizes, wholes, sent, send, receive, earlier)
 
 
 def divide(
@@ -150,32 +146,24 @@ def _cut(events: int, count: int, cost: CostModel, candidates: float) -> Numbers
 def cut_samples(
     batch: SequenceBatch, sample: Numbers, events: Numbers, feature: str
 ) -> SequenceBatch:
-    """Cuts the samples of a host batch into pieces.
+    """Cuts the samples of a host batch into pieces: sample [pieces], ascending, events [pieces] of
+    the sequence `feature`, like which those of the same lengths are cut.
 
     Values keep their places: only lengths change. Columns per sample are repeated; what belongs to
     the candidates goes to the last piece.
-
-    Args:
-        batch: All its samples have pieces.
-        sample: [pieces] ascending.
-        events: [pieces] of the sequence `feature`.
-        feature: The sequence that is cut; those of the same lengths are cut alike.
     """
     index, sizes = torch.from_numpy(sample), torch.from_numpy(events)
     is_last = torch.from_numpy(np.append(sample[1:] != sample[:-1], True)[: len(sample)])
     several = torch.bincount(index, minlength=len(batch)) > 1  # [samples]
     history = batch.sequences[feature].lengths
 
-    def give_last(counts: Tensor) -> Tensor:
-        return counts[index] * is_last
-
     def cut(name: str, part: Jagged | Nested | Tensor) -> Jagged | Nested | Tensor:
         if isinstance(part, Tensor):
             return part[index]
         if isinstance(part, Nested):
-            return Nested(part.values, part.lengths, give_last(part.counts))
+            return Nested(part.values, part.lengths, part.counts[index] * is_last)
         if batch.candidates and name in _OF_CANDIDATES:
-            return Jagged(part.values, give_last(part.lengths))
+            return Jagged(part.values, part.lengths[index] * is_last)
         if not torch.equal(part.lengths[several], history[several]):
             raise ValueError(
                 f"sequence {name!r} has other lengths than {feature!r} in a history that is "

@@ -81,12 +81,10 @@ class RunConfig:
             "--balance none: the balancer divides them": train.balance == "none",
             "--balance-adapt: measured times have waits for other ranks": train.balance_adapt,
         }
-        for why, given in refused.items():
-            if given:
-                raise ValueError(
-                    f"--split-histories {train.split_histories} does not go with {why}; leave one "
-                    "of them out"
-                )
+        for why in (why for why, given in refused.items() if given):
+            raise ValueError(
+                f"--split-histories {train.split_histories} does not go with {why}; leave one out"
+            )
 
     def _check_best(self) -> None:
         """Refuses to compare evaluations that are not made or lack the metric."""

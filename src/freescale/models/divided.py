@@ -138,17 +138,11 @@ class EarlierParts:
 
 
 def encode_divided(
-    encoder: Encoder,
-    parts: Parts,
-    x: Tensor,  # [tokens, width]; the others as of `HSTU.forward`
-    lengths: Tensor,
-    keys: Tensor | None,
-    timestamps: Tensor | None,
-    candidate_counts: Tensor | None = None,
-    host: HostSizes | None = None,
-    prefix: Tensor | None = None,
-) -> Tensor:
-    """As `HSTU.forward` for a batch that begins with parts: they run layer by layer, and between
+    encoder: Encoder, parts: Parts, x: Tensor, lengths: Tensor, keys: Tensor | None,
+    timestamps: Tensor | None, candidate_counts: Tensor | None = None,
+    host: HostSizes | None = None, prefix: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `HSTU.forward`, for a batch that begins with parts: they run layer by layer, and between
     their exchanges the other samples run in as many groups, as without parts."""
     assert isinstance(encoder, HSTU) and host is not None, "pipelines refuse other encoders"
     timestamps = encoder._check_inputs(x, timestamps)
@@ -158,20 +152,21 @@ def encode_divided(
 
     def select(first: int, last: int) -> dict[str, Any]:
         """The arguments of `HSTU.forward` for some samples."""
-        rows = slice(ends[first], ends[last])
-        counts = host.candidate_counts
+        rows, samples = slice(ends[first], ends[last]), slice(first, last)
+
+        def cut(tensor: Tensor | None, at: slice) -> Tensor | None:
+            return None if tensor is None else tensor[at]
+
         return {
             "x": x[rows],
-            "lengths": lengths[first:last],
-            "keys": None if keys is None else keys[first:last],
-            "timestamps": None if timestamps is None else timestamps[rows],
-            "candidate_counts": None if candidate_counts is None else candidate_counts[first:last],
+            "lengths": lengths[samples],
+            "keys": cut(keys, samples),
+            "timestamps": cut(timestamps, rows),
+            "candidate_counts": cut(candidate_counts, samples),
             "host": HostSizes(
-                host.lengths[first:last],
-                None if counts is None else counts[first:last],
-                host.time_span,
+                host.lengths[samples], cut(host.candidate_counts, samples), host.time_span
             ),
-            "prefix": None if prefix is None else prefix[first:last],
+            "prefix": cut(prefix, samples),
         }
 
     others: list[Tensor] = []
@@ -194,25 +189,15 @@ def encode_divided(
         times = rows.join(times, rows.exchange(rows.select_sent(times), False)())
     starts = torch.tensor(parts.starts, device=device)
     counts, host_counts = own["candidate_counts"], own["host"].candidate_counts
-    plan = encoder._plan_attention(
-        lengths[:count] + starts,
-        counts,
-        times,
-        HostSizes(torch.tensor(rows.lengths), host_counts),
-        first=parts.starts,
-    )
+    on_host = HostSizes(torch.tensor(rows.lengths), host_counts)
+    wholes = lengths[:count] + starts
+    plan = encoder._plan_attention(wholes, counts, times, on_host, parts.starts)
     encoder._check_sizes(own["x"], sum(sizes[:count]), plan.longest_history)
     dropping = encoder._choose_keys(own["keys"], lengths[:count])
     hidden, token_keys = add_positions(
-        own["x"],
-        encoder.position,
-        lengths[:count],
-        counts,
-        dropping,
-        scale=encoder.input_scale,
-        keep=1 - encoder.input_dropout,
-        first=starts,
-    )
+        own["x"], encoder.position, lengths[:count], counts, dropping,
+        scale=encoder.input_scale, keep=1 - encoder.input_dropout, first=starts,
+    )  # fmt: skip
     before = None
     if own["prefix"] is not None:
         before = Prefix(

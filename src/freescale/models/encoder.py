@@ -91,11 +91,6 @@ class Encoder(nn.Module, ABC):
         """Whether a CUDA graph can capture it: equal sizes launch kernels with equal arguments."""
         return False
 
-    def count_exchanges(self) -> int | None:
-        """Exchanges of a step in which histories are divided (`Parts`), forward and backward; None
-        if the encoder cannot divide them."""
-        return None
-
     @property
     def drops(self) -> bool:
         return self.training and max(self.dropout, self.input_dropout) > 0

@@ -156,6 +156,7 @@ class HSTU(Encoder):
         )
 
     def count_exchanges(self) -> int | None:
+        """Of a step with divided histories (`Parts`); None: this encoder cannot divide them."""
         if type(self) is not HSTU:
             return None
         return len(self.layers) * (3 if self.checkpoint else 2) + self.has_time_bias

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from freescale.batch import SequenceBatch
 from freescale.pipeline.lane import Lane
-from freescale.sequences import Parts
 from freescale.transport.api import Sizes, Transport
 
 
@@ -50,9 +50,10 @@ class PartsExchange:
         if parts is None:
             return batch
         if parts.starts:
-            return replace(batch, divided=replace(parts, exchange=self._bind(parts)))
+            exchange = partial(self._start, parts.send, parts.receive)
+            return replace(batch, divided=replace(parts, exchange=exchange))
         nothing, none = torch.empty(0, device=self._lane.device), [0] * self._world
-        self._joined = [self._start(nothing, none, none) for _ in range(self._count)]
+        self._joined = [self._start(none, none, nothing, False) for _ in range(self._count)]
         return replace(batch, divided=None)
 
     def finish(self) -> None:
@@ -74,14 +75,9 @@ class PartsExchange:
         """Gives the channel back. A collective."""
         self._lane.close()
 
-    def _bind(self, parts: Parts) -> Callable[[Tensor, bool], Callable[[], Tensor]]:
-        def exchange(rows: Tensor, back: bool) -> Callable[[], Tensor]:
-            sizes = (parts.receive, parts.send) if back else (parts.send, parts.receive)
-            return self._start(rows, *sizes)
-
-        return exchange
-
-    def _start(self, rows: Tensor, send: Sizes, receive: Sizes) -> Callable[[], Tensor]:
+    def _start(self, send: Sizes, receive: Sizes, rows: Tensor, back: bool) -> Callable[[], Tensor]:
+        """An `Exchange`."""
+        send, receive = (receive, send) if back else (send, receive)
         rows = rows.contiguous()
         arrived: list[Tensor] = []
 
