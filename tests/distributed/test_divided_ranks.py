@@ -118,6 +118,23 @@ def test_staged_equals_serial_to_the_bit_with_all_tables():
         assert_close((ranks[0][0][name][0], joined), alone[name], name)
 
 
+def _train_saving(transport, folder):
+    batches = [make_batch(lengths, "retrieval", seed) for seed, lengths in enumerate(STEPS)]
+    return train_divided(transport, batches, split=3, save=(folder, 2))
+
+
+def _resume(transport, folder):
+    batches = [make_batch(lengths, "retrieval", seed) for seed, lengths in enumerate(STEPS)]
+    return train_divided(transport, batches, split=2, resume=folder)
+
+
+def test_another_number_of_ranks_resumes(tmp_path):
+    saved = run_ranks(3, _train_saving, str(tmp_path))[0]
+    for found in run_ranks(2, _resume, str(tmp_path)):
+        assert found[2][0] > 0, "the first step after the checkpoint divides nothing"
+        assert_close(found, (saved[0][2:], saved[1]))
+
+
 class Broken(Exception):
     pass
 

@@ -15,6 +15,7 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models.features import FeatureTables
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
+from freescale.train.state.checkpoints import Checkpoints
 from freescale.transport.local import LocalTransport
 from helpers.dynamic_streams import list_local_rows
 from helpers.training import snapshot
@@ -79,13 +80,17 @@ def read_slice(batch: SequenceBatch, rank: int, world: int) -> SequenceBatch:
     return replace(batch.slice(edges[rank], edges[rank + 1]), number=batch.number)
 
 
-def train_divided(transport, batches, task="retrieval", split="off", **given):
+def train_divided(
+    transport, batches, task="retrieval", split="off", save=None, resume=None, **given
+):
     """(losses, tables and weights, this rank's parts by step, its ledger) after training. Of
-    dynamic tables, the rows of this rank."""
-    names = ("schedule", "accumulate")
+    dynamic tables, and unless it `gathers`, the rows of this rank. `save`: (folder, step); `resume`: the folder, where the
+    batches after that step follow."""
+    names = ("schedule", "accumulate", "precision", "dense_sums")
     pipeline_options = {name: given.pop(name) for name in names if name in given}
     tables = {name: given.pop(name) for name in ("tables", "placement") if name in given}
-    module = build_model(task, **given).double()
+    dtype, gathers = given.pop("dtype", torch.float64), given.pop("gathers", True)
+    module = build_model(task, **given).to(dtype)
     parallel = freescale.parallelize(
         module,
         module.features,
@@ -98,11 +103,23 @@ def train_divided(transport, batches, task="retrieval", split="off", **given):
     balancer = Balancer("greedy", COST, split_histories=split)
     pipeline = freescale.Pipeline(parallel, optimizer, balance=balancer, **pipeline_options)
     slices = [read_slice(batch, transport.rank, transport.world) for batch in batches]
-    losses = [float(result.loss) for result in pipeline.run(slices)]
+    if resume is not None:
+        checkpoints = Checkpoints(resume, transport)
+        progress = checkpoints.load(checkpoints.latest(), parallel, optimizer)
+        pipeline.load_state_dict(progress["pipeline"])
+    losses = []
+    for result in pipeline.run(slices[pipeline.steps :]):
+        losses.append(float(result.loss))
+        if save is not None and result.step == save[1]:
+            progress = {"step": result.step, "pipeline": pipeline.state_dict()}
+            Checkpoints(save[0], transport).save(parallel, optimizer, progress)
     pipeline.flush()
     records = parallel.tables.transport.ledger.drain()
     parts = [int(record["counters"].get("split_parts", 0)) for record in records]
-    if tables.get("tables"):
+    if not gathers:
+        state = dict(parallel.tables.get_group("item").rows.get_tensors("item"))
+        state |= {n: p.detach().clone() for n, p in parallel.module.named_parameters()}
+    elif tables.get("tables"):
         state = dict(zip(("ids", "held"), list_local_rows(parallel), strict=True))
         state |= {n: p.detach().clone() for n, p in parallel.module.named_parameters()}
     else:

@@ -58,7 +58,7 @@ def _describe_imbalance(place: int, run: Run) -> str:
         return f"{words} The samples stayed where they were: nothing was balanced."
     before = parts = ""
     if run.ledger.get("split_samples"):
-        split, count = show("split_samples", "{:.1f}"), show("split_parts", "{:.1f}")
+        split, count = show("split_samples", "{:.3g}"), show("split_parts", "{:.3g}")
         parts = f"In such a step {split} histories were divided into {count} parts. "
     if run.ledger.get("predicted_imbalance_before") is not None:
         before = f"<b>{show('predicted_imbalance_before')}</b> before, "
