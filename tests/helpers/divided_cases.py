@@ -84,8 +84,8 @@ def train_divided(
     transport, batches, task="retrieval", split="off", save=None, resume=None, **given
 ):
     """(losses, tables and weights, this rank's parts by step, its ledger) after training. Of
-    dynamic tables, and unless it `gathers`, the rows of this rank. `save`: (folder, step); `resume`: the folder, where the
-    batches after that step follow."""
+    dynamic tables, and unless it `gathers`, the rows of this rank. `save`: (folder, step);
+    `resume`: the folder, where the batches after that step follow."""
     names = ("schedule", "accumulate", "precision", "dense_sums")
     pipeline_options = {name: given.pop(name) for name in names if name in given}
     tables = {name: given.pop(name) for name in ("tables", "placement") if name in given}
