@@ -25,6 +25,7 @@ part() { # name seconds benchmark arguments...
 part staged-4 120 staged --device cuda --nproc 4
 part balance-4 150 balance measured --device cuda --nproc 4 --steps 70
 part balance-8 150 balance measured --device cuda --nproc 8 --steps 70
+part split 600 split all --device cuda --nproc 4
 part overlap-4 300 overlap
 part ladder-train-4 300 ladder --workload train --device cuda --nproc 4
 part ladder-train-8 300 ladder --workload train --device cuda --nproc 8

@@ -156,6 +156,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "balance": (MEASURED, balance_table.format_measured),
     "balance-cost": (MEASURED, balance_table.format_cost),
     "balance-bound": (("balance-cpu",), balance_table.format_bound),
+    "split": (("split-*",), format_claims),
     "dynamic-batch": (("dynamic-h200",), format_claims),
     "dynamic-step": (("dynamic-4ranks-h200",), format_claims),
     "simulate-recovery": (("simulate-recovery-*",), format_claims),

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from freescale.packed import Packed, find_bounds
-from freescale.sequences import HostSizes, Jagged, Nested, compute_offsets, concat_ranges
+from freescale.sequences import HostSizes, Jagged, Nested, Parts, compute_offsets, concat_ranges
 
 __all__ = [
     "HostSizes",
     "Jagged",
     "Nested",
+    "Parts",
     "SequenceBatch",
     "check_is_batch",
     "compute_offsets",
@@ -49,6 +50,8 @@ class SequenceBatch:
     shared: Mapping[str, Tensor] = field(default_factory=dict)  # each [any, ...]
     # the buffer that holds all tensors, if the batch is packed
     packing: Packed | None = field(default=None, repr=False, compare=False)
+    # of divided histories, among the first samples; None: no history of the step is divided
+    divided: Parts | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = {name: len(part) for name, part in self.parts().items()}
@@ -178,9 +181,10 @@ class SequenceBatch:
         part: Callable[[Jagged | Nested], Jagged | Nested],
     ) -> SequenceBatch:
         parts = self.parts().items()
-        return self.with_parts(
+        moved = self.with_parts(
             {n: tensor(p) if isinstance(p, Tensor) else part(p) for n, p in parts}
         )
+        return moved if self.divided is None else replace(moved, divided=None)
 
     def list_shared(self) -> list[Tensor]:
         """The tensors of `shared`, in an order that all ranks share."""

@@ -6,7 +6,7 @@ on any device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -181,3 +181,26 @@ class Nested:
         host = self if moved and self.counts.is_cpu else self.host
         counts, lengths = next(tensors), next(tensors)
         return Nested(next(tensors), lengths, counts, host)
+
+
+# Starts an exchange of rows [n, ...]: forwards, to the ranks of later parts, or (True) of their
+# gradients back. Returns what waits for the rows that come.
+Exchange = Callable[[Tensor, bool], Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of divided histories: the first samples of a rank's batch. Their events see those of
+    earlier parts, whose keys and values come from other ranks."""
+
+    starts: Sequence[int]  # [parts] events of the history before each
+    events: Sequence[int]  # [parts]
+    wholes: Sequence[int]  # [parts] events of the whole history
+    # What leaves, in the order of the ranks that it goes to: a part of this rank, and the number
+    # (in the global batch) of the first later part there, which orders sums of gradients.
+    sent: Sequence[tuple[int, int]]
+    send: Sequence[int]  # [world] rows for each rank
+    receive: Sequence[int]  # [world] rows from each rank
+    # [parts] ranges of the received rows that each sees, in the order of the history
+    earlier: Sequence[Sequence[tuple[int, int]]]
+    exchange: Exchange | None = field(default=None, compare=False)

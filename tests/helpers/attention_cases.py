@@ -12,6 +12,7 @@ import torch
 from freescale.kernels.attention import reference as attention
 from freescale.kernels.attention import triton as triton_attention
 from freescale.kernels.attention import triton_launch as launches
+from freescale.kernels.attention import triton_plan
 from freescale.kernels.attention.triton_launch import AttentionLaunch, KeyLaunch, StoredLaunch
 
 BUCKETS = 20
@@ -19,6 +20,7 @@ LENGTHS = {
     "mixed": ([70, 0, 1, 150, 64], [5, 0, 1, 70, 0]),
     "equal": ([65, 65], [65, 1]),
     "giant": ([2, 200, 3], [0, 100, 1]),
+    "parts": ([300, 40, 270], [5, 1, 0]),
     "ones": ([1] * 24, [1, 0] * 12),
     "empty": ([0, 0], [0, 0]),
 }
@@ -49,6 +51,27 @@ CASES = {
     "stored biases": dict(name="equal", candidates=True, biases=True, dtype="float16", stored=True),
     "apart": dict(name="equal", candidates=True, biases=False, dtype="float16", apart=True),
     "wide": dict(name="equal", candidates=False, biases=False, dtype="float16", widths=(256, 256)),
+    # queries before these are left out: the tiles of the first 128 of two samples
+    "parts": dict(name="parts", candidates=True, biases=True, first=(130, 0, 256)),
+    "parts, half precision": dict(
+        name="parts", candidates=False, biases=True, dtype="float16", first=(280, 7, 128)
+    ),
+    "parts, computed biases": dict(
+        name="parts",
+        candidates=True,
+        biases=True,
+        dtype="float16",
+        first=(280, 7, 128),
+        pair_budget=0,
+    ),
+    "parts, stored": dict(
+        name="parts",
+        candidates=True,
+        biases=True,
+        dtype="float16",
+        first=(130, 7, 128),
+        stored=True,
+    ),
     "long times": dict(name="equal", candidates=True, biases=True, step=10**10),
 }
 
@@ -85,6 +108,7 @@ def compare(
     pair_budget=None,
     stored=None,
     apart=False,
+    first=None,
 ):
     """Relative errors of the output and of all gradients against the reference in float64, by
     name."""
@@ -124,14 +148,27 @@ def compare(
         "alpha": d_qk**-0.5,
     }
     weight = draw(tokens, heads, d_v).to(device, getattr(torch, dtype))
+    seen = torch.ones(tokens, 1, 1, dtype=torch.bool, device=device)
+    plan = None
+    if first is not None:
+        for start, skipped in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), first):
+            seen[start : start + skipped] = False
+        named = {n: others[n] for n in ("candidate_counts", "timestamps") if n in others}
+        plan = triton_plan.plan_attention(
+            others["lengths"], heads, first=first, buckets=BUCKETS, distances=True, **named
+        )
+        assert plan.pair_blocks < triton_plan.plan_attention(others["lengths"], heads).pair_blocks
 
     def run(function, dtype):
         inputs = {
             key: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
             for key, x in leaves.items()
         }
-        out = function(**inputs, **others)
+        planned = {"plan": plan} if dtype is None and plan is not None else {}
+        out = function(**inputs, **others, **planned)
+        out = torch.where(seen, out, 0)
         grads = torch.autograd.grad((out * weight.to(out.dtype)).sum(), list(inputs.values()))
+        grads = [torch.where(seen, grads[0], 0), *grads[1:]]
         return dict(zip(["out", *inputs], [out.detach(), *grads], strict=True))
 
     with choose_variant(max(widths), pair_budget, stored, apart):

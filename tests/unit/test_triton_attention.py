@@ -56,7 +56,7 @@ def test_tiles_hold_every_token_once(lengths, size, random):
     for table in (plan.query_tiles(size).numpy(), plan.key_tiles(size).numpy()):
         held = [
             start + row + n
-            for start, length, _, row, _ in table
+            for start, length, _, row, *_ in table
             for n in range(min(size, length - row))
         ]
         assert sorted(held) == list(range(sum(lengths)))
@@ -70,7 +70,7 @@ def test_walks_cross_every_pair_of_tiles_once(lengths):
     assert sorted(walks[:, 4]) == list(range(len(walks)))
     crossed = [
         (start, (row + key) // 32, key // 32)
-        for start, length, _, row, _, first, stop, _ in walks
+        for start, length, _, row, _, first, stop, *_ in walks
         for key in range(first, min(stop, length - row), 32)
     ]
     tiles = [-(-n // 32) for n in lengths]

@@ -9,7 +9,7 @@ then part of a checkpoint.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.balance.cost import AdaptiveCost, CostModel, features
+from freescale.balance.division import Division, divide
 from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.local import local
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment, Partitioner, Problem, assign, find_lower_bound
 from freescale.batch import SequenceBatch
-from freescale.config import TrainConfig
+from freescale.config import TrainConfig, parse_split
 
 _CAPPED = (greedy, local)  # partitioners that keep a cap
 _REMEMBERED = 8  # steps whose measurement may be outstanding
@@ -54,9 +55,11 @@ class Balancer:
             ids in all of a sample's sequences.
         least_gain: in units of the cost. Samples stay where they are if the best assignment could
             relieve the slowest rank by less; 0: they always move.
+        split_histories: "off"; "auto" or a number of parts divides the samples that cost more than
+            a rank's share (division.py), which the model has to support: `HSTU` does.
 
     Raises:
-        ValueError: there is no partitioner of this name.
+        ValueError: there is no partitioner of this name, or histories cannot be divided so.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Balancer:
         adapt: bool = TrainConfig.balance_adapt,
         feature: str | None = "history",
         least_gain: float = 0.0,
+        split_histories: str | int = TrainConfig.split_histories,
     ) -> None:
         if isinstance(partitioner, str):
             partitioner = find_partitioner(partitioner)
@@ -83,6 +87,12 @@ class Balancer:
         self.cap = cap
         self.nodes = nodes
         self.least_gain = least_gain
+        self.split_histories = parse_split(split_histories)
+        if self.divides and (adapt or feature is None):
+            raise ValueError(
+                f"split_histories={split_histories!r} divides the sequence of a feature by frozen "
+                f"costs: give a feature, and adapt=False; got feature={feature!r}, adapt={adapt}"
+            )
         self.adaptive = AdaptiveCost(cost) if adapt else None
         self.errors = np.zeros(0)
         """|predicted - measured| / measured per rank, of the last step measured. Frozen costs are
@@ -91,6 +101,11 @@ class Balancer:
         self._planned: dict[int, _Planned] = {}  # by step
         # by step: assignments that a checkpoint had in flight
         self._restored: dict[int, NDArray[Any]] = {}
+
+    @property
+    def divides(self) -> bool:
+        """Whether it may divide histories."""
+        return self.split_histories != "off"
 
     def check(self, batch: SequenceBatch) -> None:
         """Raises ValueError if the cost needs the length of a feature that the batch lacks."""
@@ -106,7 +121,11 @@ class Balancer:
     def plan(self, step: int, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment:
         """Plans a step's global batch. table [n, 3]: length of the feature, candidates, tokens;
         home [n]: current rank."""
-        rows, tokens = self._measure(table)
+        division = self._divide(table, ranks)
+        if division is None:
+            rows, tokens = self._measure(table)
+        else:
+            (rows, tokens), home = division.measure(table), home[division.sample]
         cap = self.cap
         if cap is None and self.partitioner in _CAPPED:
             cap = -(-int(tokens.sum()) // ranks) + int(tokens.max(initial=0))
@@ -126,12 +145,14 @@ class Balancer:
         else:
             assignment = assign(problem, self.partitioner)
         self._remember(step, assignment, rows, ranks)
-        return assignment
+        return assignment if division is None else replace(assignment, division=division)
 
     def keep(self, table: NDArray[Any], home: NDArray[Any], ranks: int) -> Assignment | None:
         """The assignment that moves nothing if another cannot gain `least_gain`, else None.
         Arguments as in `plan`. Moving has a price that does not depend on the samples' cost."""
         if not self.least_gain or self.adaptive is not None or not len(table):
+            return None
+        if self._divide(table, ranks) is not None:
             return None
         rows, tokens = self._measure(table)
         costs = self.cost.of(rows)
@@ -142,6 +163,11 @@ class Balancer:
         if self.cap is not None and np.bincount(home, tokens, ranks).max() > self.cap:
             return None
         return Assignment(home, loads, loads, bound, 0, "none")
+
+    def _divide(self, table: NDArray[Any], ranks: int) -> Division | None:
+        if not self.divides or ranks == 1:
+            return None
+        return divide(table, self.cost, ranks, self.split_histories, self.least_gain)
 
     def _measure(self, table: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """[n, 4] features and [n] tokens of the samples of a table."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from freescale.balance.division import Division
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -78,6 +80,8 @@ class Assignment:
     bound: float  # no assignment has a smaller maximum: max(mean load, largest sample)
     moved_tokens: int  # tokens of samples that leave their rank
     partitioner: str
+    # the pieces that the arrays above are about; None: whole samples
+    division: Division | None = None
 
     @property
     def imbalance(self) -> float:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from freescale.balance.balancer import Balancer
+from freescale.balance.division import cut_samples, order_parts
 from freescale.balance.problem import Assignment
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import pack, unpack
@@ -94,14 +95,32 @@ class Shuffle:
         del self._message
 
     def finish(self) -> SequenceBatch:
-        """Waits for stage III. Returns this rank's samples on the host, in global order."""
-        return unpack(self._batch, self._pending.wait(), self._coming)
+        """Waits for stage III. Returns this rank's samples on the host, in global order; parts of
+        divided histories come first."""
+        batch = unpack(self._batch, self._pending.wait(), self._coming)
+        assert self.assignment is not None
+        if self.assignment.division is None:
+            return batch
+        rank, ranks = self._transport.rank, self._transport.world
+        return order_parts(batch, self.assignment.division, self.assignment.rank_of, rank, ranks)
 
     def _plan(self, lengths: np.ndarray) -> int:
         """Sets the assignment; returns a digest of it."""
         home = list_homes(self._counts)
         self.assignment = self._balancer.plan(self._step, lengths, home, self._transport.world)
-        return int.from_bytes(hashlib.sha256(self.assignment.rank_of.tobytes()).digest()[:7], "big")
+        decided = [self.assignment.rank_of]
+        division = self.assignment.division
+        if division is not None:
+            decided += [division.sample, division.start, division.stop]
+            assert self._balancer.feature is not None
+            mine = home[division.sample] == self._transport.rank
+            sample, events = division.sample[mine], (division.stop - division.start)[mine]
+            sample = sample - sum(self._counts[: self._transport.rank])
+            self._batch = cut_samples(self._batch, sample, events, self._balancer.feature)
+            pieces = np.bincount(home[division.sample], minlength=len(self._counts))
+            self._counts = pieces.tolist()
+        digest = hashlib.sha256(b"".join(numbers.tobytes() for numbers in decided)).digest()
+        return int.from_bytes(digest[:7], "big")
 
     def _order(self) -> tuple[np.ndarray, list[int]]:
         """This rank's samples by destination, and how many go to each."""

@@ -7,7 +7,7 @@ from freescale.config.options import option
 from freescale.config.run import RunConfig
 from freescale.config.serve import ServeConfig
 from freescale.config.simulate import SimulateConfig
-from freescale.config.train import TrainConfig
+from freescale.config.train import TrainConfig, parse_split
 
 __all__ = [
     "DataConfig",
@@ -18,4 +18,5 @@ __all__ = [
     "SimulateConfig",
     "TrainConfig",
     "option",
+    "parse_split",
 ]

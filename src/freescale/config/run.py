@@ -18,7 +18,7 @@ from freescale.config.options import split_names
 from freescale.config.origin import Origin
 from freescale.config.recipe import expand_recipe
 from freescale.config.time_order import refuse_split
-from freescale.config.train import TrainConfig
+from freescale.config.train import TrainConfig, parse_split
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class RunConfig:
         _ = self.task_weights
         self._check_best()
         self._check_rows()
+        self._check_split()
         self._check_time_order()
 
     def _check_follow(self) -> None:
@@ -83,6 +84,22 @@ class RunConfig:
             raise ValueError(
                 "--from with --follow: a run that follows a source goes on by itself; resume it "
                 "(--resume), or leave --follow out"
+            )
+
+    def _check_split(self) -> None:
+        """Refuses to divide histories with settings that do not go with it."""
+        model, train = self.model, self.train
+        if parse_split(train.split_histories) == "off":
+            return
+        refused = {
+            "--encoder sasrec: its softmax is no plain sum over keys": model.encoder == "sasrec",
+            "--head dlrm: positions are counted from the end": model.head == "dlrm",
+            "--balance none: the balancer divides them": train.balance == "none",
+            "--balance-adapt: measured times have waits for other ranks": train.balance_adapt,
+        }
+        for why in (why for why, given in refused.items() if given):
+            raise ValueError(
+                f"--split-histories {train.split_histories} does not go with {why}; leave one out"
             )
 
     def _check_best(self) -> None:

@@ -100,6 +100,9 @@ class SimulateConfig(Checked):
         "optimizer of table rows, whose state counts when tables are placed",
         choices=("sgd", "adagrad", "rowwise_adagrad", "adam", "counted_adam"),
     )
+    split_histories: str = option(
+        TrainConfig.split_histories, "as of `freescale train`, where batches are balanced"
+    )
     adapt: bool = option(False, "the balancer's cost model learns from the simulated times")
     jitter: float | None = option(
         None,

@@ -12,6 +12,17 @@ _distribution_option = partial(option, heading="Distribution")
 _output_option = partial(option, heading="Output")
 
 
+def parse_split(split: str | int) -> str | int:
+    """`auto`, `off` or the number of parts of a divided history. ValueError for anything else."""
+    if split in ("auto", "off"):
+        return split
+    if not str(split).isdecimal() or int(split) < 2:
+        raise ValueError(
+            f"split_histories is {split!r}: give auto, off or the number of parts, at least 2"
+        )
+    return int(split)
+
+
 @dataclass(frozen=True)
 class TrainConfig(Checked):
     """How a run trains. Every field is an option of `freescale train`."""
@@ -86,6 +97,11 @@ class TrainConfig(Checked):
     )
     balance_adapt: bool = _distribution_option(
         False, "correct the cost model by measured times (assignments then depend on them, too)"
+    )
+    split_histories: str = _distribution_option(
+        "off",
+        "histories that cost more than a rank's share are computed by several ranks (HSTU): off, "
+        "auto, or the number of parts",
     )
     transport: str = _distribution_option(
         "auto",

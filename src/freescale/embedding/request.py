@@ -78,8 +78,11 @@ def list_ids(batches: Sequence[SequenceBatch], specs: Sequence[TableSpec]) -> Re
 def _measure_draws(batch: SequenceBatch, feature: str, ids: Tensor, drawn: str) -> Tensor:
     """[n] int64 for ids [...] of a feature; those of the feature `drawn` are draws."""
     if feature == drawn and feature in batch.sequences:
-        lengths = batch.sequences[feature].lengths
-        each = SAMPLE // lengths.clamp(min=1)
+        lengths = wholes = batch.sequences[feature].lengths
+        if batch.divided is not None:  # a part draws as much as its share of the history
+            own = lengths.new_tensor(batch.divided.wholes)
+            wholes = torch.cat([own, lengths[len(own) :]])
+        each = SAMPLE // wholes.clamp(min=1)
         return torch.repeat_interleave(each, lengths, output_size=ids.numel())
     worth = SAMPLE if feature == drawn else 0
     return torch.full((ids.numel(),), worth, dtype=torch.int64, device=ids.device)

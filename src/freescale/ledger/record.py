@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 # Kinds of traffic, in the order in which figures list them.
-KINDS = ("counts", "ids", "rows", "gradients", "samples", "dense")
+KINDS = ("counts", "ids", "rows", "gradients", "samples", "attention", "dense")
 
 
 class Span(NamedTuple):

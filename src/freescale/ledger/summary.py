@@ -13,11 +13,24 @@ from freescale.ledger.trace import rename_lane
 
 # Figures that not every step has.
 _OPTIONAL = (
-    *("collision_percent", "sparsity", "predicted_imbalance_before", "predicted_imbalance"),
-    *("moved_tokens_percent", "cost_error_percent"),
-    *("cache_miss_percent", "cache_bytes_up", "cache_bytes_down"),
-    *("dynamic_rows", "dynamic_fill_percent", "dynamic_inserted", "dynamic_evicted"),
-    *("dynamic_swept", "dynamic_turned_away", "dynamic_waiting"),
+    "collision_percent",
+    "sparsity",
+    "predicted_imbalance_before",
+    "predicted_imbalance",
+    "moved_tokens_percent",
+    "split_samples",
+    "split_parts",
+    "cost_error_percent",
+    "cache_miss_percent",
+    "cache_bytes_up",
+    "cache_bytes_down",
+    "dynamic_rows",
+    "dynamic_fill_percent",
+    "dynamic_inserted",
+    "dynamic_evicted",
+    "dynamic_swept",
+    "dynamic_turned_away",
+    "dynamic_waiting",
 )
 # Figures by rank, and their names in the summary.
 _BY_RANK = {

@@ -3,6 +3,7 @@ configured maximum length, so that outputs of a sample do not depend on the othe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -139,6 +140,7 @@ class HSTU(Encoder):
         candidate_counts: Tensor | None,
         timestamps: Tensor | None,
         host: HostSizes | None,
+        first: Sequence[int] | None = None,  # [samples] the first query of each
     ) -> AttentionPlan | TilePlan:
         return plan_attention(
             lengths,
@@ -150,7 +152,14 @@ class HSTU(Encoder):
             host=host,
             widths=self.widths,
             dtype=get_product_dtype(self.position),
+            first=first,
         )
+
+    def count_exchanges(self) -> int | None:
+        """Of a step with divided histories (`Parts`); None: this encoder cannot divide them."""
+        if type(self) is not HSTU:
+            return None
+        return len(self.layers) * (3 if self.checkpoint else 2) + self.has_time_bias
 
     @property
     def capturable(self) -> bool:
@@ -165,12 +174,14 @@ class HSTU(Encoder):
         candidate_counts: Tensor | None,
         plan: AttentionPlan | TilePlan,
         prefix: Prefix | None = None,
+        attend: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Runs all layers; arguments as in `HSTULayer.forward`. The prefix is not in x."""
         token_keys = token_keys if self.dropout > 0 else None
         d_qk, d_v = self.widths
         dtype = get_product_dtype(self.position)
-        if prefix is None and fits_fused_layer(plan, x, self.heads * d_v, dtype, self.wide):
+        alone = prefix is None and attend is None
+        if alone and fits_fused_layer(plan, x, self.heads * d_v, dtype, self.wide):
             return run_layers(
                 x,
                 [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
@@ -191,6 +202,6 @@ class HSTU(Encoder):
             x = torch.cat([x, prefix.inputs])
             if token_keys is not None and prefix.keys is not None:
                 token_keys = torch.cat([token_keys, prefix.keys])
-        inputs = lengths, token_keys, timestamps, candidate_counts, plan, prefix
+        inputs = lengths, token_keys, timestamps, candidate_counts, plan, prefix, attend
         outputs = self._run_each(x, inputs)
         return outputs if prefix is None else outputs[:events]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -162,6 +163,7 @@ class HSTULayer(nn.Module):
         candidate_counts: Tensor | None,
         plan: AttentionPlan | TilePlan,
         prefix: Before | None = None,
+        attend: Callable[..., Tensor] | None = None,  # takes the place of `hstu_attention`
     ) -> Tensor:
         sizes = [self.heads * self.d_v] * 2 + [self.heads * self.d_qk] * 2
         projected = project(self.projection, self.input_norm(x, plan))
@@ -175,7 +177,7 @@ class HSTULayer(nn.Module):
         whole = q, k, v
         if prefix is not None:
             q, k, v = (part[: x.shape[0] - prefix.rows] for part in whole)
-        attended = hstu_attention(
+        attended = (attend or hstu_attention)(
             q,
             k,
             v,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from freescale.batch import HostSizes, Jagged, SequenceBatch
 from freescale.config import ModelConfig
 from freescale.models.columns import find_sequence, measure_time_span
+from freescale.models.divided import encode_divided
 from freescale.models.encoder import Encoder
 from freescale.models.features import (
     FeatureTables,
@@ -149,6 +151,8 @@ class SequenceHead(nn.Module):
         users = self._embed_users(batch)
         if users is not None:
             options["prefix"] = users
+        if batch.divided is not None:
+            by = partial(encode_divided, self.encoder, batch.divided)
         outputs: Tensor = (by or self.encoder)(*inputs, **options)
         return outputs
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field, replace
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -259,6 +260,10 @@ class BatchPreparation:
         self._counters["before_cost"] = float(assignment.loads_before[rank])
         self._counters["after_cost"] = float(assignment.loads[rank])
         self._counters["after_samples"] = len(batch)
+        if assignment.division is not None and batch.divided is not None:
+            divided = assignment.division.sample[assignment.division.is_part]
+            self._counters["max_split_samples"] = len(np.unique(divided))
+            self._counters["split_parts"] = len(batch.divided.starts)
         events = count_events(batch, self._feature)
         if events is not None:
             self._counters["after_tokens"] = int(events.sum())

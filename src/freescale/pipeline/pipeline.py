@@ -141,7 +141,9 @@ class Pipeline:
 
     def describe_choices(self) -> list[str]:
         """What was chosen by itself, and why: precision, and after `tune` the dense sums."""
-        return self.schedule.choices.describe()
+        parts = self.schedule.parts
+        split = [] if parts is None else [f"split histories ({parts.about})"]
+        return [*self.schedule.choices.describe(), *split]
 
     def stop(self) -> None:
         """Ends the run on all ranks after the same step, one of the next three. Any rank, thread

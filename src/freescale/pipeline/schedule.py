@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from freescale.pipeline.dense.reducer import Reducer
 from freescale.pipeline.first_batch import FirstBatchCheck, check_losses
 from freescale.pipeline.loss_watch import LossWatch
 from freescale.pipeline.next_batch import BatchPreparation
+from freescale.pipeline.parts_exchange import PartsExchange
 from freescale.pipeline.precision import hold_matmul_precision, make_autocast
 from freescale.pipeline.process_memory import freeze_objects
 from freescale.pipeline.source import BatchSource
@@ -118,6 +120,9 @@ class Schedule(ABC):
         sums: Callable[..., Reducer] = LocalGradients if alone else GradientBuckets
         self.buckets = sums(dense, self.transport.device)
         self.choices = Choices(self.transport, dense, self.buckets, precision, dense_sums)
+        self.parts: PartsExchange | None = None
+        if balances and balancer is not None and balancer.divides:
+            self.parts = PartsExchange(parallel.module, self.transport)
 
     def run(self, data: Iterable[SequenceBatch]) -> Iterator[StepResult]:
         """Trains until every rank's data has ended; a rank that runs out joins with empty batches.
@@ -159,6 +164,8 @@ class Schedule(ABC):
     def _end_run(self) -> None:
         """Called however the run ended: nothing takes batches any more."""
         self.choices.rest()
+        if self.parts is not None:
+            self.parts.rest()
 
     def stop(self) -> None:
         """As `Pipeline.stop`."""
@@ -181,6 +188,8 @@ class Schedule(ABC):
         self.tables.lease.hand_back(self)
         self._closed = True
         self.choices.close()
+        if self.parts is not None:
+            self.parts.close()
 
     def _prepare_batch(
         self,
@@ -223,7 +232,13 @@ class Schedule(ABC):
             return [batch]
         parts = min(self.accumulate, len(batch))
         edges = [len(batch) * part // parts for part in range(parts + 1)]
-        return batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
+        if batch.divided is not None:  # all parts of histories are in the first
+            least = len(batch.divided.starts)
+            edges = [0, *sorted({max(edge, least) for edge in edges[1:]})]
+        micro = batch.split([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
+        if batch.divided is not None:
+            micro[0] = replace(micro[0], divided=batch.divided)
+        return micro
 
     def _compute(
         self,
@@ -240,7 +255,11 @@ class Schedule(ABC):
     def _compute_losses(
         self, micro: list[SequenceBatch], agreement: Agreement, forwarded: Callable[[], None]
     ) -> Tensor:
-        self._first_batch.run(micro, agreement.samples, self._autocast)
+        # parts count as samples there
+        apart = [replace(batch, divided=None) if batch.divided else batch for batch in micro]
+        self._first_batch.run(apart, agreement.samples, self._autocast)
+        if self.parts is not None:
+            micro = [self.parts.attach(micro[0]), *micro[1:]]
         self.buckets.clear()
         losses: Tensor | None = None
         for batch in micro:
@@ -256,6 +275,8 @@ class Schedule(ABC):
             if total is not None:
                 with self.ledger.span("backward"), self.stopwatch.computing():
                     total.backward()  # type: ignore[no-untyped-call]
+        if self.parts is not None:
+            self.parts.finish()
         if self.overlaps_dense:
             self.buckets.send()
         assert losses is not None

@@ -56,13 +56,16 @@ def _describe_imbalance(place: int, run: Run) -> str:
     words = f"{measured} (slowest rank / mean): <b>{show('imbalance')}</b>."
     if run.ledger.get("predicted_imbalance") is None:
         return f"{words} The samples stayed where they were: nothing was balanced."
-    before = ""
+    before = parts = ""
+    if run.ledger.get("split_samples"):
+        split, count = show("split_samples", "{:.3g}"), show("split_parts", "{:.3g}")
+        parts = f"In such a step {split} histories were divided into {count} parts. "
     if run.ledger.get("predicted_imbalance_before") is not None:
         before = f"<b>{show('predicted_imbalance_before')}</b> before, "
     return (
         f"{explain('Predicted imbalance')} {before}<b>{show('predicted_imbalance')}</b> "
         "after balancing; "
-        f"{show('moved_tokens_percent', '{:.0f} %')} of the tokens changed ranks. {words}"
+        f"{show('moved_tokens_percent', '{:.0f} %')} of the tokens changed ranks. {parts}{words}"
     )
 
 

@@ -33,6 +33,7 @@ class Batch:
     longest: int
     predicted_imbalance: float | None
     moved_tokens: int
+    parts: NDArray[Any] | None = None  # [ranks, 2] events whose keys and values leave and come
 
     @property
     def lookups(self) -> NDArray[Any]:
@@ -186,6 +187,12 @@ class Costs:
 
     def samples(self, batch: Batch) -> Message:
         return self._time_exchange(batch.moved_out, batch.moved_in, transport=self._host, own=False)
+
+    def keys_and_values(self, parts: NDArray[Any]) -> Message:
+        """Of divided histories, in all layers: an exchange each, of which nothing is hidden."""
+        size = 2 * self.model.width * (2 if self.model.precision == "bf16" else 4)
+        sent, received = (parts * float(size * self.model.layers)).T
+        return self._time_exchange(sent, received, self.model.layers)
 
     def dense(self) -> list[Message]:
         """The losses, then the gradients in buckets: an AllReduce each."""

@@ -45,7 +45,7 @@ def place_on_network(
     curve = load_calibration(calibration or network.calibration)
     model = build_model(config, network, trained)
     curve.find_shape(model)
-    return Cluster(model, curve, network, gpus, config.jitter)
+    return Cluster(model, curve, network, gpus, config.jitter, config.split_histories)
 
 
 def build_model(config: SimulateConfig, network: Network, trained: RunConfig | None) -> Model:

@@ -118,6 +118,7 @@ class SimulatedSchedule:
         ranks.submit(INPUT)
         if following is not None:
             self._prepare(following)
+        self._exchange_parts(current)
         ranks.compute("forward", costs.forward(current))
         self._backward(current)
         # lane `urgent`, after the backward
@@ -214,6 +215,7 @@ class SimulatedSchedule:
         agreed = sizes = None
         if self.balanced:
             agreed = ranks.issue("counts", "host", costs.counts(True))
+        self._exchange_parts(batch)
         ranks.compute("forward", costs.forward(batch))
         if self.balanced:
             ranks.wait(agreed)
@@ -228,6 +230,7 @@ class SimulatedSchedule:
     def _backward(self, batch: Batch) -> None:
         """In as many equal parts as there are buckets; each leaves when its part is done."""
         ranks, costs = self.ranks, self.costs
+        self._exchange_parts(batch)
         if not self._overlaps:
             ranks.compute("backward", costs.backward(batch))
             return
@@ -247,6 +250,11 @@ class SimulatedSchedule:
                 self.ranks.meet("dense", "collective", message)
         self._dense = []
         self.ranks.work("optimizer", self.costs.optimizer)
+
+    def _exchange_parts(self, batch: Batch) -> None:
+        """Keys and values of divided histories, or their gradients."""
+        if batch.parts is not None:
+            self._exchange("attention", self.costs.keys_and_values(batch.parts), MAIN)
 
     def _exchange(self, kind: str, message: Message, lane: str) -> None:
         """An AllToAll over the transport. In a lane it slows concurrent compute down."""

@@ -66,6 +66,7 @@ class Cluster:
     gpus: int
     # standard deviation of a rank's compute from the curve; None: the calibration's
     jitter: float | None = None
+    split_histories: str = "off"
 
 
 def simulate(
@@ -155,7 +156,10 @@ class _AssignedBatches:
             negatives=model.negatives,
         ).with_prefix(model.prefix)
         nodes = cluster.network.assign_nodes(cluster.gpus)
-        self._balancer = Balancer(find_partitioner(balance), cost, nodes=nodes, adapt=adapt)
+        split = cluster.split_histories if self._balanced and not adapt else "off"
+        self._balancer = Balancer(
+            find_partitioner(balance), cost, nodes=nodes, adapt=adapt, split_histories=split
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         before = None
@@ -173,7 +177,11 @@ class _AssignedBatches:
         home = assign_home(len(lengths), gpus)
         table = np.stack([lengths, np.zeros_like(lengths), lengths], axis=1)
         assignment = self._balancer.plan(step, table, home, gpus)
-        return lengths, home, assignment, self._source.find_requests(step, assignment.rank_of, gpus)
+        division, rank_of = assignment.division, assignment.rank_of
+        if division is not None:
+            lengths, home = division.stop - division.start, home[division.sample]
+            rank_of = rank_of[division.is_last]  # of a history's rows, that of its last part
+        return lengths, home, assignment, self._source.find_requests(step, rank_of, gpus)
 
     def _make_batch(
         self, lengths: NDArray[Any], home: NDArray[Any], assignment: Assignment, demand: Demand
@@ -184,10 +192,20 @@ class _AssignedBatches:
         out = np.bincount(home[moving], sizes, self._gpus)
         into = np.bincount(assignment.rank_of[moving], sizes, self._gpus)
         load = Load.from_assignment(lengths, assignment.rank_of, self._gpus)
+        longest, parts = int(lengths.max(initial=0)), None
+        if (division := assignment.division) is not None:
+            longest = int(division.stop.max())
+            squares = division.stop.astype(np.float64) ** 2 - division.start.astype(np.float64) ** 2
+            load = replace(load, squares=np.bincount(assignment.rank_of, squares, self._gpus))
+            parts = np.array(
+                [
+                    [sum(route.send), sum(route.receive)]
+                    for rank in range(self._gpus)
+                    for route in [division.route(assignment.rank_of, rank, self._gpus)]
+                ]
+            )
         imbalance = assignment.imbalance if self._balanced else None
-        return Batch(
-            load, demand, out, into, int(lengths.max(initial=0)), imbalance, assignment.moved_tokens
-        )
+        return Batch(load, demand, out, into, longest, imbalance, assignment.moved_tokens, parts)
 
     def learn(self, step: Step) -> None:
         if self._adapt:

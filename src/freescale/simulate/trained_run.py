@@ -88,6 +88,7 @@ def list_settings(run: TrainedRun) -> dict[str, Any]:
         "heads": model.heads,
         "batch": -(-train.global_batch // (run.ranks or 1)),
         "adapt": train.balance_adapt,
+        "split_histories": train.split_histories,
         "placement": run.item_placement,
         "cache_miss": run.cache_miss,
         "rows": train.rows,
@@ -110,7 +111,7 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
     network = _choose_own_network(run, config)
     if network is None:
         return None
-    names = ("cap", "width", "layers", "heads", "row_optimizer")
+    names = ("cap", "width", "layers", "heads", "row_optimizer", "split_histories")
     decided = list_settings(run)
     shape = replace(config, **{name: decided[name] for name in names})
     calibration = None if network.device == "cpu" else config.calibration

@@ -52,6 +52,7 @@ def build_balancer(
         config.train.balance_cap,
         adapt=config.train.balance_adapt,
         least_gain=_PRICE_OF_MOVES if device.type == "cpu" else 0.0,
+        split_histories=config.train.split_histories,
     )
 
 

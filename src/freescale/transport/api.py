@@ -38,9 +38,9 @@ class Transport(Protocol):
 
     All ranks call the same methods in the same order. Methods that return a `Handle` start the
     collective; the tensor that they send must not change until it was waited for. `kind` is the
-    kind of traffic that the ledger accounts the bytes under: counts, ids, rows, gradients, samples
-    or dense. All of them raise TransportError if the transport has failed before, or a rank died or
-    fell silent.
+    kind of traffic that the ledger accounts the bytes under: counts, ids, rows, gradients, samples,
+    attention or dense. All of them raise TransportError if the transport has failed before, or a
+    rank died or fell silent.
     """
 
     rank: int  # of this process, from 0

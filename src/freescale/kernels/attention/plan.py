@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +45,8 @@ class AttentionPlan(Plan):
     kept: dict[int, list[Relation]] = field(default_factory=dict)  # by group; empty above a budget
     pairs: Pairs | None = None  # of all tokens, if they are few; then there are no groups
     bucket: Tensor | None = None  # [pairs] int32: of their difference in time
+    # [samples] queries before these are left out, if all of a group's samples do
+    first: Sequence[int] | None = None
 
     def tiles(self, number: int) -> Iterator[Relation]:
         """Yields the tiles of a group, from the bottom up: the first has all keys."""
@@ -55,8 +57,11 @@ class AttentionPlan(Plan):
         positions, times = self._find_coordinates(group)
         per_row = len(group) * self.heads * group.length
         rows = max(1, min(self.rows, self.budget // per_row))
-        for stop in range(group.length, 0, -rows):
-            yield self._relate(group, max(0, stop - rows), stop, positions, times)
+        first = 0
+        if self.first is not None:
+            first = min(self.first[sample] for sample in group.samples.tolist())
+        for stop in range(group.length, first, -rows):
+            yield self._relate(group, max(first, stop - rows), stop, positions, times)
 
     def _find_coordinates(self, group: Group) -> tuple[Tensor, Tensor | None]:
         """Positions [n or 1, length] and times [n, length] of a group's slots."""
@@ -106,6 +111,7 @@ def plan_attention(
     host: HostSizes | None = None,
     list_few: bool = True,
     listed_scores: int | None = None,
+    first: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """Plans the attention for these lengths. Reads the device unless `host` has the sizes.
 
@@ -121,6 +127,7 @@ def plan_attention(
         host: The sizes on the host.
         list_few: Whether a CPU lists the pairs of tokens, if they have few scores.
         listed_scores: What counts as few; by default `LISTED_SCORES`.
+        first: [samples] the first query of each that counts.
     """
     if rows < 1:
         raise ValueError(f"rows must be at least 1, not {rows}")
@@ -141,6 +148,7 @@ def plan_attention(
     plan = AttentionPlan(
         lengths, heads, tokens, candidate_counts, timestamps, buckets, distances,
         sizes.longest_history, sizes.longest_distance, groups, rows, budget, {}, pairs, bucket,
+        first,
     )  # fmt: skip
     if sum(len(group) * group.length**2 for group in groups.groups) <= RELATION_BUDGET:
         plan.kept.update((n, list(plan.tiles(n))) for n in range(len(groups.groups)))

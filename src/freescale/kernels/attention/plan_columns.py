@@ -19,6 +19,7 @@ class TileColumn(IntEnum):
     HISTORY = 2  # tokens before its candidates
     ROW = 3  # the tile's first token in the sample
     PAIRS = 4  # the sample's first block in the table of pair biases
+    FIRST = 5  # queries before it are left out: a multiple of PAIR_QUERIES
 
 
 class SampleColumn(IntEnum):
@@ -41,6 +42,7 @@ class WalkColumn(IntEnum):
     KEY = 5  # its first key in the sample
     STOP = 6  # the end of its keys
     PAIRS = 7  # as in a table of tiles
+    FIRST = 8  # as in a table of tiles
 
 
 class PieceColumn(IntEnum):

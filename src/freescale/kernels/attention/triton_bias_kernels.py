@@ -42,6 +42,7 @@ WALK_SLOT = tl.constexpr(WalkColumn.SLOT.value)
 WALK_KEY = tl.constexpr(WalkColumn.KEY.value)
 WALK_STOP = tl.constexpr(WalkColumn.STOP.value)
 WALK_PAIRS = tl.constexpr(WalkColumn.PAIRS.value)
+WALK_FIRST = tl.constexpr(WalkColumn.FIRST.value)
 WALK_COLUMNS = tl.constexpr(len(WalkColumn))
 PIECE_SLOT = tl.constexpr(PieceColumn.SLOT.value)
 PIECE_TILES = tl.constexpr(PieceColumn.TILES.value)
@@ -130,9 +131,11 @@ def backward_bias_kernel(
     key = tl.load(walk + WALK_KEY)
     stop = tl.load(walk + WALK_STOP)
     pairs = tl.load(walk + WALK_PAIRS)
+    least = tl.load(walk + WALK_FIRST)
     sample = (start, length, history, pairs)
     of_bias = (position_bias, farthest, time_bias, edges, times, buckets)
     candidates = stop < 0
+    key = tl.where(candidates, key, tl.maximum(key, least - row))  # both are multiples of B
     query, end, step = row + key, tl.minimum(row + stop, history), B
     if CANDIDATES:
         step = tl.where(candidates, 0, B)

@@ -38,6 +38,7 @@ TILE_LENGTH = tl.constexpr(TileColumn.LENGTH.value)
 TILE_HISTORY = tl.constexpr(TileColumn.HISTORY.value)
 TILE_ROW = tl.constexpr(TileColumn.ROW.value)
 TILE_PAIRS = tl.constexpr(TileColumn.PAIRS.value)
+TILE_FIRST = tl.constexpr(TileColumn.FIRST.value)
 TILE_COLUMNS = tl.constexpr(len(TileColumn))
 
 
@@ -258,12 +259,14 @@ def forward_kernel(
 
 @triton.jit
 def _split_queries(
-    row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr
-):
+    tiles, row, length, history, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):  # fmt: skip
     """Keys [row, row + N) are seen by `diagonal` tiles of queries from `row` with a mask, by the
     queries [first, last) without one, and by `rest` tiles from `last` with one."""
-    diagonal = tl.cdiv(tl.minimum(N, length - row), M)
-    first = row + N
+    least = tl.load(tiles + tl.program_id(0) // HEADS * TILE_COLUMNS + TILE_FIRST)
+    diagonal = tl.where(row < least, 0, tl.cdiv(tl.minimum(N, length - row), M))
+    first = tl.maximum(row + N, least)
     last = first + tl.maximum(length - first, 0) // M * M
     rest = tl.cdiv(tl.maximum(length - last, 0), M)
     if CANDIDATES:
@@ -338,7 +341,9 @@ def backward_kv_kernel(
     start, length, history, _ = sample
     bias = (position_bias, farthest, time_bias, edges, times, buckets)
     j = row + tl.arange(0, N)
-    diagonal, first, last, rest = _split_queries(row, length, history, M, N, CANDIDATES)
+    diagonal, first, last, rest = _split_queries(
+        tiles, row, length, history, HEADS, M, N, CANDIDATES
+    )
     k = k_desc.load([start + row, head * D_QK])
     v = k
     if KEYS:
@@ -468,7 +473,9 @@ def backward_stored_kernel(
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
     j = row + tl.arange(0, N)
-    diagonal, first, last, rest = _split_queries(row, length, history, M, N, CANDIDATES)
+    diagonal, first, last, rest = _split_queries(
+        tiles, row, length, history, HEADS, M, N, CANDIDATES
+    )
     total = tl.zeros([N, D], tl.float32)
     for number in tl.range(0, diagonal + rest, num_stages=MASKED_STAGES):
         query = tl.where(number < diagonal, row + number * M, last + (number - diagonal) * M)

@@ -4,6 +4,7 @@ read, longest first. Made on the host; launches no kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from freescale.batch import HostSizes, compute_offsets
 from freescale.kernels.attention.checks import Plan, read_batch
 from freescale.kernels.attention.plan import BUCKET_WIDTH
-from freescale.kernels.attention.plan_columns import PAIR_QUERIES, WalkColumn
+from freescale.kernels.attention.plan_columns import PAIR_QUERIES, TileColumn, WalkColumn
 from freescale.kernels.upload import upload
 
 MAX_BUCKETS = 4095
@@ -31,6 +32,7 @@ class TilePlan(Plan):
     host: np.ndarray  # [samples] lengths
     history: np.ndarray  # [samples] tokens before the candidates
     kept: dict[Any, Any] = field(default_factory=dict)
+    first: np.ndarray | None = None  # [samples] as `TileColumn.FIRST`; None: 0
 
     def samples(self) -> Tensor:
         """[samples, SampleColumn] int32."""
@@ -61,11 +63,13 @@ class TilePlan(Plan):
 
     def _compute_tiles(self, size: int, of: str) -> np.ndarray:
         table, _ = self._build_rows(size)
-        start, length, history, row, _ = table.T
+        if of == "queries" and self.first is not None:
+            table = table[table[:, TileColumn.ROW] >= table[:, TileColumn.FIRST]]
+        start, length, history, row, _, first = table.T
         cost = (
             np.minimum(row, history) + size
             if of == "queries"
-            else np.where(row < history, length - row, size)
+            else np.where(row < history, length - np.maximum(row, first), size)
         )
         # Longest first: the last programs to start are the shortest, and no SM is left running
         # alone at the end. Within a band of costs, tiles of the same sample run together and share
@@ -108,15 +112,16 @@ class TilePlan(Plan):
         stop = np.minimum(key + span[of] * size, self.host[of])
         walks = np.column_stack(
             [start[of], self.host[of], self.history[of], diagonal, slot, key, stop,
-             self._find_first_blocks()[of]]
+             self._find_first_blocks()[of], self._list_first()[of]]
         )  # fmt: skip
         history = walks[:, WalkColumn.HISTORY]
-        cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - key, 0)
+        begin = np.maximum(key, walks[:, WalkColumn.FIRST] - diagonal)
+        cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - begin, 0)
         cost *= np.where(diagonal <= size, 4, 1)  # short times fall into many buckets
         if self.candidate_counts is not None:
-            _, length, history, row, pairs = table.T
+            _, length, history, row, pairs, first = table.T
             column = np.column_stack(
-                [table[:, :4], np.arange(len(table)), row, np.full(len(table), -1), pairs]
+                [table[:, :4], np.arange(len(table)), row, np.full(len(table), -1), pairs, first]
             )
             several = np.where(row < history, length - history, size) * (length > history)
             walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
@@ -145,23 +150,35 @@ class TilePlan(Plan):
         row = (np.arange(len(sample)) - first[sample]) * size
         start = np.cumsum(self.host) - self.host
         pairs = self._find_first_blocks()
-        columns = [start[sample], self.host[sample], self.history[sample], row, pairs[sample]]
-        return np.column_stack(columns), per_sample
+        columns = [start, self.host, self.history, pairs, self._list_first()]
+        start, length, history, pairs, before = (column[sample] for column in columns)
+        return np.column_stack([start, length, history, row, pairs, before]), per_sample
+
+    def _list_first(self) -> np.ndarray:
+        return np.zeros_like(self.host) if self.first is None else self.first
 
     @property
     def pair_blocks(self) -> int:
         """Number of blocks in the table of pair biases. A block has PAIR_QUERIES x PAIR_KEYS pairs.
-        Blocks are ordered by sample, query and key; queries have no blocks of later keys."""
+        Blocks are ordered by sample, query and key; queries have no blocks of later keys, and those
+        before `first` none at all."""
         return int(self._count_blocks().sum())
 
     def _count_blocks(self) -> np.ndarray:
         of_queries = -(-self.host // PAIR_QUERIES)
+        return np.asarray(of_queries * (of_queries + 1) - self._count_lacking())
+
+    def _count_lacking(self) -> np.ndarray:
+        """[samples] blocks of the queries before `first`."""
+        of_queries = self._list_first() // PAIR_QUERIES
         return np.asarray(of_queries * (of_queries + 1))
 
     def _find_first_blocks(self) -> np.ndarray:
-        """[samples]: each sample's first block. Only tables within reach of 32 bits are made."""
+        """[samples]: each sample's first block, or where it would be. Only tables within reach of
+        32 bits are made."""
         blocks = self._count_blocks()
-        return np.asarray(np.minimum(np.cumsum(blocks) - blocks, 2**31 - 1))
+        there = np.minimum(np.cumsum(blocks) - blocks, 2**31 - 1)
+        return np.asarray(there - self._count_lacking())
 
     def _upload(self, table: np.ndarray) -> Tensor:
         return upload(table.astype(np.int32), self.lengths.device)
@@ -183,7 +200,7 @@ def find_bucket_edges(buckets: int) -> Tensor:
 def plan_attention(
     lengths: Tensor, heads: int, *, candidate_counts: Tensor | None = None,
     timestamps: Tensor | None = None, buckets: int = 0, distances: bool = False,
-    host: HostSizes | None = None,
+    host: HostSizes | None = None, first: Sequence[int] | None = None,
 ) -> TilePlan:  # fmt: skip
     """As the reference, for the kernels."""
     if not 0 <= buckets <= MAX_BUCKETS:
@@ -198,6 +215,7 @@ def plan_attention(
     return TilePlan(
         lengths, heads, tokens, candidate_counts, times, buckets, distances,
         sizes.longest_history, sizes.longest_distance, sizes.lengths, sizes.history,
+        first=None if first is None else np.array(first) // PAIR_QUERIES * PAIR_QUERIES,
     )  # fmt: skip
 
 

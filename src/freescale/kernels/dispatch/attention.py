@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ def plan_attention(
     widths: tuple[int, int],
     dtype: torch.dtype,
     buckets: int = 0,
+    first: Sequence[int] | None = None,
     **options: Any,
 ) -> AttentionPlan | TilePlan:
     """Plans the attention for the fastest version that can run.
@@ -32,10 +34,14 @@ def plan_attention(
         widths: (d_qk, d_v) of a head.
         dtype: Of q, k and v.
         buckets: Of the time bias; 0 without one.
+        first: [samples] the first query of each that counts. Outputs of earlier ones and gradients
+            of these queries are arbitrary, gradients of these outputs must be 0. None: all count.
         options: The other arguments that all versions of `plan_attention` have.
     """
     if fits_triton_attention(is_on_gpu(lengths.device), has_triton(), widths, dtype, buckets):
-        make = partial(triton_plan.plan_attention, lengths, heads, buckets=buckets, **options)
+        make = partial(
+            triton_plan.plan_attention, lengths, heads, buckets=buckets, first=first, **options
+        )
         host = options.get("host")
         if host is None or host.plans is None:
             return make()
@@ -43,12 +49,12 @@ def plan_attention(
         plan: TilePlan = host.plans.find(key, make, options.get("timestamps"))
         return plan
     listed = native_plan.LISTED_SCORES if native_plan.is_available(lengths, dtype) else None
-    if listed is not None:
+    if listed is not None and first is None:
         few = native_plan.plan_attention(lengths, heads, listed, buckets=buckets, **options)
         if few is not None:
             return few
     return reference_plan.plan_attention(
-        lengths, heads, buckets=buckets, listed_scores=listed, **options
+        lengths, heads, buckets=buckets, listed_scores=listed, first=first, **options
     )
 
 

@@ -90,13 +90,17 @@ def add_positions(
     *,
     scale: float = 1.0,  # of x, before positions are added
     keep: float = 1.0,  # share of the elements that is kept, if there are keys
+    first: Tensor | None = None,  # [samples] int64: tokens before these; None: 0
 ) -> tuple[Tensor, Tensor | None]:
     """Returns scale * x plus the rows of the tokens' positions, in their dtype, after dropout, and
     [tokens] int64 keys. All candidates of a sample have the position right after its history."""
     slots = compute_positions(lengths, x.shape[0])
+    if first is not None:
+        slots = slots + torch.repeat_interleave(first, lengths, output_size=x.shape[0])
     positions = slots
     if candidate_counts is not None:
         history = lengths - candidate_counts
+        history = history if first is None else history + first
         after = torch.repeat_interleave(history, lengths, output_size=x.shape[0])
         positions = torch.minimum(slots, after)
     token_keys = None if keys is None else derive_token_keys(keys, lengths, slots)

@@ -1,0 +1,81 @@
+"""A history that does not fit on one rank, whose process may allocate a share of the GPU only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from freescale_bench.common.ranks import gather_json, open_rank
+from freescale_bench.common.results import Destination, at_least, write
+from freescale_bench.split.setting import (
+    LIMIT,
+    SETTINGS,
+    SPLIT,
+    WHOLE,
+    Setting,
+    Shape,
+    build_pipeline,
+    make_batch,
+    shrink,
+)
+
+SHAPE = Shape(256, 4, 4, (131_072,))
+ROOM = 1.2  # limit, in peaks of the divided history
+STEPS = 3
+
+
+def choose_shape(setting: Setting) -> Shape:
+    return shrink(SHAPE, 100) if setting.trial else SHAPE
+
+
+def bench(setting: Setting, to: Destination) -> None:
+    """The divided history without a limit, then both arms with one that fits it closely."""
+    free = setting.run_ranks("memory", f"{SPLIT}:0", setting.ranks)
+    limit = int(ROOM * max(free["peak_bytes_per_rank"]))
+    rows = [free | {"limit_bytes": None}]
+    for arm in SETTINGS:
+        found = setting.run_ranks("memory", f"{arm}:{limit}", setting.ranks, may_fail=True)
+        rows.append((found or {"arm": arm, "trained": False}) | {"limit_bytes": limit})
+    for row in rows:
+        print(row, flush=True)
+    trained = {row["arm"]: int(row["trained"]) for row in rows[1:]}
+    text = f"one history of {choose_shape(setting).lengths[0]:,} events in {limit / 1e9:.1f} GB"
+    text += " of a rank: "
+    claims = [
+        at_least(text + f"trains, divided over {setting.ranks} ranks", 1, trained[SPLIT], ""),
+        at_least(text + "does not fit as a whole", 1, 1 - trained[WHOLE], ""),
+    ]
+    if not setting.trial:
+        name = f"split-memory-{setting.ranks}ranks"
+        shape = choose_shape(setting).describe()
+        command = f"{setting.name_command('memory')} --nproc {setting.ranks}"
+        write(name, setting.testbed, command, rows, claims, to=to, shape=shape)
+
+
+def measure(setting: Setting, words: str, output: Path) -> None:
+    """As one of the ranks, with a limit in bytes; 0: none. Rank 0 writes the row."""
+    arm, limit = words.split(":")
+    cuda = setting.device == "cuda"
+    if cuda and int(limit):
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(int(limit) / whole, 0)
+    shape = choose_shape(setting)
+    with open_rank(setting.device, LIMIT) as (transport, _):
+        precision = "bf16" if cuda else "fp32"
+        pipeline = build_pipeline(shape, transport, SETTINGS[arm], precision=precision)
+        batches = [make_batch(shape, transport.rank, transport.world, n) for n in range(STEPS)]
+        try:
+            losses = [float(result.loss) for result in pipeline.run(batches)]
+        except torch.OutOfMemoryError as error:
+            row = {"arm": arm, "trained": False, "error": str(error).splitlines()[0]}
+            output.write_text(json.dumps(row), encoding="utf-8")
+            raise ValueError(f"rank {transport.rank} has no memory: {error}") from None
+        pipeline.flush()
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        peaks = gather_json(transport, peak)
+        pipeline.close()
+    if transport.rank == 0:
+        row = {"arm": arm, "trained": True, "losses": losses, "peak_bytes_per_rank": peaks}
+        output.write_text(json.dumps(row), encoding="utf-8")
