@@ -141,7 +141,8 @@ def _configure(settings: dict[str, Any]) -> RunConfig:
             "rows": "item=dynamic:4096:seen=2,action=dynamic:64", "window": "1h",
             "lateness": f"{_LATENESS_S}s", "event_id": "event", "max_length": 20, "width": 8,
             "layers": 1, "heads": 1, "global_batch": 16, "negatives": 16, "device": "cpu",
-            "full_every": 5, "trace_steps": 0, "profile_steps": 0, "log_every": 1000, "precision": "fp32",
+            "full_every": 5, "trace_steps": 0, "profile_steps": 0, "log_every": 1000,
+            "precision": "fp32",
         }
         | settings
     )  # fmt: skip
