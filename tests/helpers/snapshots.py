@@ -21,7 +21,7 @@ class TakenSnapshots:
     def take(self, parallel, optimizer, step: int) -> None:
         copies = StateCopies(parallel.transport.device)
         contents = MemoryContents(copies=copies, file=self._file)
-        contents.collect(parallel, optimizer, {"step": step}, None)
+        contents.collect(parallel, optimizer, {"step": step})
         parallel.tables.lease.flush()
         contents.add_sharded()
         contents.write()
@@ -39,4 +39,4 @@ class TakenSnapshots:
         def copy(name, to):
             to.copy_(tensors[name])
 
-        load_snapshot(self.state, tensors, parallel, optimizer, None, copy)
+        load_snapshot(self.state, tensors, parallel, optimizer, copy)
