@@ -36,7 +36,7 @@ from freescale.data.ingest.ids import read_known
 from freescale.embedding.storage.api import draw_initial_rows
 from freescale.models import HSTU, Ranking, Retrieval
 from freescale.report.runs import read_run
-from freescale.train.state import grow
+from freescale.train.state import restore
 from freescale.train.state.disk import CheckpointFolder, read_state, sum_state
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
@@ -332,7 +332,7 @@ def test_new_events_on_any_number_of_ranks(days, task):
 
 def begin_ranks(transport, config, folder):
     """The tables before the first step, gathered; their rows arrive in several pieces."""
-    grow._AT_ONCE = 7
+    restore._AT_ONCE = 7
     run = Trainer(config, folder, transport=transport)
     found = {}
     for name, spec in run.model.tables.specs.items():

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
 
 from freescale.data.histories import is_list
 from freescale.data.values import BadValue, cast_values, is_text, parse_text, refuse_any
-from freescale.random import derive, hash_name
+from freescale.random import derive_array, hash_name
 
 PART = 1 << 18  # rows at a time: intermediate copies are of one part only
-_MISSING = hash_name("missing value of a cross")
+MISSING = hash_name("missing value of a cross")
 
 
 def split_rows(values: pa.Array) -> Iterator[pa.Array]:
@@ -119,14 +118,17 @@ def read_vectors(values: pa.Array) -> NDArray[np.float32]:
     return found
 
 
+def hash_texts(keys: pa.Array) -> NDArray[np.int64]:
+    """Text [n] -> `random.hash_name` of each; what is missing has a hash of its own."""
+    encoded = keys.dictionary_encode()
+    hashes = np.array([*map(hash_name, encoded.dictionary.to_pylist()), MISSING], np.int64)
+    return np.asarray(hashes[np.asarray(pc.fill_null(encoded.indices, len(hashes) - 1))])
+
+
 def hash_keys(columns: Sequence[pa.Array]) -> NDArray[np.int64]:
-    """Keys [n] of several columns -> [n] int64 hashes of their combinations, the same in every
-    version: `random.hash_name` of each key, joined by `random.derive` in the order of the
-    columns."""
-    found = torch.zeros(len(columns[0]), dtype=torch.int64)
+    """Keys [n] of several columns -> [n] hashes of their combinations, the same in every version:
+    joined by `random.derive` in the order of the columns."""
+    found = np.zeros(len(columns[0]), np.int64)
     for keys in columns:
-        encoded = keys.dictionary_encode()
-        hashes = [*map(hash_name, encoded.dictionary.to_pylist()), _MISSING]
-        index = np.array(pc.fill_null(encoded.indices, len(hashes) - 1), np.int64)
-        found = derive(found, torch.tensor(hashes)[torch.from_numpy(index)])
-    return found.numpy()
+        found = derive_array(found, hash_texts(keys))
+    return found

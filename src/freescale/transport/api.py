@@ -29,8 +29,7 @@ class Handle(Protocol):
     def wait(self, host: bool = False) -> Tensor:
         """Waits for the collective, once. What was sent may be overwritten afterwards. `host`: also
         block the host until the bytes are there; otherwise, on a GPU, the result is ready for what
-        the current stream does next. TransportError if a rank died, fell silent or disagrees on
-        sizes."""
+        the stream does next. TransportError if a rank died, fell silent or disagrees on sizes."""
 
 
 class Transport(Protocol):
@@ -59,12 +58,10 @@ class Transport(Protocol):
         [sum(receive), ...], in the order of the ranks that they come from."""
 
     def all_gather(self, tensor: Tensor, kind: str) -> Handle:
-        """Gathers tensor [...], alike on every rank. Returns a handle on [world, ...], in rank
-        order."""
+        """Gathers tensor [...], alike on all ranks. A handle on [world, ...], in rank order."""
 
     def all_reduce(self, tensor: Tensor, kind: str) -> Handle:
-        """Adds a tensor up over the ranks, in place; alike on every rank. Returns a handle on
-        it."""
+        """Adds a tensor, alike on all ranks, up over them, in place. A handle on it."""
 
     def broadcast(self, tensor: Tensor, kind: str) -> Handle:
         """Overwrites a tensor, alike on every rank, by rank 0's. Returns a handle on it."""
@@ -74,25 +71,20 @@ class Transport(Protocol):
         [world], every rank's payload, in rank order."""
 
     def channel(self, ledger: ThreadLedger, urgent: bool = False) -> Transport:
-        """Opens another transport over the same ranks, for another thread. A collective.
-        TransportError if any rank has no memory or connections for it.
-
-        Its traffic neither waits for this transport's nor holds it up, and overtakes that of other
-        channels if it is `urgent` and the transport can. It carries all_to_all, all_gather and
-        gather_bytes; what torch's groups sum belongs to the main thread. A channel that all ranks
-        have released is handed out again.
-        """
+        """Opens another transport over the same ranks, for another thread: one that all ranks have
+        released is handed out again. A collective. TransportError if any rank has no memory or
+        connections for it. It carries all_to_all, all_gather and gather_bytes, and does not wait
+        for this transport's traffic; if it is `urgent` and the transport can, it overtakes that of
+        other channels."""
 
     def release(self, channel: Transport) -> None:
-        """Gives a channel back; the thread that used it has ended. Once all ranks have released it,
-        the next call of `channel` with the same urgency returns it; one that failed, or has
-        something under way, is closed instead. ValueError if it was released before, or is another
-        transport's."""
+        """Gives a channel back; the thread that used it has ended. The next call of `channel` with
+        the same urgency returns it once all ranks have released it, unless it failed or has
+        something under way. ValueError if it was released before, or is another transport's."""
 
     def clock_offsets(self) -> tuple[list[int], list[int]]:
-        """Compares the clocks (`time.perf_counter_ns`) of the ranks. A collective. Returns, in
-        nanoseconds, [world] what to add to a rank's clock to get rank 0's, and [world] how
-        uncertain it is."""
+        """Compares the clocks (`time.perf_counter_ns`) of the ranks. A collective. Returns, in ns,
+        [world] what to add to a rank's clock to get rank 0's, and [world] how uncertain it is."""
 
     def close(self) -> None:
         """Closes connections, threads and channels. Peers that still wait for this rank fail."""

@@ -69,8 +69,7 @@ def choose_device(device: str, local_rank: int, local_world: int) -> torch.devic
 
 
 def take_gpu(device: torch.device) -> None:
-    """Makes a GPU the current one. GpuBusy if another process, maybe of a run before, still has
-    it."""
+    """Makes a GPU the current one. GpuBusy if another process, maybe of a run before, has it."""
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:
@@ -174,11 +173,8 @@ def shares_store(environment: Mapping[str, str]) -> bool:
 
 def warn_of_shared_store(environment: Mapping[str, str]) -> str | None:
     """What ranks over several machines that torchrun starts again should know. None: nothing.
-
-    torchrun's first agent says only once where its store is. An agent that comes later, because its
-    machine was lost, waits for word of it; if the first one itself was replaced, the others send
-    their ranks to the store that is gone.
-    """
+    torchrun's first agent says only once where its store is: an agent that comes later, because its
+    machine was lost, waits for word of it; if it was the first, others use a store that is gone."""
     several = int(environment["WORLD_SIZE"]) > int(environment.get("LOCAL_WORLD_SIZE", "1"))
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     set_already = environment.get(_OWN_STORE) == "1"  # the static rendezvous ignores it

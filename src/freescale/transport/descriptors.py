@@ -62,9 +62,8 @@ def read_hard_limit() -> int | None:
 
 
 def raise_limit() -> int | None:
-    """Raises the soft limit of open descriptors as far as a user may, and returns it; None where
-    there is none. What shells and containers set, often 1,024, is for programs that use
-    select()."""
+    """Raises the soft limit of open descriptors as far as a user may, and returns it; None: none.
+    What shells and containers set, often 1,024, is for programs that use select()."""
     if (hard := read_hard_limit()) is None:
         return None
     import resource
@@ -77,8 +76,7 @@ def raise_limit() -> int | None:
 def check_limit(
     transport: str, device: str, world: int, local_world: int, limit: int | None, rank: int
 ) -> None:
-    """ValueError if `rank`, with `local_world` ranks on its machine, needs more than its
-    `limit`."""
+    """ValueError if `rank`, with `local_world` ranks on its machine, needs more than `limit`."""
     need = count_needed(transport, device, world, local_world)
     if limit is not None and need > limit:
         fit = count_fitting_ranks(transport, device, limit, local_world)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from freescale.transport.api import Gather, Transport, gather_json
+from freescale.transport.api import Gather, Transport, TransportError, gather_json
 
 T = TypeVar("T")
 
@@ -26,6 +26,19 @@ def find_first_message(message: str, gather: Gather) -> tuple[int, str] | None:
         if text:
             return rank, text.decode()
     return None
+
+
+@contextmanager
+def needing(failure: str, gather: Gather, *kinds: type[Exception]) -> Iterator[None]:
+    """An exception of these kinds inside is a TransportError on all ranks. A collective. `failure`
+    has places for the rank and the reason."""
+    reason = ""
+    try:
+        yield
+    except kinds as caught:
+        reason = str(caught) or type(caught).__name__
+    if (failed := find_first_message(reason, gather)) is not None:
+        raise TransportError(failure.format(*failed))
 
 
 def find_first_error(error: Exception | None, transport: Transport) -> Exception | None:
@@ -105,8 +118,7 @@ def run_on_rank_0(
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line. A full disk is recognised even if torch's writer has wrapped the
-    error."""
+    """An error in one line. A full disk is recognised even if torch has wrapped the error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _FULL:

@@ -11,10 +11,9 @@ from freescale.transport.api import Sizes
 
 
 class PairwiseAllToAll:
-    """Every receive is posted before any send. gloo's own AllToAll posts its sends first, so that
-    the message which lets the other side begin queues behind them: one direction after the other,
-    unless all ranks arrive at once. output [sum(receive), ...], tensor [sum(send), ...]; `group` is
-    gloo's."""
+    """Every receive is posted before any send. gloo's own AllToAll posts its sends first: one
+    direction after the other, unless all ranks arrive at once. output [sum(receive), ...], tensor
+    [sum(send), ...]; `group` is gloo's."""
 
     def __init__(
         self, output: Tensor, tensor: Tensor, receive: Sizes, send: Sizes, group: dist.ProcessGroup

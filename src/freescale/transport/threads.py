@@ -15,12 +15,9 @@ _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -> threading.Thread:
-    """Starts a thread that ends with the process and uses one core.
-
-    It is a daemon: a thread that waits for a dead rank must not keep the process from ending. It
-    gets the signal to end first: a thread that is cut off inside torch aborts the process. `end`,
-    called from another thread, makes `work` finish what it has and return.
-    """
+    """Starts a thread that ends with the process and uses one core. It is a daemon: a thread that
+    waits for a dead rank must not keep the process. `end`, called from another thread, makes `work`
+    finish and return first: a thread that is cut off inside torch aborts the process."""
 
     def run() -> None:
         try:
@@ -36,12 +33,9 @@ def start_thread(name: str, work: Callable[[], None], end: Callable[[], None]) -
 
 
 def use_one_core() -> None:
-    """Makes torch's operations on the calling thread run on that thread alone.
-
-    Each thread has an OpenMP team of its own otherwise, as large as the main thread's. Teams spin
-    between two operations, so the cores would be taken several times over. `torch.set_num_threads`
-    would change the number for the whole process.
-    """
+    """Makes torch's operations on the calling thread run on that thread alone, which otherwise has
+    an OpenMP team as large as the main thread's: teams spin between two operations, and take the
+    cores several times over. `torch.set_num_threads` would change the number for all threads."""
     torch.get_num_threads()  # sets this thread's number, once
     # The handle finds symbols of everything that torch is linked with.
     set_number = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)

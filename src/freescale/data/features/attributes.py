@@ -138,8 +138,8 @@ def number_items(
     ids; how many items there are in all; the vocabulary of all, if ids are coded."""
     if file.any_ids:
         return np.array(HashedIds(keep=False).encode(values), np.int64), file.num_items, None
-    known = _read_texts(file.path, "item_id")
-    if known is None:
+    known = read_texts(file.path, "item_id")
+    if not len(known):
         ids = _parse_ids(source, values)
         largest = int(ids.max(initial=-1))
         if is_huge(largest, file.num_items + len(ids)):
@@ -160,19 +160,18 @@ def number_items(
 
 def number_users(source: AttributeFile, values: pa.Array, file: HistoriesFile) -> Ids:
     """[n] the ids of users as in the histories, -1 for those that these do not have."""
-    known = _read_texts(file.path, "user_id")
-    if known is None:
+    known = read_texts(file.path, "user_id")
+    if not len(known):
         return _parse_ids(source, values)
     return np.array(pc.fill_null(pc.index_in(_spell(values), known), -1), np.int64)
 
 
-def _read_texts(histories: Path, column: str) -> pa.Array | None:
-    """The texts of coded ids, in the order of their numbers; None if ids are not coded."""
+def read_texts(histories: Path, column: str) -> pa.Array:
+    """The texts of a coded column, in the order of their numbers; none if it is not coded."""
     path = find_vocabulary(histories)
-    known = None if path is None else pq.read_table(path)
-    mine = None if known is None else known.filter(pc.equal(known.column("column"), column))
-    if mine is None or not mine.num_rows:
-        return None
+    if path is None:
+        return pa.array([], pa.string())
+    mine = pq.read_table(path, filters=pc.field("column") == column)
     return mine.sort_by("id").column("text").combine_chunks()
 
 

@@ -19,24 +19,22 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from freescale.config.features import HOUR, ITEM, PART_OF, USER
-from freescale.data.feature_values import read_keys
+from freescale.data.feature_values import MISSING, hash_texts, read_keys
 from freescale.data.features.attributes import AttributeFile
 from freescale.data.features.fitting import Fitted, place_ids
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.timestamps import guess_unit
-from freescale.random import derive_array, hash_name
+from freescale.random import derive_array
 
 Keys = NDArray[np.int64]
 
 USER_IDS, ITEM_KEYS = "user_ids.npy", "item_keys.npy"  # files of a store
-MISSING = hash_name("missing value of a cross")
 _HOUR_S = 3600
 _FINER = {"ms": 1000, "us": 1000**2, "ns": 1000**3}  # counts of a unit in a second
 
 
 def measure_hour(file: HistoriesFile) -> int:
-    """Units of the timestamps in an hour, by the magnitude of the last one; unknown ones are
-    seconds."""
+    """Units of timestamps in an hour, by the largest one; unknown ones are seconds."""
     return _HOUR_S * _FINER.get(guess_unit(file.find_largest("timestamp")) or "", 1)
 
 
@@ -50,9 +48,7 @@ def make_keys(values: pa.Array) -> Keys:
     """Values of a column [n] -> their keys."""
     if pa.types.is_integer(values.type):
         return np.array(pc.fill_null(values.cast(pa.int64()), MISSING), np.int64)
-    encoded = read_keys(values).dictionary_encode()
-    hashes = np.array([*map(hash_name, encoded.dictionary.to_pylist()), MISSING], np.int64)
-    return np.asarray(hashes[np.asarray(pc.fill_null(encoded.indices, len(hashes) - 1))])
+    return hash_texts(read_keys(values))
 
 
 def write_parts(

@@ -197,8 +197,7 @@ def count_rows(features: Sequence[Fitted]) -> int:
 
 
 def encode_all(features: Sequence[Fitted], columns: Columns) -> NDArray[np.int32]:
-    """Values of a source -> [n, places] rows of its table; a place of nothing if all are
-    vectors."""
+    """Values of a source -> [n, places] rows of its table; one of nothing if all are vectors."""
     parts = [fitted.encode(columns) for fitted in features if fitted.places]
     if not parts:
         return np.zeros((len(next(iter(columns.values()))), 1), np.int32)

@@ -30,6 +30,7 @@ from freescale.data.features.attributes import (
     naming,
     number_items,
     number_users,
+    read_texts,
     refuse_repeated_ids,
 )
 from freescale.data.features.crosses import measure_hour, write_parts
@@ -66,7 +67,7 @@ from freescale.data.features.store import (
 )
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.digest import compute_digest, read_contents
-from freescale.data.ingest.ids import VOCABULARY, find_vocabulary
+from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.workspace import Progress, make_folder
 
 Read = Callable[[Sequence[str]], dict[str, pa.Array]]  # columns of a file of attributes
@@ -340,7 +341,7 @@ class _Making:
         """The features of events and requests, by source, and the texts of their columns."""
         declared = declare_events(self._config, self._cache)
         texts = {
-            name: _read_texts(self._histories, name)
+            name: read_texts(self._histories, f"category.{name}").to_pylist()
             for each in declared if each.kind != "numeric" for name in each.stored_columns
         }  # fmt: skip
         if self._statistics is not None:
@@ -370,13 +371,3 @@ class _Making:
         step = -(-total // _NUMBERS)
         parts = read_train_columns(self._file, self._split, (name,))
         return np.concatenate([np.asarray(values[::step], np.float64) for (values,) in parts])
-
-
-def _read_texts(histories: Path, column: str) -> list[str]:
-    path = find_vocabulary(histories)
-    if path is None:
-        return []
-    table = pq.read_table(path)
-    mine = table.filter(pc.equal(table.column("column"), f"category.{column}")).sort_by("id")
-    found: list[str] = mine.column("text").to_pylist()
-    return found

@@ -136,8 +136,7 @@ def find_columns(sources: Sources, request: Request) -> list[Feature]:
 
 
 def _join_parts(feature: Feature, names: Mapping[str, Sequence[str]]) -> Feature | None:
-    """A feature of requests that is made of several sources, with the source of each part; None if
-    it is none."""
+    """A feature of requests that is made of several sources, with each part's; else None."""
     if feature.kind not in ("cross", "id") or feature.source not in ("", "context"):
         return None
     given = {"item": names.get("item", ()), "event": names["event"], "request": REQUEST}
@@ -201,8 +200,7 @@ def list_event_columns(config: DataConfig, cache: Path) -> list[str]:
 
 
 def refuse_leaks(context: Sequence[Feature], task: str, labels: Set[str]) -> None:
-    """Refuses features of requests that give away what is to be predicted. `labels`: columns that
-    labels are made of."""
+    """Refuses features of requests that give away what is predicted, as columns of `labels`."""
     for feature in context:
         if task == "retrieval" and feature.is_joined:
             raise ValueError(

@@ -35,10 +35,8 @@ USUAL: dict[str, tuple[str, ...]] = {
 def find_roles(
     names: Sequence[str], given: Mapping[str, str], roles: Sequence[str] = tuple(USUAL)
 ) -> dict[str, str]:
-    """Finds columns of roles among the `names` of a table.
-
-    `given` has the user's columns of roles; an empty one leaves the role out.
-    """
+    """Finds columns of roles among the `names` of a table. `given` has the user's columns of roles;
+    an empty one leaves the role out."""
     found = {}
     plain = {_simplify(name): name for name in reversed(names)}  # of two equal ones, the first
     taken = set(given.values())

@@ -52,10 +52,8 @@ def _hash_text(text: str | bytes) -> bytes:
 
 
 class HashedIds:
-    """Encodes a column block by block and finds different texts that share an id.
-
-    12 bytes for each different id. With `keep`, also the texts that are no numbers.
-    """
+    """Encodes a column block by block and finds different texts that share an id, with 12 bytes for
+    each different id; with `keep`, also the texts that are no numbers."""
 
     def __init__(self, keep: bool = True) -> None:
         self._keep = keep

@@ -75,9 +75,7 @@ class Layout:
 
 def detect_layout(file: SourceFile, format: str, given: Mapping[str, str]) -> Layout:
     """Detects the layout of a text file, from `format` (or `auto`) and `given` columns of roles.
-
-    Raises ValueError if the format is unclear, or a column is missing.
-    """
+    ValueError if the format is unclear, or a column is missing."""
     lines = read_head(file)
     if format == "auto":
         format = _detect_format(file, lines, given)

@@ -87,10 +87,8 @@ def is_parquet(file: SourceFile) -> bool:
 def read_tables(
     file: SourceFile, layout: Layout, columns: Sequence[str], first_user: int = 0
 ) -> Iterator[TableBlock]:
-    """Yields the needed columns of a file, in blocks of bounded size.
-
-    `first_user` is the number of the first user, if lines do not name theirs.
-    """
+    """Yields the needed columns of a file, in blocks of bounded size. `first_user` is the number of
+    the first user, if lines do not name theirs."""
     if layout.is_parquet:
         yield from _read_parquet(file, columns)
         return

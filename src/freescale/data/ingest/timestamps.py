@@ -171,10 +171,8 @@ class TimestampFormat:
 def detect_timestamps(
     path: object, column: str, values: pa.Array, unit: str | None
 ) -> TimestampFormat:
-    """Detects the format of a file's timestamps by its first values, of any type.
-
-    Missing values are ignored. `unit` is the one that the release documents.
-    """
+    """Detects the format of a file's timestamps by its first values, of any type, without missing
+    ones. `unit` is the one that the release documents."""
     values = decode_text(values).drop_null()
     kind = values.type
     if pa.types.is_timestamp(kind):

@@ -147,8 +147,7 @@ class SyntheticSource:
         )
 
     def choose_items(self, batch: DrawnBatch, mixing: float | None) -> NDArray[Any]:
-        """[events] item ids. `mixing`: 0 binds every event, 1 none, 2 makes all hot; None: no
-        mixing."""
+        """[events] item ids. `mixing`: 0 binds every event, 1 none, 2 makes all hot; or None."""
         ranks = batch.ranks
         if mixing is not None:
             pairs = self.items // 2  # an odd number leaves out the least popular item

@@ -217,8 +217,7 @@ class _Catalogue:
 def _draw_events(
     catalogue: _Catalogue, lengths: LengthDistribution, users: Tensor, hot_album: float
 ) -> tuple[pa.Table, NDArray[np.float64], NDArray[np.int64]]:
-    """Events of a block of users; each one's chance [n] to be listened to, and kind [n] in
-    KINDS."""
+    """Events of a block of users, with their chances [n] to be listened to, and kinds [n]."""
     counts = torch.from_numpy(lengths.draw(catalogue.seed, users))
     owner = torch.repeat_interleave(torch.arange(len(users)), counts)
     place = torch.arange(len(owner)) - (torch.cumsum(counts, 0) - counts)[owner]

@@ -127,8 +127,8 @@ class StateFile:
     rows that have changed are replaced. Tables have their names in the file.
 
     A rank has two of them and uses them in turn, so that one is always complete. Its buddy has two
-    of its own, which receive the same changes. All keep their memory: fresh pages would take longer
-    than the copies.
+    more, which receive the same changes. All keep their memory: fresh pages take longer than
+    copies.
     """
 
     def __init__(self, consumer: str) -> None:

@@ -83,7 +83,7 @@ def collect_shards(
 ) -> dict[str, Tensor]:
     """What virtual shards of dynamic tables hold in addition to their rows; whole, like tables."""
     return {
-        f"shards/{name}/{part}": shard_rows(copy(value), rules.shards, tables.transport)
+        f"shards/{name}/{part}": shard_over_ranks(copy(value), rules.shards, tables.transport)
         for name in names
         if (rules := tables.specs[name].dynamic) is not None
         for part, value in tables.get_group(name).rows.get_shard_tensors().items()
@@ -98,19 +98,16 @@ def _make_whole(local: Tensor, name: str, tables: Tables) -> Tensor:
     spec, transport = tables.specs[name], tables.transport
     rules = spec.dynamic
     if rules is None:
-        return shard_rows(local, spec.rows, transport)
-    return shard_rows(local.view(-1, rules.shard_rows, *local.shape[1:]), rules.shards, transport)
+        return shard_over_ranks(local, spec.rows, transport)
+    return shard_over_ranks(
+        local.view(-1, rules.shard_rows, *local.shape[1:]), rules.shards, transport
+    )
 
 
-def shard_rows(local: Tensor, rows: int, transport: Transport) -> Tensor:
-    """`shard_over_ranks`, if there are any."""
+def shard_over_ranks(local: Tensor, rows: int, transport: Transport) -> Tensor:
+    """Equal blocks of rows, one on each rank, as torch's sharded tensor [rows, ...]."""
     if not isinstance(transport, ProcessGroupTransport):
         return local
-    return shard_over_ranks(local, rows, transport)
-
-
-def shard_over_ranks(local: Tensor, rows: int, transport: ProcessGroupTransport) -> Tensor:
-    """Equal blocks of rows, one on each rank, as torch's sharded tensor [rows, ...]."""
     mesh = _get_mesh(transport, local.device.type)
     shape = torch.Size((rows, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()

@@ -70,10 +70,9 @@ def _find_best(files: CheckpointFolder) -> int | None:
 
 def compact_last(folder: Path) -> tuple[Path, list[int]]:
     """Makes the last checkpoint, a delta, a full one, and removes what only it depended on, in a
-    folder that no run uses. The full one replaces the delta when it is complete; a kill leaves one
-    of the two. Needs host memory for a full checkpoint, but no model. Returns the checkpoint, and
-    the steps that were removed. ValueError if there is no checkpoint, or the chain is damaged or
-    cannot be written."""
+    folder that no run uses. The full one replaces the delta when it is complete. Needs host memory
+    for a full checkpoint, but no model. Returns the checkpoint, and the steps that were removed.
+    ValueError if there is no checkpoint, or the chain is damaged or cannot be written."""
     files, transport = CheckpointFolder(folder), LocalTransport()
     steps = files.steps()
     if not steps:

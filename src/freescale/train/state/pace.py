@@ -79,9 +79,8 @@ class Pace:
         return {"busy": busy, "seconds": seconds, "steps": least, "cost_in_steps": steps}
 
     def agree(self, looks: Sequence[Look]) -> dict[str, Any] | None:
-        """Applies the looks of all ranks. Returns a line for the log: `snapshot_interval`, the
-        interval grows; `snapshot_cost`, once, the requested one costs more than the budget; or
-        None."""
+        """Applies the looks of all ranks. Returns a line for the log or None: `snapshot_interval`,
+        the interval grows; `snapshot_cost`, once, the requested one costs more than the budget."""
         least = max(each["steps"] for each in looks)
         grows = least > self.interval
         if grows and not isinstance(self.requested, int):

@@ -126,8 +126,8 @@ def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def refuse_before_it_steps(optimizer: Optimizer, names: Names) -> None:
     """Refuses what the optimizer will keep from step to step and a checkpoint cannot hold. torch's
-    own keep nothing of that kind; for others a copy makes a step. One that cannot do so is refused
-    at the first save."""
+    own keep nothing like it; a copy of others makes a step, or they are refused at the first
+    save."""
     _refuse_other_parameters(optimizer, names)
     if optimizer.state or type(optimizer).__module__.startswith("torch.optim."):
         pack_optimizer(optimizer, names, {})

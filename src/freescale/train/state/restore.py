@@ -1,10 +1,9 @@
-"""Restores a run's state, from disk or from memory, into what trains it. All ranks restore
-together."""
+"""Restores a run's state, from disk or from memory, into what trains it; all ranks together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from freescale.embedding.dynamic_rules import SHARDS
+from freescale.embedding.layout import ShardLayout, find_ids, spread_ids
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.embedding.tables import Tables
 from freescale.train.state.contents import Span, mark_all_changed
-from freescale.train.state.grow import SmallerTable
 from freescale.train.state.intact import Intact
 from freescale.train.state.model import (
     collect_dense,
@@ -27,11 +27,64 @@ from freescale.train.state.model import (
     refuse_other_model,
     restore_extra,
     restore_random,
+    shard_over_ranks,
 )
 from freescale.train.state.packing import Unpacker, unpack_optimizer
 from freescale.train.torch_files.safe_reader import SafeReader
-from freescale.transport.api import Transport
+from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
+
+_AT_ONCE = 1 << 18  # rows of a rank that are on their way together
+
+
+class SmallerTable:
+    """A table as it was saved, with fewer rows than it has now: new ids keep the rows they were
+    drawn. Its spread order (embedding/layout.py) changes as it grows: each rank reads its block of
+    the saved order and sends the rows to their new owners. `tensors` has positions [first, last),
+    this rank's or all of a replicated one: `rows`, and each tensor of their optimizer."""
+
+    def __init__(self, name: str, rows: int, tables: Tables) -> None:
+        self.name, self._rows, self._tables = name, rows, tables
+        transport, whole = tables.transport, tables.placements[name].kind == "replicated"
+        self._world, self._rank = (1, 0) if whole else (transport.world, transport.rank)
+        layout = ShardLayout((replace(tables.specs[name], rows=rows),), self._world)
+        self.first, self.last = layout.get_owned_range(0, self._rank)
+        self._block = layout.block(0)
+        self.tensors = {
+            part: value.new_empty((self.last - self.first, *value.shape[1:]))
+            for part, value in tables.get_local_state(name).items()
+        }
+
+    def label_whole(self) -> dict[str, Tensor]:
+        """The tensors as a checkpoint names them; each is whole, over all ranks."""
+        found = {f"table/{self.name}/{part}": value for part, value in self.tensors.items()}
+        if self._world == 1:
+            return found
+        transport = self._tables.transport
+        return {
+            name: shard_over_ranks(value, self._rows, transport) for name, value in found.items()
+        }
+
+    def move(self) -> None:
+        """Copies the rows into the table. A collective if it is sharded."""
+        spec, into = self._tables.specs[self.name], self._tables.get_local_state(self.name)
+        block = -(-spec.rows // self._world)
+        for begin in range(0, self._block, _AT_ONCE):  # as often on every rank
+            part = slice(begin, max(begin, min(begin + _AT_ONCE, self.last - self.first)))
+            old = torch.arange(self.first + part.start, self.first + part.stop)
+            places, order = spread_ids(find_ids(old, self._rows), spec.rows).sort()
+            counts = torch.bincount(places // block, minlength=self._world).tolist()
+            own = self._exchange(places, counts, "ids") - self._rank * block
+            for name, value in self.tensors.items():
+                rows = self._exchange(value[part][order.to(value.device)], counts, "rows")
+                into[name].index_copy_(0, own.to(value.device), rows.to(value.device))
+
+    def _exchange(self, rows: Tensor, send: list[int], kind: str) -> Tensor:
+        if self._world == 1:
+            return rows
+        transport = self._tables.transport
+        receive = [sizes[self._rank] for sizes in gather_json(transport, send)]
+        return transport.all_to_all(rows.to(transport.device), send, receive, kind).wait()
 
 
 class Restore:
@@ -164,8 +217,7 @@ def _list_parts(model: ShardedModel, smaller: Iterable[SmallerTable]) -> dict[st
 
 
 def apply_deltas(deltas: Iterable[Intact], parts: Mapping[str, TablePart]) -> None:
-    """Writes the changes of each delta, in this order, into parts that hold the state before
-    them."""
+    """Writes the changes of each delta, in this order, into parts of the state before them."""
     for delta in deltas:
         reader = SafeReader(delta.path)
         for rank, spans in enumerate(delta.state["changed"]):
@@ -191,8 +243,7 @@ def _apply_span(reader: SafeReader, label: str, span: Span, part: TablePart) -> 
 
 
 def read_tensors(reader: SafeReader, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint whose names are `wanted`, whole, as they were saved. Not a
-    collective."""
+    """The `wanted` tensors of a checkpoint, whole, as they were saved. Not a collective."""
     saved = reader.list_tensors()
     tensors = {name: torch.empty_like(saved[name], device="cpu") for name in saved if wanted(name)}
     reader.fill(tensors)
@@ -229,8 +280,7 @@ def load_snapshot(
 def _restore_marks(
     state: Mapping[str, Any], tensors: Mapping[str, Tensor], model: ShardedModel
 ) -> None:
-    """Restores what had changed for each consumer: its next delta holds everything since its
-    last."""
+    """Restores what had changed for each consumer: its next delta holds all since its last."""
     groups = model.tables.groups
     mark_all_changed(model.tables)
     for number, consumer, label in state["marks"]:

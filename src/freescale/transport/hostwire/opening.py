@@ -4,13 +4,11 @@ collective; if it fails on one rank, it fails on all."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
-from freescale.transport.api import TransportError
-from freescale.transport.failures import find_first_message
+from freescale.transport.failures import needing
 from freescale.transport.hostwire.bindings import explain_missing_engine
 from freescale.transport.hostwire.channel import LARGEST, SLOTS, Pinned, create_shared_file
 from freescale.transport.hostwire.wires.shared import SharedWire
@@ -63,13 +61,14 @@ def open_wires(
     meeting: ProcessGroupTransport, wire: str, neighbours: list[int], timeout: timedelta
 ) -> Wires:
     """Connects a channel's ranks: those of this machine, `neighbours`, by shared memory, others by
-    `wire` (tcp or ucx). If that fails it closes what it opened, and raises TransportError on all
-    ranks."""
+    `wire` (tcp or ucx). TransportError, on all ranks, if that fails, and nothing is open."""
     rank, device, gather = meeting.rank, meeting.device, meeting.gather_bytes
     elsewhere = [peer for peer in range(meeting.world) if peer not in (rank, *neighbours)]
     seconds = timeout.total_seconds()
     if wire == "tcp":
-        _raise_if_missing("its engine in C", meeting, explain_missing_engine())
+        with _needing("its engine in C", meeting, OSError):
+            if reason := explain_missing_engine():
+                raise OSError(reason)
     with ExitStack() as always, ExitStack() as failed:
         file, shared = None, None
         network: TcpWire | UcxWire | None = None
@@ -93,20 +92,11 @@ def open_wires(
         return Wires(ring, shared, network, elsewhere)
 
 
-@contextmanager
-def _needing(what: str, meeting: ProcessGroupTransport, *kinds: type[Exception]) -> Iterator[None]:
-    """An exception of these kinds inside is a TransportError on all ranks. A collective."""
-    error = ""
-    try:
-        yield
-    except kinds as caught:
-        error = str(caught) or type(caught).__name__
-    _raise_if_missing(what, meeting, error)
-
-
-def _raise_if_missing(what: str, meeting: ProcessGroupTransport, error: str) -> None:
-    if (failed := find_first_message(error, meeting.gather_bytes)) is not None:
-        raise TransportError("hostwire needs {}, and rank {} has none: {}".format(what, *failed))
+def _needing(
+    what: str, meeting: ProcessGroupTransport, *kinds: type[Exception]
+) -> AbstractContextManager[None]:
+    failure = f"hostwire needs {what}, and rank {{}} has none: {{}}"
+    return needing(failure, meeting.gather_bytes, *kinds)
 
 
 def measure_piece(

@@ -45,13 +45,11 @@ class _SumOfTwo:
 
 class HostwireTransport(ProcessGroupTransport):
     """A transport whose AllToAll and AllGather take no multiprocessors. A collective to make.
-    TransportError, on all ranks, if one cannot open what it needs.
-
-    Arguments are those of `ProcessGroupTransport`, with a `timeout` for how long a peer may be
-    silent. `wire`: tcp, which needs the engine, or ucx. With tcp, ranks of one machine share
-    memory, unless `shared` is False; UCX finds its own way. `parent`: the transport that this one
-    is a channel of. `urgent`: its traffic overtakes that of other channels.
-    """
+    TransportError, on all ranks, if one cannot open what it needs. Arguments are those of
+    `ProcessGroupTransport`, with a `timeout` for how long a peer may be silent. `wire`: tcp, which
+    needs the engine, or ucx. With tcp, ranks of one machine share memory, unless `shared` is False;
+    UCX finds its own way. `parent`: the transport that this one is a channel of. `urgent`: it
+    overtakes other channels."""
 
     def __init__(
         self,

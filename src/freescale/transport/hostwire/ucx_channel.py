@@ -42,12 +42,10 @@ _Filled = tuple[int, list[_Part], torch.cuda.Event | None]
 
 
 class Gate:
-    """Bulk traffic of this rank gives way to urgent traffic between two pieces, as in
-    csrc/gate.h."""
+    """Bulk traffic of this rank gives way to urgent traffic between pieces: csrc/gate.h."""
 
     def __init__(self, patience: float) -> None:
-        """`patience`: urgent traffic that has not moved for so many seconds waits for a slow
-        rank."""
+        """`patience`: urgent traffic that is still for so many seconds waits for a slow rank."""
         self._patience = patience
         self._condition = threading.Condition()
         self._urgent = 0  # transfers under way
@@ -73,8 +71,7 @@ class Gate:
         self._moved = time.monotonic()
 
     def give_way(self) -> None:
-        """Waits until bulk may move, not for ever: the urgent transfer's peer may wait for this
-        bulk."""
+        """Until bulk may move, but not for ever: the urgent transfer may depend on this bulk."""
         if not self._urgent:
             return
         with self._condition:

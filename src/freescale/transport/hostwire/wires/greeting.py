@@ -21,8 +21,7 @@ _MAX_SILENT = 128  # callers that may be silent at a time, in addition to the ex
 
 @dataclass
 class Caller:
-    """A connection, its message and the files sent along. Its receiver closes what it does not
-    keep."""
+    """A connection, its message and files. Its receiver closes what it does not keep."""
 
     connection: socket.socket
     until: float

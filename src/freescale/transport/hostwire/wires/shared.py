@@ -112,8 +112,7 @@ def connect(
 
 
 def _is_ring(files: list[int], size: int) -> bool:
-    """Whether a caller sent memory of that size that it cannot shrink, which would kill this
-    process."""
+    """Whether a caller sent memory of that size that it cannot shrink while it is read."""
     import fcntl
 
     try:
@@ -126,8 +125,7 @@ def _is_ring(files: list[int], size: int) -> bool:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the caller is this user's or root's: everybody on the machine sees the socket's
-    name."""
+    """Whether the caller is this user's or root's: everybody here sees the socket's name."""
     known = getattr(socket, "SO_PEERCRED", None)  # Linux
     if known is None:
         return True

@@ -86,8 +86,7 @@ class TcpWire:
 
 
 def find_own_address() -> str:
-    """Where other machines reach this one: at GLOO_SOCKET_IFNAME, or by the route to
-    MASTER_ADDR."""
+    """Where other machines reach this one: by GLOO_SOCKET_IFNAME, or the route to MASTER_ADDR."""
     if name := os.environ.get(_INTERFACE, "").split(",")[0]:
         import fcntl
 

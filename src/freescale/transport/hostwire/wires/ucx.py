@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from freescale.transport.api import Gather, TransportError
-from freescale.transport.failures import find_first_message
+from freescale.transport.failures import needing
 from freescale.transport.machine import identify_machine
 
 # Defaults; the user's UCX_... variables win. Pieces from 16 KB leave when the receiver expects
@@ -38,6 +38,7 @@ _SETTINGS = {
 # transports without a connection that could break
 _MEMORY = {"self", "sysv", "posix", "cma", "xpmem", "knem"}
 _HELLO, _GOODBYE = 1, 2
+_FAILS = "UCX fails on rank {}: {}"
 _CLOSED = "it closed its wire"
 _PATIENCE = 0.5  # seconds that a closing rank waits for the others to answer
 
@@ -55,8 +56,7 @@ class Piece:
             self._done.set()
 
     def wait(self, seconds: float) -> None:
-        """Until the memory is sent or filled. OSError if the peer is gone, or silent for
-        `seconds`."""
+        """Until the memory is sent or filled. OSError if the peer is gone, or `seconds` silent."""
         if not self._done.wait(seconds):
             raise TimeoutError(f"silent for {seconds:g} s")
         if self._error:
@@ -69,8 +69,7 @@ class UcxWire:
 
     def __init__(self, rank: int, world: int, gather: Gather) -> None:
         self._rank, self._world = rank, world
-        failure, address = "", b""
-        try:
+        with needing(_FAILS, gather, Exception):
             self._api, self._array, self._tag = _load()
             settings = {
                 name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ
@@ -81,9 +80,6 @@ class UcxWire:
             self._worker = self._api.UCXWorker(context)
             self._worker.init_blocking_progress_mode()
             address = self._worker.address.tobytes()
-        except Exception as error:
-            failure = str(error) or type(error).__name__
-        _raise_if_any_failed(gather, failure)
         found = {
             line.split()[-1].split("/")[0]
             for line in context.info.splitlines()
@@ -100,18 +96,9 @@ class UcxWire:
         self._processes: dict[int, int] = {}
         addresses = gather(address)
         places = gather(b"%d " % os.getpid() + _identify_process_namespace())
-        for peer in (peer for peer in range(world) if peer != rank):
-            try:
-                there = self._api.UCXAddress.create_from_buffer(addresses[peer])
-                self._endpoints[peer] = self._api.UCXEndpoint.create_from_worker_address(
-                    self._worker, there, self._connected
-                )
-                process, place = places[peer].split(b" ", 1)
-                if place == _identify_process_namespace():
-                    self._processes[os.pidfd_open(int(process))] = peer
-            except Exception as error:
-                failure = f"no way to rank {peer}: {error}"
-        _raise_if_any_failed(gather, failure)
+        with needing(_FAILS, gather, Exception):
+            for peer in (peer for peer in range(world) if peer != rank):
+                self._reach(peer, addresses[peer], places[peer])
         self._bell = os.eventfd(0)
         self._poll = select.poll()
         for file in (self._bell, self._worker.epoll_file_descriptor, *self._processes):
@@ -126,6 +113,18 @@ class UcxWire:
             self._listen(peer)
         self._thread = threading.Thread(target=self._run, name="freescale ucx", daemon=True)
         self._thread.start()
+
+    def _reach(self, peer: int, address: bytes, place: bytes) -> None:
+        try:
+            there = self._api.UCXAddress.create_from_buffer(address)
+            self._endpoints[peer] = self._api.UCXEndpoint.create_from_worker_address(
+                self._worker, there, self._connected
+            )
+            process, namespace = place.split(b" ", 1)
+            if namespace == _identify_process_namespace():
+                self._processes[os.pidfd_open(int(process))] = peer
+        except Exception as error:
+            raise OSError(f"no way to rank {peer}: {error}") from error
 
     def send(self, peer: int, piece: Tensor) -> Piece:
         return self._submit(Piece(peer, piece, self._rank, out=True))
@@ -271,11 +270,6 @@ class UcxWire:
         del everything, self._worker
         self._endpoints, self._posted = {}, []
         del memory  # after UCX's worker
-
-
-def _raise_if_any_failed(gather: Gather, failure: str) -> None:
-    if (failed := find_first_message(failure, gather)) is not None:
-        raise TransportError("UCX fails on rank {}: {}".format(*failed))
 
 
 def _identify_process_namespace() -> bytes:
