@@ -82,14 +82,14 @@ def test_training_equals_the_cpu(placement, optimizer):
 def test_sums_of_duplicates_are_in_order():
     """Hundreds of contributions of very different size to a row: the bits of the CPU, every
     time."""
-    from freescale.kernels.rows.reference import sum_duplicates
+    from freescale.kernels.rows.reference import group_duplicates
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 40, (8000,), generator=generator)
     gradients = torch.randn(8000, 64, generator=generator) * torch.logspace(-6, 6, 8000)[:, None]
-    unique, expected = sum_duplicates(rows, gradients)
+    unique, expected = group_duplicates(rows)(gradients)
     for _ in range(5):
-        found, sums = sum_duplicates(rows.cuda(), gradients.cuda())
+        found, sums = group_duplicates(rows.cuda())(gradients.cuda())
         assert torch.equal(found.cpu(), unique) and torch.equal(sums.cpu(), expected)
 
 

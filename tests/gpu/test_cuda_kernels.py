@@ -81,7 +81,7 @@ def test_nothing_synchronizes_but_the_sizes():
         triton_rows.read_rows(values, index).backward(torch.ones(4000, 128, device="cuda"))
         triton_unique.deduplicate(index, edges)
         triton_unique.collision_masks(index, index[:99])
-        numbers, sums = triton_rows.sum_duplicates(index, weight[index % 900], cut=False)
+        numbers, sums = triton_rows.group_duplicates(index)(weight[index % 900])
         triton_row_updates.adagrad(
             weight, total, numbers, triton_row_updates.clip_rows(sums, 1.0), lr=0.1, eps=1e-8
         )

@@ -131,24 +131,25 @@ def gathers(width, device="cpu"):
 
 
 def sums(width, device="cpu"):
-    """The sum of duplicates has the twin's bits, in one call or several; without a cut, the same in
-    front."""
+    """The sum of duplicates has the twin's bits, in one call or several; behind it there is -1."""
     torch.manual_seed(1)
     numbers = torch.randint(0, 40, (400,))
     gradients = torch.randn(400, width) * torch.logspace(-6, 6, 400)[:, None]
-    unique_rows, expected = rows.sum_duplicates(numbers, gradients)  # on the CPU: one after another
+    unique_rows, expected = rows.group_duplicates(numbers)(gradients)  # one after another
     numbers, gradients = numbers.to(device), gradients.to(device)
-    found, ours = triton_rows.sum_duplicates(numbers, gradients)
-    few = numbers < 9
-    found_few, ours_few = triton_rows.sum_duplicates(numbers[few], gradients[few])
-    whole, front = triton_rows.sum_duplicates(numbers, gradients, cut=False)
-    empty, none = triton_rows.sum_duplicates(numbers[:0], gradients[:0])
+
+    def sum_duplicates(chosen):
+        return triton_rows.group_duplicates(numbers[chosen])(gradients[chosen])
+
+    (found, ours), few = sum_duplicates(slice(None)), numbers < 9
+    count, count_few = len(unique_rows), int((unique_rows < 9).sum())
+    _, ours_few = sum_duplicates(few)
+    empty, none = sum_duplicates(slice(0))
     return {
-        "equal": torch.equal(found.cpu(), unique_rows) and torch.equal(ours.cpu(), expected),
-        "split": torch.equal(ours_few, ours[: len(found_few)]),
-        "uncut": torch.equal(whole[:40], found)
-        and bool((whole[40:] == -1).all())
-        and torch.equal(front[:40], ours),
+        "equal": torch.equal(found[:count].cpu(), unique_rows)
+        and torch.equal(ours[:count].cpu(), expected),
+        "split": torch.equal(ours_few[:count_few], ours[:count_few]),
+        "behind": len(found) == 400 and bool((found[count:] == -1).all()),
         "empty": empty.shape == (0,) and none.shape == (0, width),
     }
 

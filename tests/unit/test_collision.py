@@ -48,13 +48,7 @@ def ask(several):
     return asked
 
 
-def divide_without_c(asked):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collision, "fits_division", lambda rows: False)
-        return divide_rows(asked)
-
-
-WAYS = {"c": divide_rows, "numpy": divide_without_c, "sort": collision._divide_by_one_sort}
+WAYS = {"c": divide_rows, "sort": collision._divide_by_one_sort}
 
 
 @settings(deadline=None)

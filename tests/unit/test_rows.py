@@ -86,7 +86,7 @@ def test_sum_of_duplicates_is_in_order_and_independent_of_other_rows():
     torch.manual_seed(0)
     rows = torch.randint(0, 50, (400,))
     gradients = torch.randn(400, 8) * torch.logspace(-6, 6, 400)[:, None]
-    unique, sums = kernels.sum_duplicates(rows, gradients)
+    unique, sums = kernels.group_duplicates(rows)(gradients)
     for row, total in zip(unique.tolist(), sums):
         mine = gradients[rows == row]
         expected = mine[0].clone()
@@ -94,10 +94,10 @@ def test_sum_of_duplicates_is_in_order_and_independent_of_other_rows():
             expected += gradient
         assert torch.equal(total, expected)
     few = rows < 10
-    unique_few, sums_few = kernels.sum_duplicates(rows[few], gradients[few])
+    unique_few, sums_few = kernels.group_duplicates(rows[few])(gradients[few])
     assert torch.equal(sums_few, sums[: unique_few.numel()])
     order = torch.randperm(30)
-    unique, sums = kernels.sum_duplicates(order, gradients[:30])
+    unique, sums = kernels.group_duplicates(order)(gradients[:30])
     assert torch.equal(unique, torch.arange(30)) and torch.equal(sums[order], gradients[:30])
 
 

@@ -70,7 +70,7 @@ def measure_rows(bench: Bench) -> dict[str, float]:
         torch.randint(0, count, (used // 4,), device=bench.device),
         gradients[: used // 4],
     )
-    duplicates = [lambda m=m: m.sum_duplicates(wanted, part) for m in (triton_rows, rows)]
+    duplicates = [lambda m=m: m.group_duplicates(wanted)(part) for m in (triton_rows, rows)]
     bench.measure("rows", f"sum of duplicates, {used // 4:,}", *duplicates, gigabytes=row / 2)
     _reads(bench, count, wanted)
     return figures

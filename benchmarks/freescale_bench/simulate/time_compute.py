@@ -17,8 +17,8 @@ from freescale.kernels.dispatch.requests import collision_masks, deduplicate
 from freescale.kernels.dispatch.rows import (
     choose_optimizers,
     gather_rows,
+    group_duplicates,
     read_rows,
-    sum_duplicates,
 )
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
@@ -116,7 +116,9 @@ def time_row_work(
     few, few_gradients = unique[:10], gradients[:10]
 
     def update(rows: torch.Tensor, grads: torch.Tensor) -> None:
-        module.rowwise_adagrad(weight, state, *sum_duplicates(rows, grads), lr=0.01, eps=1e-8)
+        module.rowwise_adagrad(
+            weight, state, *group_duplicates(rows, grads)(grads), lr=0.01, eps=1e-8
+        )
 
     def backward() -> None:
         ones = torch.ones(keys, width, device=device)

@@ -59,8 +59,7 @@ class ChangedRows:
         return self._get_bytes()[: self._size].bitwise_and(self._bits[consumer]).ne(0)
 
     def set_marks(self, consumer: str, marks: Tensor) -> None:
-        """Sets a consumer's marks [size] bool as they once were; from now on changes are marked for
-        it."""
+        """Sets a consumer's marks [size] bool as they once were, and goes on marking for it."""
         self.follow(consumer)
         bits = marks.to(self.device, torch.uint8).mul_(self._bits[consumer])
         self._get_bytes()[: self._size].bitwise_or_(bits)

@@ -12,11 +12,9 @@ part with the marked rows, then pieces of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.embedding.request import Requested, RequestPart, split_request
@@ -62,48 +60,22 @@ def is_few(bytes_per_rank: int, device: torch.device, nearby: bool) -> bool:
 
 def divide_rows(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
     """Divides each list into the marked rows and pieces of the others. A row is always in the same
-    piece, whoever requests it, so a piece has all gradients of its rows.
-
-    Returns positions [n] of each list, and counts [sum of bins] of all lists: first the marked
-    rows, then the others piece by piece, each of these rank by rank, in their order. A list has (1
-    + pieces) * ranks counts.
-    """
-    on_host = lists[0].rows.device.type == "cpu"
-    return _divide_on_host(lists) if on_host else _divide_by_one_sort(lists)
+    piece, whoever requests it. Returns positions [n] of each list, and counts [sum of bins] of all
+    lists: first the marked rows, then the others piece by piece, each of these rank by rank, in
+    their order. A list has (1 + pieces) * ranks counts."""
+    if not all(fits_division(one.rows) for one in lists):
+        return _divide_by_one_sort(lists)
+    found = [divide(one.marked, one.rows, one.sizes, one.pieces) for one in lists]
+    return [places for places, _ in found], torch.cat([counts for _, counts in found])
 
 
 def _divide_by_one_sort(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """`divide_rows` of all lists at once: during the compute every kernel waits for its turn."""
+    """`divide_rows` of all lists at once, without C: on a GPU every kernel waits for its turn."""
     sizes = [one.rows.numel() for one in lists]
     order, found = group_by_tag(tag_rows(lists), sum(one.bins for one in lists))
     starts = np.cumsum([0] + sizes[:-1])
     parts = zip(torch.split(order, sizes), starts, strict=True)
     return [part - int(start) if start else part for part, start in parts], found
-
-
-def _divide_on_host(lists: Sequence[MarkedRows]) -> tuple[list[Tensor], Tensor]:
-    """`divide_rows` list by list, in C or by numpy: few calls, and little extra memory."""
-    positions, counts = [], []
-    for one in lists:
-        if fits_division(one.rows):
-            places, found = divide(one.marked, one.rows, one.sizes, one.pieces)
-            positions.append(places)
-            counts.append(found.numpy())
-            continue
-        ranks = len(one.sizes)
-        # numpy sorts 16 bits by counting
-        dtype: type[np.integer[Any]] = np.uint16 if one.bins <= 1 << 16 else np.int64
-        tags: NDArray[Any] = (one.rows.numpy() & (one.pieces - 1)).astype(dtype)
-        tags += 1
-        tags *= ranks
-        tags[one.marked.numpy()] = 0
-        tags += np.arange(ranks, dtype=tags.dtype).repeat(one.sizes)
-        order: NDArray[Any] = tags.argsort(kind="stable")
-        if order.size < 1 << 31:  # a batch keeps them as long as its rows: half the memory
-            order = order.astype(np.int32)
-        positions.append(torch.from_numpy(order))
-        counts.append(np.bincount(tags, minlength=one.bins))
-    return positions, torch.from_numpy(np.concatenate(counts))
 
 
 def compare_requests(
@@ -115,12 +87,10 @@ def compare_requests(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[list[RequestPart], list[RequestPart]]:
     """Divides the requests of two consecutive batches by the rows that they share. On the caller's
-    thread and stream. A collective.
-
-    `masks` finds the shared rows, on their owner. `find_local` makes local rows of keys.
-    `meanwhile` is called while a GPU divides them, once what travels has arrived. Returns the parts
-    of both requests: the first part of each has the shared rows, the others are pieces of the rest.
-    """
+    thread and stream. A collective. `masks` finds the shared rows, on their owner. `find_local`
+    makes local rows of keys. `meanwhile` is called while a GPU divides them, once what travels has
+    arrived. Returns the parts of both requests: the first part of each has the shared rows, the
+    others are pieces of the rest."""
     requests, ranks = (current, following), transport.world
     with transport.ledger.span("compare"):
         served = masks(current.owned, following.owned)

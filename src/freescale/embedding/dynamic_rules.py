@@ -44,9 +44,8 @@ class Seen:
 @dataclass(frozen=True)
 class After:
     """Removes rows that no step has used for a while; a row is never evicted for another one. Each
-    step looks through one shard: a row goes once its last use is more than `steps` steps ago, at
-    the latest as many steps later as the table has shards (4,096 from 520,193 rows on, else
-    fewer)."""
+    step looks through one shard: a row goes more than `steps` steps after its last use, at the
+    latest as many later as there are shards (4,096 from 520,193 rows on, else fewer)."""
 
     steps: int
 
@@ -219,8 +218,8 @@ def parse_count(count: int | str) -> int:
 
 def parse_dynamic(text: str) -> Dynamic | None:
     """`dynamic:50M`, with `:seen=3`, `:lru`, `:lfu`, `:lfu=10000`, `:after=1000`,
-    `:default=learned` or `:map=host` behind it; None for what does not begin so. ValueError for
-    what cannot be read."""
+    `:default=learned` or `:map=host` behind it; None for anything else. ValueError for what cannot
+    be read."""
     kind, _, rest = text.partition(":")
     if kind != "dynamic":
         return None

@@ -67,8 +67,7 @@ def spread_ids(ids: Tensor, rows: int) -> Tensor:
 
 
 def find_ids(position: Tensor, rows: int) -> Tensor:
-    """The inverse of `spread_ids`; in two halves, as the inverse stride may be as large as
-    `rows`."""
+    """The inverse of `spread_ids`; in two halves: its stride may be as large as `rows`."""
     inverse = pow(choose_stride(rows), -1, rows) if rows > 1 else 0
     if rows <= 1 << 31:
         return position * inverse % rows

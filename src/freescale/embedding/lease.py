@@ -73,8 +73,7 @@ class TableLease:
             self._schedule = None
 
     def flush(self) -> None:
-        """Applies deferred gradients and rolls back: tables are those of the last step. A
-        collective."""
+        """Applies deferred gradients and rolls back, to the last step. A collective."""
         if self._schedule is not None:
             self._schedule.flush()
         self.roll_back()
@@ -101,8 +100,7 @@ class TableLease:
 
     @contextmanager
     def looking_back(self, mark: Sequence[int]) -> Iterator[None]:
-        """Inside, which rows there are is as at the mark, one or two steps ago; nobody updates
-        them."""
+        """Inside, there are the rows of the mark, one or two steps ago; nobody updates them."""
         with ExitStack() as stack:
             for storage, begun in zip(self.storages, mark, strict=True):
                 stack.enter_context(storage.looking_back(begun))

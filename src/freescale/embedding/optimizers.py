@@ -147,9 +147,8 @@ class Adam(LazyOptimizer):
 @dataclass(frozen=True)
 class CountedAdam(Adam):
     """Lazy Adam of table rows whose bias correction goes by the number of updates of the row
-    itself: what Adam does to a parameter of its own. The first update of a row that comes late is
-    as large as that of one which was there from the beginning. Two more numbers a row; in plain
-    torch. Arguments are those of `Adam`."""
+    itself, as of a parameter of its own: the first update of a row that comes late is as large as
+    any. Two more numbers a row; in plain torch. Arguments are those of `Adam`."""
 
     def state_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return super().state_shapes(width) | {"correction": (2,)}

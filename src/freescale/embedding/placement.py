@@ -170,9 +170,8 @@ def move_to_host(
     fixed: Collection[str] = (),
 ) -> dict[str, Placement]:
     """Placements that fit onto a GPU: if those given do not, the largest sharded tables have their
-    rows in host memory, and caches take half of what is left of the GPU. `sizes`: bytes that each
-    table takes on a rank's GPU, which has `room` bytes. Tables that the user has placed are
-    `fixed`."""
+    rows in host memory, and caches take half of what is left of the GPU. `sizes`: bytes of each
+    table on a rank's GPU, which has `room` bytes. The user's own placements are `fixed`."""
     need = sum(sizes.values())
     if need <= room:
         return dict(placements)

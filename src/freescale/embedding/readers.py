@@ -120,8 +120,7 @@ class TableReader(nn.Module):
         return self._tables.read(self.table, ids, dtype)
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [...] -> (rows [u, width], index [...]): `forward` returns rows[index]; nothing is
-        copied."""
+        """ids [...] -> (rows [u, width], index [...]); `forward` returns rows[index], a copy."""
         return self._tables.locate(self.table, ids)
 
     def find_log_q(self, ids: Tensor) -> Tensor | None:

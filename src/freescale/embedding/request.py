@@ -111,8 +111,7 @@ class Index:
         return Index(keys, [(table, ids) for table, ids, *_ in self._known], inverse)
 
     def redirect(self, missing: Tensor) -> Index:
-        """missing [u] bool: keys without a row. An index that reads the last given id's row for
-        them."""
+        """An index that reads the last given id's row for missing [u] bool keys."""
         if not missing.numel():
             return self
         found = copy(self)
@@ -137,8 +136,7 @@ class Index:
         return [part for *_, part in self._known]
 
     def find_known(self, table: int, ids: Tensor) -> tuple[int, Tensor] | None:
-        """(number of the part, indices [...] of fetched rows) of ids [...] that were given, else
-        None."""
+        """(number of the part, indices [...] of fetched rows) of given ids [...], else None."""
         for number, (owner, tensor, version, part) in enumerate(self._known):
             if owner != table:  # first: there may be hundreds of features
                 continue
@@ -180,8 +178,7 @@ class RequestPart:
 def split_request(
     requested: Tensor, send: list[int], served: Tensor, receive: list[int], ranks: int
 ) -> list[RequestPart]:
-    """Positions and counts, part after part, each rank by rank, as of `divide_rows` -> the
-    parts."""
+    """Positions and counts, part after part, by rank, as of `divide_rows` -> the parts."""
     sends, receives = (
         [counts[at : at + ranks] for at in range(0, len(counts), ranks)]
         for counts in (send, receive)

@@ -21,8 +21,7 @@ from freescale.transport.failures import failing_together
 
 
 class Tables:
-    """All tables of a model on this rank. `parallelize` makes it; `place`, once and before step 1,
-    allocates the rows."""
+    """All tables of a model on this rank, which `place` allocates, once and before step 1."""
 
     def __init__(
         self,
@@ -158,8 +157,7 @@ class Tables:
         return result
 
     def locate(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows [u, width], index [...]): all fetched rows of the table's group, and where ids
-        [...] are."""
+        """(rows [u, width], index [...]): fetched rows of the table's group, and places of ids."""
         rows, part, index = self._locate(name, ids)
         return rows.offer(part, index)
 
@@ -200,14 +198,12 @@ class Tables:
         return self.get_group(name).rows.get_tensors(name)
 
     def reload(self) -> None:
-        """The tensors of `get_local_state` were written to. Lanes must be quiet, as after
-        `discard`."""
+        """The tensors of `get_local_state` were written to. Lanes are quiet, as after `discard`."""
         for group in self.groups:
             group.rows.reload()
 
     def get_local_rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """(ids [n], rows [n, width]): this rank's part of a table; over all ranks each row is there
-        once."""
+        """(ids [n], rows [n, width]) of this rank's part; over all ranks each row is there once."""
         rows = self.get_group(name).rows
         ids, weight = rows.list_rows(name)
         if self.placements[name].kind == "sharded":

@@ -24,13 +24,11 @@ _WIDER = 8
 def find_best(
     queries: Tensor, items: Tensor, k: int, *, left_out: Jagged | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Finds the k items with the highest scores, all if there are fewer, of queries [q, width]
-    among items [n, width]. `left_out`: for each query, places of items to leave out, on the CPU;
-    negative ones are skipped.
-
-    Returns (scores [q, k], falling; places of the items [q, k] int64). Items that are left out, and
-    scores that are NaN, come last, with a score of -inf and no place in particular.
-    """
+    """The k items with the highest scores, all if there are fewer, of queries [q, width] among
+    items [n, width]: (scores [q, k], falling; places of the items [q, k] int64). `left_out`: for
+    each query, places of items to leave out, on the CPU; negative ones are skipped. Items that are
+    left out, and scores that are NaN, come last, with a score of -inf and no place in
+    particular."""
     k = min(k, items.shape[0])
     size, tile = _GPU_PRODUCT if queries.is_cuda else _CPU_PRODUCT
     # few queries: fewer and wider products, up to where padding the last one counts

@@ -27,12 +27,9 @@ def plan_groups(
     budget: int,
     overhead: int = GROUP_OVERHEAD,
 ) -> list[np.ndarray]:
-    """Returns the sample indices of each group, longest first, without empty samples.
-
-    `cost` computes the number of elements of samples padded to given lengths. A group's padded
-    total stays within `budget` (a single sample may exceed it), and its padding within `overhead`.
-    Equal lengths keep their order.
-    """
+    """The sample indices of each group, longest first, without empty samples. `cost` computes the
+    number of elements of samples padded to given lengths. A group's padded total stays within
+    `budget`, but for a single sample, and its padding within `overhead`."""
     host = np.asarray(lengths, dtype=np.int64)
     if host.ndim != 1 or (host < 0).any():
         raise ValueError(f"lengths must be a flat list of numbers from 0 up, not {lengths!r}")

@@ -30,9 +30,9 @@ from freescale.kernels.dispatch.id_map import choose_id_map
 from freescale.kernels.dispatch.requests import collision_masks, deduplicate, tag_rows
 from freescale.kernels.dispatch.rows import (
     gather_rows,
+    group_duplicates,
     read_rows,
     sum_by_row,
-    sum_duplicates,
     sum_in_order,
 )
 from freescale.kernels.dispatch.versions import has_triton
@@ -193,7 +193,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
         for count in (numbers.numel(), ITEMS):  # long sums go in chunks
             read_rows(read, numbers[:count]).sum().backward()  # type: ignore[no-untyped-call]
     gradients = torch.zeros(numbers.numel(), width, device=device)
-    sum_duplicates(numbers, gradients)
+    group_duplicates(numbers, gradients)(gradients)
     call_local_tables(numbers.to(torch.int32), weight, gradients)
     rows = TableRange(TableSpec("item", ITEMS, width, weight.dtype, ()), 0, 0, ITEMS)
     storage = DeviceStorage([rows], ITEMS, build_row_optimizer(config), device)

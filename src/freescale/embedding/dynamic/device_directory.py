@@ -67,8 +67,7 @@ class WaitingIds:
         self.counters = ShardArrays(count, rules.shard_counters, rules.shard_bits)
 
     def count(self, missing: Missing, room: Tensor, batch: int) -> Admitted:
-        """Counts missing ids; as there is `room` [shards], they are admitted. Waits for the
-        device."""
+        """Counts missing ids, and admits them while there is `room` [shards]. Waits for the GPU."""
         wanted, free = torch.stack([missing.wanted, room]).cpu().numpy()
         total, device = int(wanted.sum()), room.device
         ids = missing.ids[:total].cpu().numpy()
@@ -283,8 +282,7 @@ class DeviceDirectory(BatchClock):
         return {"ids": self.map.ids, "last_use": self.map.last, "count": self.map.count}
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds besides entries, [shards, ...]: batches, and counts of waiting
-        ids."""
+        """What shards hold besides entries, [shards, ...]: batches, counts of waiting ids."""
         counters = None if self._waiting is None else self._waiting.counters
         return get_shard_tensors(self.clock, self._shards, counters)
 

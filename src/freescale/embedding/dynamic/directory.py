@@ -228,8 +228,7 @@ class Directory(BatchClock):
         return self.rows.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What each shard holds besides entries, [shards, ...]: batches, and counts of waiting
-        ids."""
+        """What shards hold besides entries, [shards, ...]: batches, counts of waiting ids."""
         return get_shard_tensors(self.clock, self._shards, self.counters)
 
     def end_reading(self) -> None:

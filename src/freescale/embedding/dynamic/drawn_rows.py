@@ -41,8 +41,7 @@ class DrawnRows:
         self.early = self._insert(slots, ids, room, total) if room else {}
 
     def end(self, slots: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Inserts the rest. Returns what was in all slots [m], by part, and maybe more behind
-        it."""
+        """Inserts the rest. Returns what was in all slots [m], by part, maybe with more."""
         early, self.early = self.early, {}
         count = slots.numel()
         self._inserted = (self._inserted[-1], count)

@@ -87,8 +87,7 @@ class InPlaceRows:
         return read_rows(self._table, index, self._gradients, part, dtype)
 
     def offer(self, part: int | None, index: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Rows.offer`, of a copy of the rows that the step reads: all of their gradient will
-        exist."""
+        """As `Rows.offer`, of a copy of the rows of the step: all of their gradient will exist."""
         if self._copy is None:
             self._copy = _Copy(self._table, self.index, self.slots)
         if part is not None:

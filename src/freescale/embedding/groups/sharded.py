@@ -57,7 +57,7 @@ from freescale.embedding.request import (
 )
 from freescale.embedding.rows import FetchedRows, TrainingRows
 from freescale.embedding.storage.api import Counted, Storage, UpdateOptions
-from freescale.embedding.storage.opening import open_dynamic_storage, open_storage
+from freescale.embedding.storage.opening import open_storage
 from freescale.kernels.dispatch.requests import deduplicate, put_rows
 from freescale.kernels.dispatch.rows import group_duplicates
 from freescale.kernels.requests.reference import Unique
@@ -107,14 +107,10 @@ class Sharded:
         """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
         rank's rows too. `tier`: where rows are at home, if not on the device."""
         rules = specs[0].dynamic  # such a table is alone in its group
-        self.layout: Layout
-        self.rows: Storage
-        if rules is None:
-            layout = self.layout = ShardLayout(tuple(specs), transport.world)
-            self.rows = open_storage(layout, optimizer, transport, tier)
-        else:
-            dynamic = self.layout = DynamicLayout((specs[0],), transport.world)
-            self.rows = open_dynamic_storage(dynamic, optimizer, transport, tier)
+        self.layout: Layout = ShardLayout(tuple(specs), transport.world)
+        if rules is not None:
+            self.layout = DynamicLayout((specs[0],), transport.world)
+        self.rows: Storage = open_storage(self.layout, optimizer, transport, tier)
         self.encoding = wire if wire is not None else specs[0].dtype
         self._ids = self.layout.local_dtype
         self._edges = self.layout.list_edges(transport.device)
@@ -296,9 +292,8 @@ class Sharded:
         meanwhile: Callable[[], None] | None = None,
         **options: Unpack[UpdateOptions],
     ) -> None:
-        """Sends the parts of the gradient [u, width] to the owners, who update the rows, `targets`
-        of `Resident`; calls `meanwhile` before, while the first ones are on their way. A
-        collective."""
+        """Sends parts of the gradient [u, width] to the owners, who update the rows, `targets` of
+        `Resident`; calls `meanwhile` before, while the first are on their way. A collective."""
         lines = transport.lines
         if meanwhile is not None and gradient.is_cuda:
             lines += 1  # it takes the host as long as some pieces travel

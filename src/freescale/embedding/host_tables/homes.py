@@ -33,8 +33,7 @@ class Home:
         """These rows, each [n], will be read or written soon."""
 
     def pin(self) -> str:
-        """Lets GPUs read and write it for as long as it lives. Returns why not; empty if they
-        can."""
+        """Lets GPUs read and write it while it lives. Returns why not; empty if they can."""
         pinned: list[Callable[[], object]] = []
         for tensor in self.tensors.values():
             if not tensor.numel():
@@ -73,8 +72,8 @@ class MappedHome(Home):
 
 
 def find_pages(rows: Numbers, offset: int, width: int) -> list[tuple[int, int]]:
-    """(first, last) of each run of pages with rows [n], ascending, `width` bytes each from
-    `offset`."""
+    """(first, last) of runs of pages with rows [n], ascending, of `width` bytes from `offset`
+    on."""
     if not rows.size or not width:
         return []
     first = (offset + rows * width) // mmap.PAGESIZE

@@ -120,8 +120,7 @@ class Storage(ABC):
     @abstractmethod
     def resolve(self, rows: Tensor, ledger: Recorder, counted: Counted | None = None) -> Resolved:
         """Makes local rows [n] of a training batch resident: they keep their slots until two more
-        batches are resolved, in the order of training. Runs on the caller's thread and
-        stream."""
+        batches are resolved, in training order. Runs on the caller's thread and stream."""
 
     def wait_for_rows(self) -> None:  # noqa: B027 - for rows that come and go
         """Waits until the rows that were resolved last are there, and what was decided about them
@@ -145,8 +144,7 @@ class Storage(ABC):
         return slots
 
     def update(self, slots: Tensor, gradients: Tensor, **options: Unpack[UpdateOptions]) -> None:
-        """Unique slots [u], of `find_targets`, -1 for none, and summed gradients [u, width] of
-        their rows."""
+        """Unique slots [u], of `find_targets`, -1 for none, and their gradients [u, width]."""
         if options["clip"] is not None:
             gradients = choose_optimizers(self.weight).clip_rows(gradients, options["clip"])
         self._update(slots, gradients, options)

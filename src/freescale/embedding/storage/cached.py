@@ -66,8 +66,7 @@ class CachedStorage(Storage):
         device: torch.device,
         tier: Tier,
     ) -> None:
-        """As `Storage`, with a cache of the tier's size for each table. ValueError for want of
-        room."""
+        """As `Storage`, with a cache of the tier's size a table. ValueError for want of room."""
         super().__init__(ranges, size, optimizer, device)
         spec = ranges[0].spec
         shapes = {"rows": (size, spec.width)} | {

@@ -43,7 +43,7 @@ from freescale.embedding.storage.api import (
     UpdateOptions,
     draw_initial_rows,
 )
-from freescale.kernels.dispatch.rows import choose_row_exchange, fits_exchange
+from freescale.kernels.dispatch.rows import choose_row_swap, fits_exchange
 from freescale.kernels.row_sums.reference import SortedRows
 from freescale.streams import current_stream
 
@@ -215,7 +215,7 @@ class DynamicStorage(Storage):
             for tensor in (decision.slots, decision.removed, *decision.rows.values()):
                 if tensor is not None:
                     tensor.record_stream(stream)
-        swap_rows = choose_row_exchange(self.weight).swap_rows
+        swap_rows = choose_row_swap(self.weight)
         for name, value in [("rows", self.weight), *self.state.items()]:
             swap_rows(value, decision.slots, decision.rows[name])
         self._mark_exchanged(decision)
@@ -250,8 +250,7 @@ class DynamicStorage(Storage):
     # ---- what is provisional
 
     def begin(self, ledger: Recorder | None = None) -> None:
-        """The step of the next resolved batch begins. Waits for a lane only if it was rolled
-        back."""
+        """The next resolved batch's step begins. Waits for a lane only if it was rolled back."""
         # Counted here, not where it is decided: a lane may be late, and the ledger's step would
         # have the rows of two batches, and the one before it none.
         if not self._uncounted:
@@ -266,8 +265,7 @@ class DynamicStorage(Storage):
                 self._decisions.redo_until(self._decisions.begun)
 
     def roll_back(self) -> None:
-        """Takes back what was decided for steps that have not begun; made again when it is
-        needed."""
+        """Takes back what was decided for steps that have not begun, until it is needed."""
         with self._lock:
             self.wait_for_rows()
             self._decisions.undo_after(self._decisions.begun)
@@ -319,8 +317,7 @@ class DynamicStorage(Storage):
         return self.inner.get_tensors(name) | self.directory.get_tensors()
 
     def get_shard_tensors(self) -> dict[str, Tensor]:
-        """What shards hold besides rows, [shards, ...]: batches, counts of waiting ids and of
-        draws."""
+        """What shards hold besides rows, [shards, ...]: batches, counts of waiting ids, draws."""
         found = self.directory.get_shard_tensors()
         if self.draws is not None:
             assert self.spec.dynamic is not None

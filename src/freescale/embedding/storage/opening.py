@@ -9,7 +9,7 @@ from freescale.embedding.dynamic.directory import Directory
 from freescale.embedding.dynamic.draws import DrawCounts
 from freescale.embedding.dynamic_rules import Dynamic
 from freescale.embedding.host_tables.tiers import Tier
-from freescale.embedding.layout import DynamicLayout, Layout, ShardLayout
+from freescale.embedding.layout import DynamicLayout, Layout
 from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.storage.api import Storage, TableRange
 from freescale.embedding.storage.cached import CachedStorage
@@ -19,17 +19,22 @@ from freescale.transport.api import Transport
 
 
 def open_storage(
-    layout: ShardLayout, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
+    layout: Layout, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
 ) -> Storage:
-    """Allocates rows of tables of a fixed size. `tier`: their home, if not the device."""
-    return _open(layout, layout.size, optimizer, transport, tier)
-
-
-def open_dynamic_storage(
-    layout: DynamicLayout, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
-) -> Storage:
-    """As `open_storage`, for a dynamic table: also allocates the directory of its ids."""
-    rows = _open(layout, layout.size + EXTRA_ROWS, optimizer, transport, tier)
+    """Allocates this rank's rows of a group, and the directory of a dynamic table's ids. `tier`:
+    the home of the rows, if not the device."""
+    size = layout.size + (EXTRA_ROWS if isinstance(layout, DynamicLayout) else 0)
+    ranges = [
+        TableRange(spec, layout.base(table), *layout.get_owned_range(table, transport.rank))
+        for table, spec in enumerate(layout.specs)
+    ]
+    rows: Storage = (
+        DeviceStorage(ranges, size, optimizer, transport.device)
+        if tier is None
+        else CachedStorage(ranges, size, optimizer, transport.device, tier)
+    )
+    if not isinstance(layout, DynamicLayout):
+        return rows
     first, last = shards = layout.get_owned_shards(transport.rank)
     home = transport.device if tier is None else torch.device("cpu")
     draws = None
@@ -37,18 +42,6 @@ def open_dynamic_storage(
         where = home if layout.rules.maps_on_device else torch.device("cpu")
         draws = DrawCounts(layout.rules, first, last, where)
     return DynamicStorage(rows, open_directory(layout.rules, shards, home), draws)
-
-
-def _open(
-    layout: Layout, size: int, optimizer: RowOptimizer, transport: Transport, tier: Tier | None
-) -> Storage:
-    ranges = [
-        TableRange(spec, layout.base(table), *layout.get_owned_range(table, transport.rank))
-        for table, spec in enumerate(layout.specs)
-    ]
-    if tier is None:
-        return DeviceStorage(ranges, size, optimizer, transport.device)
-    return CachedStorage(ranges, size, optimizer, transport.device, tier)
 
 
 def open_directory(

@@ -52,8 +52,8 @@ def sum_blocks(value: Tensor) -> Words:
 
 
 def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
-    """The sums of the blocks in bytes [place, place + size) of a file. OSError if it ends
-    before."""
+    """The sums of the blocks in `size` bytes of a file from `place` on. OSError if it is
+    shorter."""
     parts = [np.empty(0, np.uint64)]
     for begin in range(0, size, _READ):
         count = min(_READ, size - begin)

@@ -18,7 +18,6 @@ from freescale.kernels.row_updates import native as native_updates
 from freescale.kernels.row_updates import reference as row_updates
 from freescale.kernels.row_updates import triton as triton_updates
 from freescale.kernels.rows import reference, triton
-from freescale.kernels.rows import reference as row_moves
 from freescale.kernels.rows.gradients import RowGradients
 
 
@@ -30,12 +29,6 @@ class RowUpdates(Protocol):
     def adagrad(self, *arguments: Any, **named: Any) -> None: ...
     def rowwise_adagrad(self, *arguments: Any, **named: Any) -> None: ...
     def adam(self, *arguments: Any, **named: Any) -> None: ...
-
-
-class RowExchange(Protocol):
-    """The functions of `row_moves.reference`."""
-
-    def swap_rows(self, table: Tensor, slots: Tensor, kept: Tensor) -> None: ...
 
 
 def _fits_triton(table: Tensor, dtypes: tuple[torch.dtype, ...] = triton.DTYPES) -> bool:
@@ -58,9 +51,9 @@ def choose_optimizers(weight: Tensor) -> RowUpdates:
     return native_updates if native_updates.fits(weight) else row_updates
 
 
-def choose_row_exchange(weight: Tensor) -> RowExchange:
-    """The functions that exchange rows of this table, and of its state."""
-    return triton_row_moves if fits_exchange(weight) else row_moves
+def choose_row_swap(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """`rows.reference.swap_rows` of this table, and of its state."""
+    return triton_row_moves.swap_rows if fits_exchange(weight) else reference.swap_rows
 
 
 def keeps_gradients(table: Tensor) -> bool:
@@ -119,17 +112,11 @@ def sum_in_order(parts: Tensor, copies: int) -> Tensor:
     return compute(parts, copies)
 
 
-def sum_duplicates(numbers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows.reference.sum_duplicates`. If the optimizers skip rows of -1, the result ends with
-    them, and nothing is read from the device."""
-    return group_duplicates(numbers, gradients)(gradients)
-
-
 def group_duplicates(numbers: Tensor, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The part of `sum_duplicates` that needs no gradients; returns the function that sums
-    gradients with the dtype and device of `like`."""
+    """`rows.reference.group_duplicates` for gradients with the dtype and device of `like`. If the
+    optimizers skip rows of -1, the result ends with them, and nothing is read from the device."""
     if keeps_gradients(like):
-        return triton.group_duplicates(numbers, cut=False)
+        return triton.group_duplicates(numbers)
     summed = native_requests.group_duplicates(numbers) if native_updates.fits(like) else None
     return summed or reference.group_duplicates(numbers)
 

@@ -146,8 +146,7 @@ def swap_uses(map: IdMap, uses: Uses) -> None:
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: Lookup, counted: Tensor | None) -> Missing:
-    """Lists the ids of keys [n] without an entry, on a GPU in any order, but for never counted
-    ones."""
+    """Lists counted ids of keys [n] without an entry, on a GPU in any order."""
     places = lookup.places.long()
     if counted is not None:
         places = places[counted[places] != 0]

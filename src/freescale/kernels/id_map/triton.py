@@ -277,8 +277,7 @@ def rebuild(map: IdMap) -> None:
 
 
 def _measure(map: IdMap) -> tuple[int, int, int, int, int]:
-    """(first shard, bits of a hash, rows and buckets of a shard, bits of a row's number from 1
-    on)."""
+    """(first shard, bits of a hash, rows and buckets of a shard, bits of a row's number)."""
     return map.first_shard, map.bits, map.rows, map.words.shape[1], map.rows.bit_length()
 
 

@@ -34,12 +34,9 @@ def is_known() -> bool:
 
 @cache
 def compute_keys(module: str) -> None:
-    """Makes Triton compute the cache keys of a module's kernels, callees first.
-
-    Triton's key of a kernel contains the constants of a callee only if the callee's own key was
-    computed earlier. Without a fixed order, processes that use kernels in different orders do not
-    find each other's versions in the cache.
-    """
+    """Makes Triton compute the cache keys of a module's kernels, callees first: Triton's key of a
+    kernel contains the constants of a callee only if the callee's own key was computed earlier.
+    Without a fixed order, processes do not find each other's versions in the cache."""
     from triton import JITFunction
 
     for kernel in list(vars(importlib.import_module(module)).values()):

@@ -30,11 +30,9 @@ class Block:
 
 
 class LaunchPlan:
-    """The compiled versions of a kernel for values of certain types.
-
-    `build_key(device, options, values)` returns (a key that differs between compiled versions, and
-    maybe more often; the values to pass to the kernel, with tensors as addresses).
-    """
+    """The compiled versions of a kernel for values of certain types. `build_key(device, options,
+    values)` returns (a key that differs between compiled versions, and maybe more often; the values
+    to pass to the kernel, with tensors as addresses)."""
 
     def __init__(self, parameters: Sequence[Any], types: Sequence[type]) -> None:
         self.compiled = dict[Key, Compiled]()

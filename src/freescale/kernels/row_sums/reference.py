@@ -26,9 +26,8 @@ def sum_by_row(
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """values [n, width] of rows [n] -> [count, width]: the sums of each row's values, in order, in
-    another dtype if one is given. With `onto` [count, width], adds them there; without it, rows
-    without values are zero. With rows [n, places], a value counts for several rows, and -1 is
-    none."""
+    another dtype if one is given; added to `onto` [count, width] if that is given. With rows [n,
+    places], a value counts for several rows, and -1 is none."""
     check_values(values, rows)
     values = values if dtype is None else values.to(dtype)
     if rows.ndim > 1:

@@ -14,16 +14,11 @@ def gather_rows(weight: Tensor, rows: Tensor, dtype: torch.dtype | None = None) 
     return weight.index_select(0, rows).to(dtype or weight.dtype)
 
 
-def sum_duplicates(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums gradients [r, width] of equal rows [r], in order of appearance -> sorted unique rows
-    [u], sums [u, width]. Deterministic, and independent of the other rows of the call: on the CPU
-    index_add_ adds source rows one after another; on CUDA, where it would use atomics, each segment
-    is summed on its own."""
-    return group_duplicates(rows)(gradients)
-
-
 def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The part of `sum_duplicates` that needs no gradients; returns the function that sums them."""
+    """A function that sums gradients [r, width] of equal rows [r], in order of appearance -> sorted
+    unique rows [u], sums [u, width]. Deterministic, and independent of the other rows of the call:
+    on the CPU index_add_ adds source rows one after another; on CUDA, where it would use atomics,
+    each segment is summed on its own."""
     if rows.device.type == "cuda":
         ordered, order = rows.sort(stable=True)
         unique, counts = torch.unique_consecutive(ordered, return_counts=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.jit.launch import KernelModule, RowLaunch, launch_blocks
+from freescale.kernels.requests.triton import GroupedKeys, deduplicate
 from freescale.kernels.row_sums.triton import check_rows, sum_by_row
 from freescale.kernels.rows.gradients import RowGradients
 
@@ -96,44 +97,29 @@ class _Leave(torch.autograd.Function):
         return (None,) * 6
 
 
-def sum_duplicates(rows: Tensor, gradients: Tensor, *, cut: bool = True) -> tuple[Tensor, Tensor]:
-    """As the reference. With cut=False nothing is read from the device: both results have length
-    r, with -1 and no sums behind the last unique row."""
-    return group_duplicates(rows, cut=cut)(gradients)
-
-
-def group_duplicates(
-    rows: Tensor, *, cut: bool = True
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """As the reference; `cut` as above."""
-    from freescale.kernels.requests.triton import deduplicate
-
+def group_duplicates(rows: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """As the reference, but nothing is read from the device: both results have length r, with -1
+    and no sums behind the last unique row."""
     last = torch.full((1,), torch.iinfo(torch.int64).max, device=rows.device)
     found = deduplicate(rows.long(), last)
-    keys, starts = found.keys, found.starts
-    count: int | Tensor = found.counts
-    if cut:
-        count = int(found.counts)
-        keys, starts = keys[:count], starts[: count + 1]
 
     def sum_gradients(gradients: Tensor) -> tuple[Tensor, Tensor]:
         check_rows(rows, dtypes=DTYPES, gradients=gradients)
         assert gradients.shape[0] == rows.numel(), gradients.shape
-        return keys, _sum_segments(gradients.contiguous(), found.order, starts, count)
+        return found.keys, _sum_segments(gradients.contiguous(), found)
 
     return sum_gradients
 
 
-def _sum_segments(values: Tensor, order: Tensor, starts: Tensor, count: int | Tensor) -> Tensor:
-    """values [n, width] -> [segments, width]; starts [segments + 1] of the segments in order [n].
-    A tensor `count` is the number of segments, on the device."""
-    segments, width = starts.numel() - 1, values.shape[1]
+def _sum_segments(values: Tensor, found: GroupedKeys) -> Tensor:
+    """values [n, width] -> [n, width]: the sums of those of each key, as many as there are."""
+    segments, width = found.starts.numel() - 1, values.shape[1]
     out = torch.empty(segments, width, dtype=values.dtype, device=values.device)
     shape = SEGMENTS.shape(width)
     if 16 < shape["R"] < 128:
         shape["R"] = 16  # Triton 3.6 does not compile it for 32 and 64 rows a program
     launch_blocks(
-        _kernels.segments_kernel, values.device, segments, shape["R"], values, order, starts, out,
-        count, KEPT=isinstance(count, Tensor), UNROLL=UNROLL, **shape,
+        _kernels.segments_kernel, values.device, segments, shape["R"], values, found.order,
+        found.starts, out, found.counts, KEPT=True, UNROLL=UNROLL, **shape,
     )  # fmt: skip
     return out
