@@ -7,10 +7,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from freescale_bench.common.device_profile import read_profile
 from helpers.report_cases import run_folder
 
 from freescale.config import TrainConfig
-from freescale.ledger.device_profile import read_profile
 from freescale.report.page import render_page
 from freescale.report.runs import read_runs
 from freescale.train.device_figures import DeviceFigures, choose_first_step

@@ -15,9 +15,9 @@ from freescale.simulate.recovery import (
     RecoveryCosts,
     Training,
     compute_useful_time,
-    list_recoveries,
     load_recovery,
 )
+from freescale.simulate.shipped import list_names
 
 COSTS = RecoveryCosts(
     "by hand",
@@ -75,8 +75,8 @@ def test_costs_that_are_shipped_have_a_source_for_every_number():
 
     from freescale.simulate.recovery import RECOVERIES
 
-    assert list_recoveries()
-    for name in list_recoveries():
+    assert (names := list_names(RECOVERIES))
+    for name in names:
         costs = dataclasses.asdict(load_recovery(name))
         raw = tomllib.loads((RECOVERIES / f"{name}.toml").read_text(encoding="utf-8"))
         assert set(raw["sources"]) == set(costs) - {"name", "about"}

@@ -14,8 +14,9 @@ from freescale_bench.simulate.calibrate import calibrate, fit_shape
 from freescale.cli.main import main
 from freescale.config import SimulateConfig
 from freescale.data.synthetic.generate import generate
-from freescale.simulate.compute import Model, list_calibrations, load_calibration, parse_calibration
+from freescale.simulate.compute import CALIBRATIONS, Model, load_calibration, parse_calibration
 from freescale.simulate.run import run_simulation
+from freescale.simulate.shipped import list_names
 
 
 def simulated(*arguments: str):
@@ -123,8 +124,9 @@ def test_natural_collisions_are_those_of_the_popularity():
 
 
 def test_shipped_calibrations_load():
-    assert {"h200", "testbed-a", "testbed-c", "this-machine"} <= set(list_calibrations())
-    for name in list_calibrations():
+    names = list_names(CALIBRATIONS, ".json")
+    assert {"h200", "testbed-a", "testbed-c", "this-machine"} <= set(names)
+    for name in names:
         found = load_calibration(name)
         assert found.source and found.date
         shape = found.shapes[0]

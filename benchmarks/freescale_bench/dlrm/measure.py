@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.batch import SequenceBatch
-from freescale.ledger.device_profile import read_profile
+from freescale_bench.common.device_profile import read_profile
 from freescale_bench.common.results import Row, spread
 from freescale_bench.common.turns import wait_idle
 from freescale_bench.dlrm.shapes import Shape, draw_lengths, make_batch

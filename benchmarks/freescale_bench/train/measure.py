@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from freescale.ledger.device_profile import read_profile
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback, RunView
 from freescale.train.trainer import Trainer
+from freescale_bench.common.device_profile import read_profile
 from freescale_bench.common.results import spread
 from freescale_bench.common.turns import wait_idle
 from freescale_bench.train.flops import count_flops, count_flops_as_nvidia

@@ -222,26 +222,20 @@ def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
 def _format_entries(entries: list[Entry]) -> list[str]:
     from datetime import datetime
 
+    from rich.filesize import decimal
+
     rows = [("step", "kind", "size", "ranks", "saved", "")]
     for entry in entries:
         kind = "full" if entry.parent is None else f"delta since {entry.parent}"
         notes = ["best"] * entry.best + ["DAMAGED"] * bool(entry.problem)
         saved = datetime.fromtimestamp(entry.saved).strftime("%Y-%m-%d %H:%M:%S")
-        size, ranks = _format_bytes(entry.bytes), str(entry.ranks or "?")
+        size, ranks = decimal(entry.bytes), str(entry.ranks or "?")
         rows.append((str(entry.step), kind, size, ranks, saved, ", ".join(notes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     specs = [f"{side}{width}" for side, width in zip("><>><<", widths, strict=True)]
     lines = ["  ".join(map(format, row, specs)).rstrip() for row in rows]
-    total = _format_bytes(sum(entry.bytes for entry in entries))
+    total = decimal(sum(entry.bytes for entry in entries))
     return [*lines, f"{len(entries)} in all, {total}"]
-
-
-def _format_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 @click.command()

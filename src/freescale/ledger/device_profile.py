@@ -1,12 +1,8 @@
-"""What the device does during some steps, from torch's profiler: how long it is busy, how many
-kernels it runs, and which of them take the time."""
+"""What the device does during some steps, from torch's profiler."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -21,55 +17,19 @@ def measure_union(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-@dataclass
-class DeviceProfile:
-    """Times are milliseconds of a step."""
-
-    wall: float
-    busy: float
-    kernels: float
-    copies: float
-    slowest: list[dict[str, Any]]  # kernels by name: calls and time a step
-
-    def describe(self) -> dict[str, float]:
-        return {
-            "device_busy_percent": 100 * self.busy / self.wall,
-            "device_ms": self.busy,
-            "kernels": self.kernels,
-            "copies": self.copies,
-        }
-
-
-def read_profile(
-    profiler: torch.profiler.profile, steps: int, wall_ms: float, top: int = 40
-) -> DeviceProfile:
-    """Reads the kernels and copies of a finished profile over `steps` steps."""
-    events = [
-        (event.name(), event.start_ns() / 1e6, event.duration_ns() / 1e6)
-        for event in _list_events(profiler)
-        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
-    ]
-    # labels of ranges are no work of the device
-    labels = ("freescale/", "Optimizer.", "Activity Buffer", "ProfilerStep")
-    events = [event for event in events if not event[0].startswith(labels)]
-    moved = [e for e in events if e[0].startswith(("Memcpy", "Memset"))]
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for name, _, duration in events:
-        by_name[name].append(duration)
-    ordered = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))
-    return DeviceProfile(
-        wall_ms / steps,
-        measure_union((begin, begin + duration) for _, begin, duration in events) / steps,
-        (len(events) - len(moved)) / steps,
-        len(moved) / steps,
-        [
-            {"kernel": name[:100], "calls": len(times) / steps, "ms": sum(times) / steps}
-            for name, times in ordered[:top]
-        ],
-    )
-
-
-def _list_events(profiler: torch.profiler.profile) -> Sequence[Any]:
+def list_work(profiler: torch.profiler.profile) -> list[tuple[str, float, float]]:
+    """The kernels and copies of a finished profile: name, begin and duration in milliseconds."""
     kineto = profiler.profiler
     assert kineto is not None and kineto.kineto_results is not None
-    return kineto.kineto_results.events()
+    # labels of ranges are no work of the device
+    labels = ("freescale/", "Optimizer.", "Activity Buffer", "ProfilerStep")
+    return [
+        (event.name(), event.start_ns() / 1e6, event.duration_ns() / 1e6)
+        for event in kineto.kineto_results.events()
+        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
+        if not event.name().startswith(labels)
+    ]
+
+
+def is_copy(name: str) -> bool:
+    return name.startswith(("Memcpy", "Memset"))

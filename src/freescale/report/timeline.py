@@ -48,19 +48,14 @@ class _Step:
 
 
 def build_timeline(events: Iterable[Mapping[str, Any]], slowest: int = 0) -> dict[str, Any] | None:
-    """Chooses and arranges what static/timeline.js draws.
+    """Chooses and arranges what static/timeline.js draws of a trace's events; the rank `slowest` is
+    always shown. None without steps.
 
-    Args:
-        events: Of a trace, as in trace.json.gz.
-        slowest: A rank that is always shown.
-
-    Returns:
-        None without steps. Else, with times in microseconds since the first step shown:
-        `steps`: [number, begin, end] of each; `pick`: the place of the first of two typical ones;
-        `starts`: [ranks][steps]; `lanes`: [name, rows]; `events`: [rank, lane, row, name, begin,
-        duration, more], where `more` says what is known: bytes `sent` and `received`, `path`,
-        `wait`, and for a bubble `for`, the kind of the collective; `ranks`: those shown, out of
-        `of`; `traced`: steps in the trace.
+    Else, with times in microseconds since the first step shown: `steps`: [number, begin, end] of
+    each; `pick`: the place of the first of two typical ones; `starts`: [ranks][steps]; `lanes`:
+    [name, rows]; `events`: [rank, lane, row, name, begin, duration, more], where `more` says what
+    is known: bytes `sent` and `received`, `path`, `wait`, and for a bubble `for`, the kind of the
+    collective; `ranks`: those shown, out of `of`; `traced`: steps in the trace.
     """
     ranks = _parse_steps(events)
     numbers = sorted(set.intersection(*map(set, ranks.values()))) if ranks else []

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.config import SimulateConfig
-from freescale.simulate.shipped import list_names
+from freescale.simulate.shipped import check_number, find_file
 
 CALIBRATIONS = Path(__file__).parent / "calibrations"
 WAYS = ("forward", "backward", "head_forward", "head_backward")  # curves of a shape
@@ -257,18 +257,9 @@ class Calibration:
         return lines
 
 
-def list_calibrations() -> list[str]:
-    return list_names(CALIBRATIONS, ".json")
-
-
 def load_calibration(name: str | Path) -> Calibration:
     """Loads a shipped calibration by name, or a file. ValueError if it is not a calibration."""
-    path = CALIBRATIONS / f"{name}.json" if str(name) in list_calibrations() else Path(name)
-    if not path.is_file():
-        raise ValueError(
-            f"{name}: no such calibration; there is {', '.join(list_calibrations())}, or "
-            "a file that `calibrate` made"
-        )
+    path = find_file(CALIBRATIONS, name, ".json", "calibration")
     try:
         return parse_calibration(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -312,7 +303,5 @@ def parse_calibration(raw: Mapping[str, Any]) -> Calibration:
 
 def _check_not_negative(curve: Any, what: str) -> Any:
     for entry in fields(curve):
-        value = getattr(curve, entry.name)
-        if not (np.isfinite(value) and value >= 0):
-            raise ValueError(f"{what}: {entry.name} is {value}; it must be 0 or more")
+        check_number(f"{what}: {entry.name}", getattr(curve, entry.name))
     return curve

@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freescale.simulate.shipped import list_names, read_toml
+from freescale.simulate.shipped import check_number, list_names, read_toml
 
 PRESETS = Path(__file__).parent / "networks"
 TRANSPORTS = ("collective", "hostwire")
@@ -81,26 +81,21 @@ class Network:
     memory_gb: float = 0.0  # of a GPU; 0: not known
 
     def __post_init__(self) -> None:
+        where = f"network {self.name!r}: "
         for name in ("gpus_per_node", "cards_per_node"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                self._refuse(name, repr(value), "it must be a whole number, 1 or more")
+                rule = "it must be a whole number, 1 or more"
+                raise ValueError(f"{where}{name} is {value!r}; {rule}")
         for way in ("near", "far", "pcie"):
             link: Link = getattr(self, way)
-            if not (math.isfinite(link.gb_per_s) and link.gb_per_s > 0):
-                self._refuse(f"{way}.gb_per_s", link.gb_per_s, "a link needs a bandwidth above 0")
-            if not (math.isfinite(link.latency_us) and link.latency_us >= 0):
-                self._refuse(f"{way}.latency_us", link.latency_us, "it must be 0 or more")
+            check_number(f"{where}{way}.gb_per_s", link.gb_per_s, above=True)
+            check_number(f"{where}{way}.latency_us", link.latency_us)
         if not 0 <= self.incast < 1:
-            share = "it is a share of bandwidth, from 0 to below 1"
-            self._refuse("incast", self.incast, share)
+            rule = "it is a share of bandwidth, from 0 to below 1"
+            raise ValueError(f"{where}incast is {self.incast}; {rule}")
         for name in ("per_peer_us", "queue_ms", "memory_gb"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                self._refuse(name, value, "it must be 0 or more")
-
-    def _refuse(self, name: str, value: object, rule: str) -> NoReturn:
-        raise ValueError(f"network {self.name!r}: {name} is {value}; {rule}")
+            check_number(f"{where}{name}", getattr(self, name))
 
     # ---- shape
 

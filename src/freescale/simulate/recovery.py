@@ -9,12 +9,11 @@ Costs are a TOML file with the source of every number (recoveries/*.toml are shi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from freescale.simulate.shipped import list_names, read_toml
+from freescale.simulate.shipped import check_number, find_file, read_toml
 
 RECOVERIES = Path(__file__).parent / "recoveries"
 MEMORY, BUDDY, DISK = "memory", "buddy", "disk"
@@ -43,18 +42,9 @@ class RecoveryCosts:
     about: str = ""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in ("name", "about"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"recovery {self.name!r}: {entry.name} is {value!r}, no number")
-            rate = entry.name.endswith("gb_per_s")
-            if not math.isfinite(value) or value < 0 or (rate and value == 0):
-                least = "above 0" if rate else "0 or more"
-                raise ValueError(
-                    f"recovery {self.name!r}: {entry.name} is {value}; it must be {least}"
-                )
+        for name in (entry.name for entry in fields(self) if entry.name not in ("name", "about")):
+            what, rate = f"recovery {self.name!r}: {name}", name.endswith("gb_per_s")
+            check_number(what, getattr(self, name), above=rate)
 
 
 @dataclass(frozen=True)
@@ -107,19 +97,10 @@ def compute_useful_time(
     }
 
 
-def list_recoveries() -> list[str]:
-    return list_names(RECOVERIES)
-
-
 def load_recovery(name: str) -> RecoveryCosts:
     """Loads shipped costs by name, or a TOML file. ValueError if there is no such file, or it does
     not hold the costs."""
-    path = RECOVERIES / f"{name}.toml" if name in list_recoveries() else Path(name)
-    if not path.is_file():
-        raise ValueError(
-            f"--recovery {name}: there is {', '.join(list_recoveries())}, or a TOML file like "
-            "those of freescale/simulate/recoveries"
-        )
+    path = find_file(RECOVERIES, name, ".toml", "costs of a recovery")
     known = {entry.name for entry in fields(RecoveryCosts)} - {"name"}
     raw = read_toml(path, known, known - {"about"}, "costs of a recovery are")
     return RecoveryCosts(path.stem, **raw)

@@ -61,17 +61,11 @@ class BagCollectionReader(_Reader, EmbeddingBagCollectionInterface):  # type: ig
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows: a KeyedTensor [samples, widths of all features]."""
-        found = _Features(features, self._form)
-        bags = [
-            Bags(
-                table,
-                found.get_ids(feature),
-                found.get_offsets(feature),
-                found.get_weights(feature) if self._is_weighted else None,
-                self._pooling[table],
-            )
-            for table, feature in self._read
-        ]
+        found, bags = _Features(features, self._form), []
+        for table, feature in self._read:
+            ids, own = found.get(feature)
+            weights = own.weights() if self._is_weighted else None
+            bags.append(Bags(table, ids, own.offsets(), weights, self._pooling[table]))
         values = torch.cat(pool_rows(self._tables, bags), dim=1)
         return KeyedTensor(self._embedding_names, self._widths, values)
 
@@ -97,15 +91,17 @@ class CollectionReader(_Reader, EmbeddingCollectionInterface):  # type: ignore[m
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The rows of each feature: {its name: JaggedTensor}."""
         found = _Features(features, self._form)
-        rows = _read_rows(self._tables, [(t, found.get_ids(f)) for t, f in self._read])
+        read = [found.get(feature) for _, feature in self._read]
+        readings = zip(self._read, read, strict=True)
+        rows = _read_rows(self._tables, [(table, ids) for (table, _), (ids, _) in readings])
         names = [name for names in self._names_by_table for name in names]
         return {
             name: JaggedTensor(
                 values=values,
-                lengths=found.get_lengths(feature),
-                weights=found.get_ids(feature) if self._need_indices else None,
+                lengths=own.lengths(),
+                weights=ids if self._need_indices else None,
             )
-            for name, (_, feature), values in zip(names, self._read, rows, strict=True)
+            for name, (ids, own), values in zip(names, read, rows, strict=True)
         }
 
     def embedding_configs(self) -> Any:
@@ -132,40 +128,17 @@ class _Features:
                 "feature, which is not supported"
             )
         self._announced = form.find_announced(features) or {}
-        self._position = {key: number for number, key in enumerate(features.keys())}
-        self._samples, self._begins = features.stride(), features.offset_per_key()
-        self._offsets = features.offsets()
 
-    def _find(self, feature: str) -> int:
-        if feature not in self._position:
+    def get(self, feature: str) -> tuple[Tensor, JaggedTensor]:
+        """The ids of a feature, as announced if they were, and the feature."""
+        known = self._all.keys()
+        if feature not in known:
             raise ValueError(
                 f"a collection reads feature {feature!r}; the KeyedJaggedTensor has "
-                f"{', '.join(self._position) or 'none'}"
+                f"{', '.join(known) or 'none'}"
             )
-        return self._position[feature]
-
-    def _cut(self, values: Tensor, feature: str) -> Tensor:
-        number = self._find(feature)
-        return values[self._begins[number] : self._begins[number + 1]]
-
-    def get_ids(self, feature: str) -> Tensor:
-        announced = self._announced.get(feature)
-        return announced if announced is not None else self._cut(self._all.values(), feature)
-
-    def get_weights(self, feature: str) -> Tensor:
-        return self._cut(self._all.weights(), feature)
-
-    def get_lengths(self, feature: str) -> Tensor:
-        first = self._find(feature) * self._samples
-        lengths: Tensor = self._all.lengths()[first : first + self._samples]
-        return lengths
-
-    def get_offsets(self, feature: str) -> Tensor:
-        """[samples + 1], from 0."""
-        number = self._find(feature)
-        first = number * self._samples
-        offsets: Tensor = self._offsets[first : first + self._samples + 1] - self._begins[number]
-        return offsets
+        found = self._all[feature]
+        return self._announced.get(feature, found.values()), found
 
 
 def _read_rows(tables: Tables, readings: Sequence[tuple[str, Tensor]]) -> list[Tensor]:

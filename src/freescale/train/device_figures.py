@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from freescale.ledger.device_profile import read_profile
+from freescale.ledger.device_profile import is_copy, list_work, measure_union
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback, RunView
 from freescale.train.metrics_log import append_metrics
@@ -104,11 +104,12 @@ class DeviceFigures(Callback):
         torch.cuda.synchronize()
         wall = 1e3 * (time.perf_counter() - self._begin)
         self._profiler.stop()
-        profile, self._profiler = read_profile(self._profiler, self._steps, wall), None
+        work, self._profiler = list_work(self._profiler), None
+        busy = measure_union((begin, begin + duration) for _, begin, duration in work)
         compiled = self._list_compiled()
         return {
-            "device_busy": min(1.0, profile.busy / profile.wall),
-            "launches": profile.kernels,
+            "device_busy": min(1.0, busy / wall),
+            "launches": sum(not is_copy(name) for name, *_ in work) / self._steps,
             "compilations": len(compiled),
             **({"compiled": compiled} if compiled else {}),
         }
