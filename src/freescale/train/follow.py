@@ -33,7 +33,7 @@ class Follower:
 
     Attributes:
         window: the manifest of the window that is trained.
-        stopping: whether this rank was told to stop.
+        stopping: whether this rank is to stop.
         again: whether the run has resumed at the end of the window.
     """
 
