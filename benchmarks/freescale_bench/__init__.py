@@ -13,6 +13,7 @@ BENCHMARKS = {
     "features": "What features of items add to quality, and what they cost a step.",
     "recommend": "Time of serving a user's new event, with and without the state of the history.",
     "update": "Quality and cost of daily updates, against training from scratch every day.",
+    "stream": "Runs that follow a source: kills, long streams, preferences that shift.",
     "store": "Event store: building it, appending to it, and reading samples in order of time.",
     "checkpoint": "What checkpoints and snapshots add to training, and restores from both.",
     "faults": "Training under a storm of faults, compared with an undisturbed run.",

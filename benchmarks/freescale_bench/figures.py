@@ -169,6 +169,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "recommend-parity": (("recommend-parity-*",), format_claims),
     "recommend-serve": (("recommend-serve-*",), format_claims),
     "update": (("update-*",), format_claims),
+    "stream": (("stream-kills-*", "stream-soak-*", "stream-shift-*"), format_claims),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "torchrec-parity": (("torchrec-parity-cpu",), format_claims),

@@ -32,6 +32,7 @@ from freescale.data import hash_ids
 from freescale.data.stream.parsing import Events
 from freescale.data.stream.source import Chunk
 from freescale.data.stream.windows import WindowRule
+from freescale.train.metrics_log import has_window
 
 # ---- windows
 
@@ -304,3 +305,13 @@ def test_settings_stay_as_they_are(tmp_path):
 def test_settings_that_are_refused(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         configure(tmp_path, tmp_path, **{"stop_when_idle": None, **given})
+
+
+def test_the_line_of_a_window_is_found_behind_many_restarts(tmp_path):
+    lines = [{"step": 4, "stream": {"number": 7}}, {"step": 4, "window": {"number": 8}}]
+    lines += [{"step": 4, "restart": {"why": "killed", "number": 1}}] * 200
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 5, "stream": {"number": 9')
+    assert has_window(tmp_path, "stream", 7) and has_window(tmp_path, "window", 8)
+    assert not has_window(tmp_path, "window", 7) and not has_window(tmp_path, "stream", 9)
+    assert not has_window(tmp_path / "none", "stream", 7)

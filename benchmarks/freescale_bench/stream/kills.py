@@ -32,7 +32,7 @@ from freescale_bench.stream import events
 _LONGEST_S = 2.0  # of an attempt, at first
 _MOST = 25  # kills of a run, after which it goes on undisturbed
 _PATIENCE_S = 600
-_LATENESS_S = 600  # of events, that windows wait for
+_LATENESS_S = 60  # of events, that windows wait for
 
 
 def bench_kills(source: str, kills: int, seed: int, trial: bool, to: Destination) -> None:
@@ -73,7 +73,7 @@ def _run(source: str, windows: int, each: int, files: int, seed: int, folder: Pa
         while True:
             child = _fork(lambda: _train(settings, folder / "run"), folder / "run.log")
             rest = _PATIENCE_S if count == _MOST else float(moments.uniform(0, longest))
-            if _ended(child, rest):
+            if _ended(child, rest, folder / "run.log"):
                 break
             count += 1
             # a busy machine starts slowly: kills are to come at all stages
@@ -83,7 +83,7 @@ def _run(source: str, windows: int, each: int, files: int, seed: int, folder: Pa
                 raise OSError(f"the run did not end: {(folder / 'run.log').read_text()[-500:]}")
         seconds = time.monotonic() - begun
         calm = _fork(lambda: _train(settings, folder / "calm"), folder / "calm.log")
-        if not _ended(calm, _PATIENCE_S):
+        if not _ended(calm, _PATIENCE_S, folder / "calm.log"):
             raise OSError(f"the undisturbed run did not end in {_PATIENCE_S} s")
         found, expected = (_read(settings, folder / name, folder) for name in ("run", "calm"))
     different = [n for n in expected["bits"] if found["bits"].get(n) != expected["bits"][n]]
@@ -173,7 +173,7 @@ def _read(settings: dict[str, Any], run: Path, work: Path) -> dict[str, Any]:
             found[key] = sum(window[key] for window in windows)
         (work / "read.pickle").write_bytes(pickle.dumps(found))
 
-    if not _ended(_fork(read, work / "read.log"), _PATIENCE_S):
+    if not _ended(_fork(read, log := work / "read.log"), _PATIENCE_S, log):
         raise OSError(f"{run} cannot be read")
     result: dict[str, Any] = pickle.loads((work / "read.pickle").read_bytes())
     return result
@@ -217,14 +217,15 @@ def _fork(work: Callable[[], None], log: Path) -> int:
         os._exit(status)
 
 
-def _ended(child: int, seconds: float) -> bool:
+def _ended(child: int, seconds: float, log: Path) -> bool:
     """Whether the process ends by itself in this time, without an error; else it is killed."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             if status:
-                raise OSError(f"a run failed with status {os.waitstatus_to_exitcode(status)}")
+                code = os.waitstatus_to_exitcode(status)
+                raise OSError(f"a run failed with status {code}: {log.read_text()[-1000:]}")
             return True
         time.sleep(0.005)
     with suppress(ProcessLookupError):

@@ -71,9 +71,7 @@ class DataConfig(Checked):
         "file with attributes of items: a row per item, by the same ids (any format of --data)",
         common=True,
     )
-    users: str | None = option(
-        None, "file with attributes of users: a row per user, as --items", common=True
-    )
+    users: str | None = option(None, "file with attributes of users: a row per user, as --items")
     features: str = option(
         "",
         "columns that are features, as category,price=numeric,tags=multi,brand*color=cross; auto: "

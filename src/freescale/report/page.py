@@ -31,6 +31,7 @@ from freescale.report.rank_balance import render_balance
 from freescale.report.runs import Run
 from freescale.report.step import render_step_time, render_traffic
 from freescale.report.timeline import build_timeline
+from freescale.report.windows import render_windows
 
 # Id, title and renderer.
 _SECTIONS = (
@@ -39,6 +40,7 @@ _SECTIONS = (
     ("balance", "Balance of the ranks", render_balance),
     ("traffic", "Traffic and collisions", render_traffic),
     ("curves", "Over the steps", render_curves),
+    ("windows", "Windows of the stream", render_windows),  # empty for other runs
     ("restarts", "Restarts", lambda runs: _render_restarts(runs)),  # empty for most runs: left out
     ("settings", "Settings", render_settings),
     ("machine", "Machine", render_machines),

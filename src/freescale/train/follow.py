@@ -33,7 +33,7 @@ class Follower:
 
     Attributes:
         window: the manifest of the window that is trained.
-        stopping: whether this rank was told to stop.
+        stopping: whether this rank is to stop.
         again: whether the run has resumed at the end of the window.
     """
 
@@ -179,7 +179,8 @@ class Follower:
                 )
 
         run_on_rank_0(self._transport, look)
-        self.open(position.data, found[0] if found else state, state["first"])
+        manifest = gather_json(self._transport, found[0] if found else None)[0]
+        self.open(position.data, manifest, state["first"])
 
     def close(self) -> None:
         """No collective."""

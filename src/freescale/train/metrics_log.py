@@ -11,7 +11,7 @@ from typing import Any
 from freescale.train.callbacks import Callback, Metrics, RunView
 from freescale.train.run_folder import RunFolder
 
-_TAIL, _LAST_LINES = 1 << 16, 8  # of metrics.jsonl, in which a line of a window is
+_TAIL = 1 << 20  # bytes of metrics.jsonl, in which the line of a window is
 
 
 class MetricsLog(Callback):
@@ -88,10 +88,11 @@ def has_window(folder: Path, kind: str, number: int) -> bool:
     if not path.exists():
         return False
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL))
-        lines = file.read().splitlines()[-_LAST_LINES:]
-    found = (json.loads(line).get(kind, {}) for line in lines if b'"number"' in line)
-    return any(entry.get("number") == number for entry in found)
+        if (begin := path.stat().st_size - _TAIL) > 0:
+            file.seek(begin)
+            file.readline()
+        lines = [line for line in file if line.endswith(b"}\n") and b'"number"' in line]
+    return any(json.loads(line).get(kind, {}).get("number") == number for line in lines)
 
 
 def _is_restart(line: str) -> bool:
