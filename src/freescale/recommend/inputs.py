@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.config.columns import parse_columns
+from freescale.data.catalogue import UNKNOWN, read_texts
 from freescale.data.features.fitting import Fitted, encode_all
 from freescale.data.ingest.column_names import find_roles
 from freescale.data.ingest.interactions import make_action
@@ -26,8 +27,7 @@ from freescale.data.ingest.timestamps import (
     detect_timestamps,
 )
 from freescale.data.values import BadValue, decode_text, refuse_nulls
-from freescale.recommend.catalogue import UNKNOWN
-from freescale.recommend.loading import Loaded, read_texts
+from freescale.recommend.loading import Loaded
 
 _ROLES = ("item", "time", "action", "rating")
 _PARTS = _ROLES[:3]  # an event that is a list has these

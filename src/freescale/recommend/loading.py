@@ -8,22 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from freescale.config import RunConfig
-from freescale.data.batches.specs import SplitSpec
-from freescale.data.batches.windows import count_numbered_items, count_train_items
+from freescale.data.catalogue import Catalogue
 from freescale.data.features.store import ABOUT, FOLDER, FeatureStore
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.ingest.timestamps import guess_unit
 from freescale.models.features import FeatureTables
-from freescale.recommend.catalogue import Catalogue, number_items
 from freescale.train.build import (
     build_module,
     find_run_vocabulary,
@@ -32,11 +26,10 @@ from freescale.train.build import (
     size_tables,
 )
 from freescale.train.export import read_weights
+from freescale.train.export_folder import EXPORT, list_items
 from freescale.train.state.intact import Intact, find_checkpoint
-from freescale.train.time_order import find_split
 from freescale.transport.local import LocalTransport
 
-EXPORT = "export.json"
 _AT_ONCE = 1 << 16  # items whose features are summed at a time
 
 Weights = dict[str, dict[str, Tensor]]  # by file of an export, without its ending
@@ -110,8 +103,8 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
     file = HistoriesFile(path, config.data.num_items, any_ids)
     weights = dict(read_weights(found))
     vocabulary = find_run_vocabulary(path, features)
-    catalogue = _list_items(config, file, weights, vocabulary, features)
-    module = _build(config, weights, catalogue, features)
+    catalogue = list_items(config, file, weights["table.item"], vocabulary, features)
+    module = build_plain(config, weights, catalogue, features)
     unit = guess_unit(file.find_largest("timestamp"))
     return Loaded(folder, config, module, catalogue, features, vocabulary, file, unit, found)
 
@@ -124,52 +117,14 @@ def _load_export(folder: Path) -> Loaded:
     features = FeatureStore(folder / FOLDER) if (folder / FOLDER / ABOUT).is_file() else None
     weights = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     catalogue = Catalogue.read(folder)
-    module = _build(config, weights, catalogue, features)
+    module = build_plain(config, weights, catalogue, features)
     path = folder / VOCABULARY
     vocabulary = path if path.is_file() else None
     unit = about["time_unit"]
     return Loaded(folder, config, module, catalogue, features, vocabulary, None, unit, None)
 
 
-def read_texts(vocabulary: Path | None, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
-    """Numbers [n] and texts [n] of a column; None if it is integers."""
-    if vocabulary is None:
-        return None
-    table = pq.read_table(vocabulary)
-    table = table.filter(pc.equal(table.column("column"), column)).combine_chunks()
-    if not table.num_rows:
-        return None
-    return table.column("id").to_numpy(), table.column("text").combine_chunks()
-
-
-def _list_items(
-    config: RunConfig,
-    file: HistoriesFile,
-    weights: Weights,
-    vocabulary: Path | None,
-    features: FeatureStore | None,
-) -> Catalogue:
-    """The catalogue of a run. Reads all its items."""
-    split, table = find_split(config, file.path), weights["table.item"]
-    texts = read_texts(vocabulary, "item_id")
-    listed = np.zeros(0, np.int64) if features is None else features.find_listed()
-    if file.any_ids:
-        # items that have features but no row are known in histories
-        keys = np.union1d(table["ids"].numpy(), listed)
-        there = np.isin(keys, table["ids"].numpy())
-        return Catalogue(
-            number_items(texts, there, keys), count_train_items(file, split, keys), keys
-        )
-    events = np.zeros(len(table["weight"]), np.int64)
-    counted = count_numbered_items(file, split)
-    events[: len(counted)] = counted
-    there = np.zeros(len(events), bool)
-    there[np.flatnonzero(count_numbered_items(file, SplitSpec("none")))] = True
-    there[listed] = True
-    return Catalogue(number_items(texts, there, None), events)
-
-
-def _build(
+def build_plain(
     config: RunConfig, weights: Weights, catalogue: Catalogue, features: FeatureStore | None
 ) -> nn.Module:
     """The model in evaluation mode, on the CPU."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from freescale.batch import Jagged
 from freescale.config import RunConfig
+from freescale.data.catalogue import UNKNOWN, Catalogue
 from freescale.data.ranges import list_ranges
 from freescale.kernels.best_items import find_best
 from freescale.recommend.approximate import ApproximateIndex
-from freescale.recommend.catalogue import UNKNOWN, Catalogue
 from freescale.recommend.filters import find_offered
 from freescale.recommend.inputs import HistoryReader
 from freescale.recommend.known_users import KnownUsers

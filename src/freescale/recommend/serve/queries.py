@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.config import ServeConfig
+from freescale.data.catalogue import UNKNOWN
 from freescale.embedding.host_tables.tiers import parse_bytes
-from freescale.recommend.catalogue import UNKNOWN
 from freescale.recommend.filters import find_offered
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.requests import Requests

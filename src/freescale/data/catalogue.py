@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from freescale.data.ingest.hashed_ids import hash_ids
 
 UNKNOWN = -1
-_FILE = "items.parquet"
+ITEMS = "items.parquet"
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Catalogue:
         columns = {"id": self.ids, "events": pa.array(self.events)}
         if self.keys is not None:
             columns["key"] = pa.array(self.keys)
-        pq.write_table(pa.table(columns), folder / _FILE)
-        return folder / _FILE
+        pq.write_table(pa.table(columns), folder / ITEMS)
+        return folder / ITEMS
 
     @staticmethod
     def read(folder: Path) -> Catalogue:
-        table = pq.read_table(folder / _FILE).combine_chunks()
+        table = pq.read_table(folder / ITEMS).combine_chunks()
         keys = table.column("key").to_numpy() if "key" in table.column_names else None
         ids = table.column("id").combine_chunks()
         return Catalogue(ids, table.column("events").to_numpy(), keys)
@@ -125,3 +125,14 @@ def number_items(
     named = texts[1].cast(pa.string()).take(pa.array(order[place], mask=~coded))
     found = pc.coalesce(named, pa.array(numbers).cast(pa.string()))
     return pc.if_else(pa.array(there), found, pa.scalar(None, pa.string()))
+
+
+def read_texts(vocabulary: Path | None, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
+    """Numbers [n] and texts [n] of a column; None if it is integers."""
+    if vocabulary is None:
+        return None
+    table = pq.read_table(vocabulary)
+    table = table.filter(pc.equal(table.column("column"), column)).combine_chunks()
+    if not table.num_rows:
+        return None
+    return table.column("id").to_numpy(), table.column("text").combine_chunks()
