@@ -44,6 +44,8 @@ def read_export(folder: Path) -> dict[str, object]:
             found[name] = pq.read_table(path).to_pydict()
         elif path.suffix == ".json":
             found[name] = json.loads(path.read_text())
+            if name == "config.json":  # a run that resumes may have other limits
+                found[name]["train"]["steps"] = None
         else:
             found[name] = path.read_bytes()
     return found
