@@ -66,7 +66,13 @@ class Catalogue:
             known, ready = self._rows, str if self.is_text else int
             values = given if {*map(type, given)} <= {ready} else map(plain, given)
             return np.array([known.get(each, UNKNOWN) for each in values], np.int64)
-        return self.find_keys(hash_ids([str(each) for each in given]).numpy())
+        keys = self.hash(given)
+        assert keys is not None
+        return self.find_keys(keys)
+
+    def hash(self, given: Sequence[Any]) -> NDArray[np.int64] | None:
+        """The 64-bit ids of original ids, if the table is dynamic."""
+        return None if self.keys is None else hash_ids([str(each) for each in given]).numpy()
 
     def find_keys(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of 64-bit ids of a dynamic table."""
