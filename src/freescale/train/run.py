@@ -19,7 +19,7 @@ from freescale.train.time_order import find_calendar
 from freescale.transport.api import Transport
 from freescale.worker_server import WorkerServer
 
-_ASKED_EVERY = 5  # steps
+_CLOCK_EVERY = 5  # steps
 
 
 @dataclass
@@ -140,12 +140,12 @@ class Run:
             self.callbacks.call(f"on_{kind}", {"step": self.position.step, **line})
 
     def is_delta_due(self) -> bool:
-        """Whether a checkpoint of this step is to be published. With --deltas SECONDS rank 0's
+        clock decides, read every few steps."""
         clock decides, asked every few steps."""
         due, position = self.config.train.deltas, self.position
         if not isinstance(due, int):
             return due is not None and position.ends_epoch
-        if position.step % _ASKED_EVERY:
+        if position.step % _CLOCK_EVERY:
             return False
         late = time.monotonic() - self.saved >= due
         return bool(self.transport.gather_bytes(b"1" * late)[0])
