@@ -135,9 +135,11 @@ def number_items(
 
 def read_texts(vocabulary: Path | None, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
     """Numbers [n] and texts [n] of a column; None if it is integers."""
-    if vocabulary is None:
-        return None
-    table = pq.read_table(vocabulary)
+    return None if vocabulary is None else select_texts(pq.read_table(vocabulary), column)
+
+
+def select_texts(table: pa.Table, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
+    """As `read_texts`, of what a vocabulary holds."""
     table = table.filter(pc.equal(table.column("column"), column)).combine_chunks()
     if not table.num_rows:
         return None

@@ -11,7 +11,7 @@ import torch
 
 from freescale.recommend.approximate import ABOUT, INDEX, ApproximateIndex
 from freescale.recommend.loading import Loaded, load_model
-from freescale.recommend.recommender import Recommender
+from freescale.recommend.recommender import Recommender, build_index
 from freescale.recommend.requests import Requests
 from freescale.recommend.serving_folder import remove_serving, write_serving
 from freescale.train.export import export_checkpoint, refuse_export
@@ -57,7 +57,7 @@ def export_run(
     remove_serving(out)
     for name in (INDEX, ABOUT):
         (out / name).unlink(missing_ok=True)
-    yield from write_description(out, folder, loaded.catalogue, loaded.vocabulary, loaded.features)
+    yield from write_description(out, folder, loaded.catalogue, loaded.texts, loaded.features)
     if least_recall is not None:
         yield from _make_index(loaded, least_recall).write(out)
     if serving:
@@ -68,6 +68,8 @@ def export_run(
 def _make_index(loaded: Loaded, least_recall: float) -> ApproximateIndex:
     """Measures it on users of the run's data, evenly spaced."""
     recommender = Recommender(loaded, torch.device("cpu"))
+    if loaded.histories is None:
+        return build_index(recommender, least_recall)
     people = recommender.known_users
     samples = np.linspace(0, len(people) - 1, min(_MEASURED, len(people))).astype(np.int64)
     queries = recommender.encode_requests(Requests(*people.read(samples)))

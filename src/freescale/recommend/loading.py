@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
@@ -16,17 +17,17 @@ from freescale.data.catalogue import Catalogue
 from freescale.data.features.store import ABOUT, FOLDER, FeatureStore
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
-from freescale.data.ingest.timestamps import guess_unit
+from freescale.data.stream.stream import FIRST, HISTORIES
 from freescale.models.features import FeatureTables
 from freescale.train.build import (
     build_module,
-    find_run_vocabulary,
     load_features,
     prepare_data,
     size_tables,
 )
 from freescale.train.export import read_weights
-from freescale.train.export_folder import EXPORT, list_items
+from freescale.train.export_folder import EXPORT, RunData
+from freescale.train.follow import FOLDER as STREAM
 from freescale.train.state.intact import Intact, find_checkpoint
 from freescale.transport.local import LocalTransport
 
@@ -47,9 +48,10 @@ class Loaded:
         catalogue: the items.
         features: of users, events and requests; None without features.
         vocabulary: texts of users and actions; None if they are integers.
-        histories: of a run, those of its data; None for an export.
+        histories: of a run, those of its data; None for an export, and a run that follows a source.
         time_unit: of timestamps; None if it is not known.
         checkpoint: of a run; None for an export.
+        texts: of a run, what the vocabulary held at the checkpoint.
     """
 
     folder: Path
@@ -61,6 +63,7 @@ class Loaded:
     histories: HistoriesFile | None
     time_unit: str | None
     checkpoint: Intact | None
+    texts: pa.Table | None = None
 
 
 def load_model(folder: Path, checkpoint: str | None = None, data: str | None = None) -> Loaded:
@@ -89,8 +92,9 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
     if data is not None:
         config = replace(config, data=replace(config.data, data=data))
     found = find_checkpoint(folder / "checkpoints", checkpoint, LocalTransport())
+    follows = config.data.follow is not None
     try:
-        path = prepare_data(config)
+        path = folder / STREAM / FIRST / HISTORIES if follows else prepare_data(config)
     except ValueError as error:
         if "no such file" not in str(error):
             raise
@@ -98,15 +102,14 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
             f"{error}; a run needs its data: say where it is, or use an export of the run, which "
             "needs none"
         ) from None
-    features = load_features(config, path, folder)
-    any_ids = "item" in config.dynamic_tables
-    file = HistoriesFile(path, config.data.num_items, any_ids)
-    weights = dict(read_weights(found))
-    vocabulary = find_run_vocabulary(path, features)
-    catalogue = list_items(config, file, weights["table.item"], vocabulary, features)
+    features, weights = load_features(config, path, folder), dict(read_weights(found))
+    described, progress = RunData(config, folder, path, features), found.state["progress"]
+    texts = described.read_texts(progress)
+    catalogue = described.list_items(weights["table.item"], progress, texts)
     module = build_plain(config, weights, catalogue, features)
-    unit = guess_unit(file.find_largest("timestamp"))
-    return Loaded(folder, config, module, catalogue, features, vocabulary, file, unit, found)
+    file = None if follows else described.file
+    more = described.vocabulary, file, described.time_unit, found, texts
+    return Loaded(folder, config, module, catalogue, features, *more)
 
 
 def _load_export(folder: Path) -> Loaded:

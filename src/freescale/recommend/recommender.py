@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from freescale.recommend.loading import Loaded, load_model
 from freescale.recommend.requests import Requests, add_candidates, make_batch, split_requests
 from freescale.recommend.results import Recommendations
 
-_MEASURED, _LEAST_RECALL = 1000, 0.95  # of an index that is built for a version
+_MEASURED = 1000  # items whose ten best an index is compared on
 Histories = Any  # lists of events, or a table
 Rows = Sequence[Mapping[str, Any]]  # columns of each user or request
 
@@ -52,28 +51,13 @@ def load(
     return Recommender(load_model(Path(folder), checkpoint, data), torch.device(device))
 
 
-def build_index(recommender: Recommender) -> ApproximateIndex:
-    """An index for approximate search, measured on histories of one popular item each."""
-    items = recommender.items.popular[:_MEASURED]
-    ones, zeros = np.ones(len(items), np.int64), np.zeros(len(items), np.int64)
-    empty = recommender.read([[]])
-    actions, features = empty.past.actions, empty.past.features
-    past = replace(
-        empty.past,
-        lengths=ones,
-        items=items,
-        times=None if empty.past.times is None else zeros,
-        actions=None if actions is None else zeros,
-        features=None if features is None else features.new_zeros(len(items), features.shape[1]),
-        keys=None,
+def build_index(recommender: Recommender, least_recall: float = 0.95) -> ApproximateIndex:
+    """An index for approximate search without known users: measured on vectors of popular items."""
+    vectors, items = recommender.item_vectors(), recommender.items
+    popular = torch.from_numpy(items.popular[:_MEASURED])
+    return ApproximateIndex.build(
+        vectors[torch.from_numpy(items.listed)], vectors[popular], least_recall
     )
-    users, requests = (
-        None if each is None else each.expand(len(items), -1)
-        for each in (empty.of_users, empty.of_requests)
-    )
-    queries = recommender.encode_requests(Requests(past, users, requests))
-    listed = torch.from_numpy(recommender.items.listed)
-    return ApproximateIndex.build(recommender.item_vectors()[listed], queries, _LEAST_RECALL)
 
 
 class Recommender:

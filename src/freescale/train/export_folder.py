@@ -3,67 +3,131 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import copyfile, rmtree
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.config import RunConfig
 from freescale.config.features import KEPT_SCHEMA
 from freescale.data.batches.specs import SplitSpec
 from freescale.data.batches.windows import count_numbered_items, count_train_items
-from freescale.data.catalogue import Catalogue, number_items, read_texts
+from freescale.data.catalogue import Catalogue, number_items, select_texts
 from freescale.data.features.store import FOLDER, FeatureStore
-from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
-from freescale.train.run_folder import copy_file
-from freescale.train.time_order import find_split
+from freescale.data.ingest.timestamps import guess_unit
+from freescale.data.store.event_store import EventStore
+from freescale.data.stream.stream import STORE, read_unit
+from freescale.train.build import find_run_vocabulary
+from freescale.train.time_order import find_split, open_file
 
 EXPORT = "export.json"
 _VERSION = 1
 
 
-def list_items(
-    config: RunConfig,
-    file: HistoriesFile,
-    table: dict[str, Tensor],
-    vocabulary: Path | None,
-    features: FeatureStore | None,
-) -> Catalogue:
-    """The items of a run, with this item table as in an export. Reads all its items."""
-    split = find_split(config, file.path)
-    texts = read_texts(vocabulary, "item_id")
-    listed = np.zeros(0, np.int64) if features is None else features.find_listed()
-    if file.any_ids:
-        # items that have features but no row are known in histories
-        keys = np.union1d(table["ids"].numpy(), listed)
-        there = np.isin(keys, table["ids"].numpy())
-        return Catalogue(
-            number_items(texts, there, keys), count_train_items(file, split, keys), keys
+class RunData:
+    """What an export of a run says of its data, as of the progress of a checkpoint.
+
+    Attributes:
+        run: the folder of the run.
+        file: the histories; of a run that follows a source, those of its first window.
+        features: of items and events.
+        time_unit: of timestamps.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: Path, histories: Path, features: FeatureStore | None
+    ) -> None:
+        self.config, self.run, self.features = config, run, features
+        self.file = open_file(config, histories)
+        self.vocabulary = find_run_vocabulary(histories, features)
+        self._stream = None if config.data.follow is None else histories.parent.parent
+        self.time_unit = (
+            guess_unit(self.file.find_largest("timestamp"))
+            if self._stream is None
+            else read_unit(self._stream)
         )
-    events = np.zeros(len(table["weight"]), np.int64)
-    counted = count_numbered_items(file, split)
-    events[: len(counted)] = counted
-    there = np.zeros(len(events), bool)
-    there[np.flatnonzero(count_numbered_items(file, SplitSpec("none")))] = True
-    there[listed] = True
-    return Catalogue(number_items(texts, there, None), events)
+        self._counts = pa.table({"id": np.zeros(0, np.int64), "events": np.zeros(0, np.int64)})
+        self._counted: int | None = None  # events before this time
+
+    def read_texts(self, progress: Mapping[str, Any]) -> pa.Table | None:
+        """The vocabulary, which grows with a stream; None: ids are integers."""
+        if self.vocabulary is None:
+            return None
+        texts = pq.read_table(self.vocabulary)
+        return texts if self._stream is None else texts.slice(0, sum(progress["stream"]["texts"]))
+
+    def list_items(
+        self, table: Mapping[str, Tensor], progress: Mapping[str, Any], texts: pa.Table | None
+    ) -> Catalogue:
+        """The items, with this item table as in an export. Reads all events, of a stream those that
+        came since the last call."""
+        named = None if texts is None else select_texts(texts, "item_id")
+        listed = np.zeros(0, np.int64) if self.features is None else self.features.find_listed()
+        split = find_split(self.config, self.file.path)
+        if self.file.any_ids:
+            # items that have features but no row are known in histories
+            keys = np.union1d(table["ids"].numpy(), listed)
+            there = np.isin(keys, table["ids"].numpy())
+            if self._stream is None:
+                counts = count_train_items(self.file, split, keys)
+            else:
+                counts = self._count_streamed(keys, progress["stream"]["to"])
+            return Catalogue(number_items(named, there, keys), counts, keys)
+        events = np.zeros(len(table["weight"]), np.int64)
+        counted = count_numbered_items(self.file, split)
+        events[: len(counted)] = counted
+        there = np.zeros(len(events), bool)
+        there[np.flatnonzero(count_numbered_items(self.file, SplitSpec("none")))] = True
+        there[listed] = True
+        return Catalogue(number_items(named, there, None), events)
+
+    def _count_streamed(self, keys: NDArray[np.int64], end: int) -> NDArray[np.int64]:
+        """[n]: events of items [n] before the end of a window."""
+        assert self._stream is not None
+        if self._counted is None or self._counted > end:
+            self._counted, self._counts = np.iinfo(np.int64).min, self._counts.slice(0, 0)
+        while True:
+            try:
+                found = list(_read_items(EventStore(self._stream / STORE), self._counted, end))
+                break
+            except FileNotFoundError:  # segments were merged meanwhile
+                continue
+        new, count = np.unique(np.concatenate([np.zeros(0, np.int64), *found]), return_counts=True)
+        joined = pa.concat_tables([self._counts, pa.table({"id": new, "events": count})])
+        grouped = joined.group_by("id").aggregate([("events", "sum")]).sort_by("id")
+        self._counts, self._counted = grouped.rename_columns(["id", "events"]), end
+        ids, events = (self._counts.column(n).to_numpy() for n in ("id", "events"))
+        place = np.searchsorted(ids, keys).clip(max=max(len(ids) - 1, 0))
+        return np.where(ids[place] == keys, events[place], 0) if len(ids) else np.zeros_like(keys)
+
+
+def _read_items(store: EventStore, begin: int, end: int) -> Iterator[NDArray[np.int64]]:
+    for segment, entry in zip(store.segments, store.entries, strict=True):
+        if entry["last_time"] >= begin:
+            times = segment.column("timestamp")
+            yield segment.column("item_id")[(times >= begin) & (times < end)].astype(np.int64)
 
 
 def write_description(
     out: Path,
     run: Path,
     catalogue: Catalogue,
-    vocabulary: Path | None,
+    texts: pa.Table | None,
     features: FeatureStore | None,
 ) -> Iterator[Path]:
     """Writes everything but weights and `write_about`. Removes what an earlier export left."""
     (out / VOCABULARY).unlink(missing_ok=True)
     rmtree(out / FOLDER, ignore_errors=True)
-    if vocabulary is not None:  # maps numbers in tables to texts
-        yield copy_file(vocabulary, out / VOCABULARY)
+    if texts is not None:  # maps numbers in tables to texts
+        pq.write_table(texts, out / VOCABULARY)
+        yield out / VOCABULARY
     if features is not None:
         (out / FOLDER).mkdir()
         for path in sorted(features.list_files()):

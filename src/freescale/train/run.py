@@ -140,10 +140,10 @@ class Run:
             self.callbacks.call(f"on_{kind}", {"step": self.position.step, **line})
 
     def is_delta_due(self) -> bool:
+        """Whether a checkpoint of this step is to be published. With --deltas SECONDS rank 0's
         clock decides, read every few steps."""
-        clock decides, asked every few steps."""
         due, position = self.config.train.deltas, self.position
-        if not isinstance(due, int):
+        if not isinstance(due, int):  # a window of a stream is saved in any case
             return due is not None and position.ends_epoch
         if position.step % _CLOCK_EVERY:
             return False

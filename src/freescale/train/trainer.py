@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from freescale.config import RunConfig
 from freescale.data.features.store import FeatureStore
-from freescale.data.ingest.timestamps import guess_unit
 from freescale.launch.attempts import AUTO
 from freescale.launch.ranks import has_launcher
 from freescale.launch.signals import StopSignals
@@ -29,9 +28,9 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.compile_kernels import compile_kernels
-from freescale.train.deltas.publisher import Publisher, Source
+from freescale.train.deltas.publisher import Publisher
 from freescale.train.device_figures import DeviceFigures
-from freescale.train.export_folder import list_items
+from freescale.train.export_folder import RunData
 from freescale.train.follow import Follower
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.mlperf_log import MLPerfLog
@@ -322,13 +321,8 @@ class Trainer:
 
     def _open_publisher(self) -> None:
         features = cast("FeatureStore | None", self.data.features)
-        vocabulary = find_run_vocabulary(self.histories, features)
-        list_own = partial(
-            list_items, self.config, self.data.file, vocabulary=vocabulary, features=features
-        )
-        unit = guess_unit(self.data.file.find_largest("timestamp"))
-        source = Source(self.folder, list_own, vocabulary, features, unit)
-        publisher = Publisher(self.folder / "deltas", self.config.train.keep_deltas, source)
+        data = RunData(self.config, self.folder, self.histories, features)
+        publisher = Publisher(self.folder / "deltas", self.config.train.keep_deltas, data)
         publisher.open(self.checkpoints.latest())
         self.checkpoints.publisher = publisher
 

@@ -7,50 +7,24 @@ anything for it, and what a resumed run publishes follows from its checkpoint.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from freescale.data.catalogue import Catalogue
+from freescale.data.catalogue import ITEMS, Catalogue
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.train.deltas.changes import RowIds, compare_items, read_changes
 from freescale.train.deltas.exports import compact, read_items, read_vocabulary
 from freescale.train.deltas.folder import DeltaFolder, Manifest
 from freescale.train.export import export_checkpoint, write_tensors
-from freescale.train.export_folder import write_about, write_description
+from freescale.train.export_folder import RunData, write_about, write_description
 from freescale.train.state.disk import CheckpointFolder, read_state, sum_state
 from freescale.train.state.intact import verify_checkpoint
 from freescale.transport.local import LocalTransport
 from freescale.transport.threads import start_thread
-
-
-class Source:
-    """What an export holds besides weights. Another kind of run overrides what differs.
-
-    Args:
-        run: the folder of the run.
-        list_items: item table of an export, of which the ids, or the rows if they have none, are
-            read -> items of the model.
-        vocabulary: the file of texts; None: ids are integers.
-        features: of the run.
-        time_unit: of timestamps.
-    """
-
-    def __init__(
-        self,
-        run: Path,
-        list_items: Callable[[dict[str, Tensor]], Catalogue],
-        vocabulary: Path | None,
-        features: Any,
-        time_unit: str | None,
-    ) -> None:
-        self.run, self.list_items, self.features = run, list_items, features
-        self.vocabulary, self.time_unit = vocabulary, time_unit
 
 
 class Publisher:
@@ -59,11 +33,11 @@ class Publisher:
     Args:
         folder: `deltas` of the run.
         keep: how many deltas stay.
-        source: of everything but weights.
+        data: of the run.
     """
 
-    def __init__(self, folder: Path, keep: int, source: Source) -> None:
-        self.files, self._keep, self._source = DeltaFolder(folder), keep, source
+    def __init__(self, folder: Path, keep: int, data: RunData) -> None:
+        self.files, self._keep, self._data = DeltaFolder(folder), keep, data
         self._last: Manifest | None = None
         self._known: dict[str, RowIds] = {}
         self._items: Catalogue | None = None
@@ -134,15 +108,16 @@ class Publisher:
         self.files.prune(self._keep)
 
     def _publish_full(self, checkpoint: Path) -> None:
-        found, source = verify_checkpoint(checkpoint, LocalTransport()), self._source
+        found, data = verify_checkpoint(checkpoint, LocalTransport()), self._data
         number = 0 if self._last is None else self._last.number + 1
         path = self.files.begin(number)
         self._known = RowIds.read_all(found)
         list(export_checkpoint(found, path))
-        self._items = source.list_items(self._describe_table(found.state))
-        list(write_description(path, source.run, self._items, source.vocabulary, source.features))
-        vocabulary = source.vocabulary
-        self._texts = 0 if vocabulary is None else pq.ParquetFile(vocabulary).metadata.num_rows
+        progress = found.state["progress"]
+        texts = data.read_texts(progress)
+        self._texts = 0 if texts is None else len(texts)
+        self._items = data.list_items(self._describe_table(found.state), progress, texts)
+        list(write_description(path, data.run, self._items, texts, data.features))
         self._finish(path, number, found.state, None)
 
     def _publish_delta(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -153,30 +128,29 @@ class Publisher:
         write_tensors(dense, path / "dense.safetensors")
         for name, change in tables.items():
             write_tensors(change, path / f"table.{name}.safetensors")
-        items = self._items
         if "item" in self._known:  # else every item has its row, and all counts are known
-            items = self._source.list_items(self._describe_table(state))
-        changed = compare_items(self._items, items)
-        if changed is not None:
-            pq.write_table(changed, path / "items.parquet")
-        self._items = items
-        self._write_texts(path)
+            self._write_items(path, state)
         own = {"number": parent.number, "checksum": parent.checksum}
         self._finish(path, number, state, own)
 
-    def _write_texts(self, path: Path) -> None:
-        """Those that came since the last state: the file of a run only grows."""
-        if self._source.vocabulary is not None:
-            texts: pa.Table = pq.read_table(self._source.vocabulary)
-            if len(texts) > self._texts:
-                pq.write_table(texts.slice(self._texts), path / VOCABULARY)
-                self._texts = len(texts)
+    def _write_items(self, path: Path, state: dict[str, Any]) -> None:
+        """Writes what has changed, and the texts that came: a vocabulary only grows."""
+        assert self._items is not None
+        texts = self._data.read_texts(state["progress"])
+        items = self._data.list_items(self._describe_table(state), state["progress"], texts)
+        changed = compare_items(self._items, items)
+        if changed is not None:
+            pq.write_table(changed, path / ITEMS)
+        if texts is not None and len(texts) > self._texts:
+            pq.write_table(texts.slice(self._texts), path / VOCABULARY)
+            self._texts = len(texts)
+        self._items = items
 
     def _finish(
         self, path: Path, number: int, state: dict[str, Any], parent: dict[str, int] | None
     ) -> None:
         step = state["progress"]["step"]
-        write_about(path, self._source.time_unit, step)
+        write_about(path, self._data.time_unit, step)
         about = {"step": step, "parent": parent, "checkpoint": _identify(state)}
         about["trained_until"] = state["progress"].get("trained_until")
         self._last = self.files.finish(path, number, about, full=parent is None)
