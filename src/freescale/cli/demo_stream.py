@@ -1,0 +1,253 @@
+"""The command demo stream: events come, a model trains on them and is served, all on one page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import click
+
+from freescale.cli.errors import exit_cleanly
+from freescale.cli.options import PATH, format_arguments
+
+_USERS, _ITEMS = 2000, 1000
+_PAUSE = 0.5  # seconds between two files of events
+SETTINGS: dict[str, Any] = {
+    "rows": "item=dynamic:100K", "deltas": "window", "full_every": 20, "width": 32, "layers": 2,
+    "max_length": 50, "global_batch": 128, "lr": 1e-2, "row_lr": 1e-2, "dropout": 0.0,
+    "log_every": 20, "trace_steps": 0, "profile_steps": 0,
+}  # fmt: skip
+
+
+@click.command()
+@click.option("--seconds", type=click.IntRange(1), default=120, show_default=True, help="how long")
+@click.option("--rate", type=click.IntRange(1), default=200, show_default=True, help="events/s")
+@click.option("--window", default="10s", show_default=True, help="of events, that are trained")
+@click.option("--port", type=click.IntRange(0, 65535), default=8001, show_default=True)
+@click.option(
+    "--folder", type=PATH, help="of the events and the run  [default: runs/demo-stream-DATE-TIME]"
+)
+@exit_cleanly
+def stream(seconds: int, rate: int, window: str, port: int, folder: Path | None) -> int:
+    """Train and serve on events that keep coming, and watch it on a page.
+
+    Generates events, follows them with `train --follow --deltas`, serves the model with
+    `serve --follow`, and shows both at http://127.0.0.1:PORT. Ends by itself.
+    """
+    from freescale.train.run_folder import new_folder
+
+    name = datetime.now().strftime("demo-stream-%Y-%m-%d-%H%M%S")
+    demo = StreamDemo(folder or new_folder(Path("runs") / name), rate)
+    with demo.show(port) as address:
+        click.echo(f"watch it: {address}  ({seconds} s)")
+        demo.run(seconds, window)
+    click.echo(demo.describe())
+    click.echo(
+        f"everything is in {demo.folder}; the report: freescale report {demo.folder / 'run'}"
+    )
+    return 0
+
+
+class Sender:
+    """Users walk through the items, each with a stride of its own kind: what comes next can be
+    learned. Moves a file of events into a folder every moment."""
+
+    def __init__(self, folder: Path, rate: float, users: int = _USERS, items: int = _ITEMS) -> None:
+        import numpy as np
+
+        self._random = np.random.default_rng(0)
+        self._folder, self._rate, self._items = folder, rate, items
+        self._places = self._random.integers(0, items, users)
+        self.sent, self._until = 0, time.time()
+        folder.mkdir(parents=True)
+
+    def send(self) -> int:
+        """The events since the last call. Returns how many."""
+        import numpy as np
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        now = time.time()
+        count = int(self._rate * (now - self._until))
+        times = np.sort(self._random.uniform(self._until, now, count))
+        users = self._random.integers(0, len(self._places), count)
+        items = []
+        for user in users.tolist():
+            self._places[user] = (self._places[user] + 1 + user % 3) % self._items
+            items.append(f"item-{self._places[user]}")
+        columns = {"user_id": [f"user-{user}" for user in users], "item_id": items}
+        path = self._folder / f"{self.sent:012d}.parquet"
+        table = pa.table(columns | {"timestamp": (1000 * times).astype(np.int64)})
+        pq.write_table(table, part := self._folder.parent / "events.part")
+        part.rename(path)
+        self.sent, self._until = self.sent + count, now
+        return count
+
+
+class StreamDemo:
+    """Events, a trainer and a server, with their `figures` as JSON."""
+
+    def __init__(self, folder: Path, rate: int) -> None:
+        self.folder, self._run = folder, folder / "run"
+        self._sender, self._begin = Sender(folder / "events", rate), time.time()
+        self.figures: dict[str, Any] = {"state": "waiting for the first window", "windows": []}
+        self._recent: deque[tuple[float, int]] = deque(maxlen=8)
+        self._probes: deque[float] = deque(maxlen=600)
+        self._stop = threading.Event()
+
+    def run(self, seconds: float, window: str) -> None:
+        """ValueError if the trainer or the server ends by itself."""
+        settings = {"follow": self.folder / "events", "folder": self._run, "window": window}
+        train = ["train", *format_arguments(SETTINGS | settings)]
+        ends = time.monotonic() + seconds
+        sender = threading.Thread(target=self._send, daemon=True)
+        sender.start()
+        try:
+            with _begin(train, self.folder / "train.log") as trainer:
+                self._await(lambda: any(self._run.glob("deltas/*.full")), ends, trainer)
+                serve = ["serve", str(self._run), "--follow", "--port", "0", "--no-access-log"]
+                with _begin(serve, self.folder / "serve.log") as server:
+                    address = ("127.0.0.1", self._find_port(ends, trainer, server))
+                    self._await(lambda: self._look(address), ends, trainer, server)
+        finally:
+            self._stop.set()
+            sender.join()
+
+    def _send(self) -> None:
+        while not self._stop.wait(_PAUSE):
+            self._recent.append((time.monotonic(), self._sender.send()))
+
+    def _await(self, done: Any, ends: float, *processes: subprocess.Popen[bytes]) -> None:
+        while time.monotonic() < ends and not done():
+            self._collect()
+            for process in processes:
+                if process.poll() is not None:
+                    words = " ".join(map(str, process.args[3:5]))  # type: ignore[index]
+                    raise ValueError(f"{words} ended early: {self.folder}/*.log says why")
+            time.sleep(_PAUSE)
+
+    def _find_port(self, ends: float, *processes: subprocess.Popen[bytes]) -> int:
+        log, found = self.folder / "serve.log", re.compile(r"http://127\.0\.0\.1:(\d+)")
+        self._await(lambda: found.search(log.read_text()), ends, *processes)
+        match = found.search(log.read_text())
+        return 0 if match is None else int(match[1])
+
+    def _look(self, address: tuple[str, int]) -> None:
+        """Looks at the server, with a user whose next event must change what is recommended."""
+        connection = HTTPConnection(*address, timeout=10)
+        with suppress(OSError, HTTPException, ValueError):
+            now = time.time()
+            event = [f"item-{int(now) % _ITEMS}", int(1000 * now)]
+            begin = time.perf_counter()
+            _ask(connection, "/events", {"user": "probe", "events": [event]})
+            _ask(connection, "/recommend", {"user": "probe", "k": 10})
+            self._probes.append(1000 * (time.perf_counter() - begin))
+            health = _ask(connection, "/healthz")
+            trained = (health["version"]["trained_until"] or 0) / 1000
+            self.figures |= {"state": health["status"], "version": health["version"]["number"]}
+            self.figures |= {"alarm": health["alarm"], "model_age": time.time() - trained}
+            self.figures |= {"swap_seconds": sum(health["seconds"].values())}
+            self.figures["history_ms"] = sorted(self._probes)[len(self._probes) // 2]
+        connection.close()
+
+    def _collect(self) -> None:
+        """Reads the log of the run."""
+        if len(self._recent) > 1:
+            (first, _), (last, _) = self._recent[0], self._recent[-1]
+            sent = sum(count for _, count in list(self._recent)[1:])
+            self.figures["events_per_second"] = sent / (last - first)
+        self.figures |= {"sent": self._sender.sent, "seconds": time.time() - self._begin}
+        log = self._run / "metrics.jsonl"
+        lines = log.read_text().splitlines() if log.exists() else []
+        windows: dict[int, dict[str, Any]] = {}
+        for line in lines:
+            with suppress(ValueError):  # the last one may not be whole
+                entry = json.loads(line)
+                if "window" in entry:
+                    quality = entry["validation"]["model"]["hr@10"]
+                    windows.setdefault(entry["window"]["number"], {})["hr"] = quality
+                if "stream" in entry:
+                    told = {name: entry["stream"][name] for name in ("events", "lag", "new_items")}
+                    windows.setdefault(entry["stream"]["number"], {}).update(told)
+        self.figures["windows"] = [{"number": n, **windows[n]} for n in sorted(windows)]
+        lags = [of["lag"] for of in windows.values() if "lag" in of]
+        self.figures["lag"] = lags[-1] if lags else None
+
+    def describe(self) -> str:
+        """The figures at the end, in a sentence."""
+        found = self.figures
+        if "version" not in found:
+            return f"{found['sent']:,} events came; no version was served yet: give more --seconds"
+        return (
+            f"{found['sent']:,} events came, {len(found['windows'])} windows were trained, version "
+            f"{found['version']} is served; a user's event counts after {found['history_ms']:.0f} "
+            f"ms, and the model has seen all events until {found['model_age']:.0f} s ago"
+        )
+
+    @contextmanager
+    def show(self, port: int) -> Iterator[str]:
+        """Serves the page inside the block."""
+        demo = self
+        page = files("freescale.recommend").joinpath("static", "stream.html").read_bytes()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                figures = self.path == "/figures"
+                body = json.dumps(demo.figures).encode() if figures else page
+                self.send_response(200)
+                self.send_header("content-type", "application/json" if figures else "text/html")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *values: Any) -> None:
+                pass
+
+        try:
+            server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise ValueError(f"port {port}: {error.strerror}; choose another with --port") from None
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
+@contextmanager
+def _begin(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`freescale ...` inside the block; then it gets SIGTERM, as a service would."""
+    command = [sys.executable, "-m", "freescale", *arguments]
+    with open(log, "wb") as file:
+        environment = os.environ | {"COLUMNS": "120"}
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _ask(connection: HTTPConnection, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, data)
+    return json.loads(connection.getresponse().read())
