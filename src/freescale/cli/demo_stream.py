@@ -118,12 +118,14 @@ class StreamDemo:
         sender = threading.Thread(target=self._send, daemon=True)
         sender.start()
         try:
-            with _begin(train, self.folder / "train.log") as trainer:
+            with begin_command(train, self.folder / "train.log") as trainer:
                 self._await(lambda: any(self._run.glob("deltas/*.full")), ends, trainer)
                 serve = ["serve", str(self._run), "--follow", "--port", "0", "--no-access-log"]
-                with _begin(serve, self.folder / "serve.log") as server:
-                    address = ("127.0.0.1", self._find_port(ends, trainer, server))
-                    self._await(lambda: self._look(address), ends, trainer, server)
+                with begin_command(serve, self.folder / "serve.log") as server:
+                    log = self.folder / "serve.log"
+                    self._await(lambda: find_address(log), ends, trainer, server)
+                    if (address := find_address(log)) is not None:
+                        self._await(lambda: self._look(address), ends, trainer, server)
         finally:
             self._stop.set()
             sender.join()
@@ -140,12 +142,6 @@ class StreamDemo:
                     words = " ".join(map(str, process.args[3:5]))  # type: ignore[index]
                     raise ValueError(f"{words} ended early: {self.folder}/*.log says why")
             time.sleep(_PAUSE)
-
-    def _find_port(self, ends: float, *processes: subprocess.Popen[bytes]) -> int:
-        log, found = self.folder / "serve.log", re.compile(r"http://127\.0\.0\.1:(\d+)")
-        self._await(lambda: found.search(log.read_text()), ends, *processes)
-        match = found.search(log.read_text())
-        return 0 if match is None else int(match[1])
 
     def _look(self, address: tuple[str, int]) -> None:
         """Looks at the server, with a user whose next event must change what is recommended."""
@@ -230,7 +226,7 @@ class StreamDemo:
 
 
 @contextmanager
-def _begin(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def begin_command(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`freescale ...` inside the block; then it gets SIGTERM, as a service would."""
     command = [sys.executable, "-m", "freescale", *arguments]
     with open(log, "wb") as file:
@@ -245,6 +241,12 @@ def _begin(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def find_address(log: Path) -> tuple[str, int] | None:
+    """Where a server listens, by its log."""
+    found = re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())
+    return None if found is None else ("127.0.0.1", int(found[1]))
 
 
 def _ask(connection: HTTPConnection, path: str, body: dict[str, Any] | None = None) -> Any:
