@@ -47,16 +47,8 @@ def bench_deltas(trial: bool, to: Destination) -> None:
     if trial:
         show_claims(claims)
         return
-    packages = ["numpy", "pyarrow", "safetensors"]
-    write(
-        "stream-deltas",
-        "cpu",
-        "freescale bench stream deltas",
-        [bits, size],
-        claims,
-        packages,
-        to=to,
-    )
+    command, packages = "freescale bench stream deltas", ["numpy", "pyarrow", "safetensors"]
+    write("stream-deltas", "cpu", command, [bits, size], claims, packages, to=to)
 
 
 def _train(folder: Path, ranks: int, steps: int | None, **settings: object) -> None:
@@ -173,7 +165,7 @@ def _equals(one: Any, other: Any) -> bool:
         return bool(one.combine_chunks().equals(other.combine_chunks()))
     if isinstance(one, dict):
         return bool(one == other)
-    return one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+    return bool(one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def _remove(*folders: Path) -> None:
@@ -209,9 +201,9 @@ def _measure_bytes(folder: Path, trial: bool) -> Row:
         delta = files.read(number)
         changed = len(load_file(delta.path / "table.item.safetensors")["ids"])
         sizes.append((changed / rows, delta.nbytes))
-    changed, nbytes = min(sizes, key=lambda pair: abs(pair[0] - _SHARE))
+    share, nbytes = min(sizes, key=lambda pair: abs(pair[0] - _SHARE))
     return {
         "measured": "bytes", "width": 64, "rows": rows, "full_bytes": full.nbytes,
-        "changed": changed, "delta_bytes": nbytes,
-        "all": [{"changed": share, "delta_bytes": size} for share, size in sizes],
+        "changed": share, "delta_bytes": nbytes,
+        "all": [{"changed": part, "delta_bytes": size} for part, size in sizes],
     }  # fmt: skip

@@ -136,7 +136,7 @@ def _list_model(versions: Sequence[Version]) -> list[float]:
     for before, now in zip(versions[1:], versions[2:], strict=False):
         times = np.arange(before[1], now[1], 0.05)
         found = np.concatenate([found, now[2] - times])
-    return found.tolist()  # type: ignore[no-any-return]
+    return found.tolist()
 
 
 def _cut(values: Sequence[float]) -> dict[str, float]:
