@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from freescale import Subscriber
 from freescale.recommend.export import export_run
-from freescale.train.deltas.exports import compact
 from freescale.train.deltas.folder import DeltaFolder
 from freescale_bench.common.results import Destination, Row, at_least, at_most, show_claims, write
 
@@ -111,7 +110,7 @@ def _measure_bits(folder: Path, trial: bool) -> Row:
         compared, differ = compared + len(expected), differ + _count_different(found, expected)
         _remove(folder / "found", folder / "expected")
     later = _set_aside(files, deltas[len(deltas) // 2], folder / "later")
-    compact(files.folder)
+    Subscriber(run).compact()
     _put_back(files, later)
     subscriber = Subscriber(run)
     found = _read(subscriber.write(folder / "found"))

@@ -6,7 +6,6 @@ model     from an event until a model that was trained on it is served"""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from freescale.cli.demo_stream import SETTINGS, Sender, begin_command, find_address
+from freescale.cli.demo_stream import SETTINGS, Sender, ask, begin_command, find_address
 from freescale.cli.options import format_arguments
 from freescale_bench.common.results import Destination, at_least, at_most, show_claims, write
 
@@ -109,22 +108,22 @@ def _probe(
         _wait(lambda: True, *processes)
         if any(process.poll() is not None for process in processes):
             raise ValueError("training or serving ended early")
-        health = _ask(connection, "/healthz")
+        health = ask(connection, "/healthz")
         version = health["version"]
         until, served = version["trained_until"] / 1000, version["served"]
         swap = sum(health["seconds"].values())
         versions.setdefault(version["number"], (version["number"], until, served, swap))
         user = f"user-{random.integers(0, _USERS)}"
         event = [f"item-{random.integers(0, 1000)}", int(1000 * time.time())]
-        _ask(connection, "/events", {"user": user, "events": [event]})
-        before = _ask(connection, "/recommend", {"user": user, "k": 10})
+        ask(connection, "/events", {"user": user, "events": [event]})
+        before = ask(connection, "/recommend", {"user": user, "k": 10})
         other = [f"item-{random.integers(0, 1000)}", int(1000 * time.time())]
         begin = time.perf_counter()
-        _ask(connection, "/events", {"user": user, "events": [other]})
-        after = _ask(connection, "/recommend", {"user": user, "k": 10})
+        ask(connection, "/events", {"user": user, "events": [other]})
+        after = ask(connection, "/recommend", {"user": user, "k": 10})
         found.append((1000 * (time.perf_counter() - begin), before["items"] != after["items"]))
         following = max(following + 1 / _PROBES, time.monotonic())
-        time.sleep(following - time.monotonic())
+        time.sleep(max(0.0, following - time.monotonic()))
     connection.close()
     return found, list(versions.values())
 
@@ -142,13 +141,3 @@ def _list_model(versions: Sequence[Version]) -> list[float]:
 def _cut(values: Sequence[float]) -> dict[str, float]:
     cuts = np.percentile(values, [50, 99, 100])
     return dict(zip(("median", "p99", "max"), cuts.round(3).tolist(), strict=True))
-
-
-def _ask(connection: HTTPConnection, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = None if body is None else json.dumps(body)
-    connection.request("GET" if body is None else "POST", path, data)
-    answer = connection.getresponse()
-    found = json.loads(answer.read())
-    if answer.status != 200:
-        raise ValueError(f"{path} answered {answer.status}: {found}")
-    return found

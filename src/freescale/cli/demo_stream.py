@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -56,10 +53,7 @@ def stream(seconds: int, rate: int, window: str, port: int, folder: Path | None)
     with demo.show(port) as address:
         click.echo(f"watch it: {address}  ({seconds} s)")
         demo.run(seconds, window)
-    click.echo(demo.describe())
-    click.echo(
-        f"everything is in {demo.folder}; the report: freescale report {demo.folder / 'run'}"
-    )
+    click.echo(f"{demo.figures['sent']:,} events came; see freescale report {demo.folder / 'run'}")
     return 0
 
 
@@ -76,8 +70,8 @@ class Sender:
         self.sent, self._until = 0, time.time()
         folder.mkdir(parents=True)
 
-    def send(self) -> int:
-        """The events since the last call. Returns how many."""
+    def send(self) -> None:
+        """The events since the last call."""
         import numpy as np
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -96,33 +90,29 @@ class Sender:
         pq.write_table(table, part := self._folder.parent / "events.part")
         part.rename(path)
         self.sent, self._until = self.sent + count, now
-        return count
 
 
 class StreamDemo:
-    """Events, a trainer and a server, with their `figures` as JSON."""
+    """Events, a trainer and a server. `figures`: what the page shows of them, as JSON."""
 
     def __init__(self, folder: Path, rate: int) -> None:
         self.folder, self._run = folder, folder / "run"
         self._sender, self._begin = Sender(folder / "events", rate), time.time()
-        self.figures: dict[str, Any] = {"state": "waiting for the first window", "windows": []}
-        self._recent: deque[tuple[float, int]] = deque(maxlen=8)
-        self._probes: deque[float] = deque(maxlen=600)
+        self.figures: dict[str, Any] = {}
         self._stop = threading.Event()
 
     def run(self, seconds: float, window: str) -> None:
         """ValueError if the trainer or the server ends by itself."""
-        settings = {"follow": self.folder / "events", "folder": self._run, "window": window}
-        train = ["train", *format_arguments(SETTINGS | settings)]
-        ends = time.monotonic() + seconds
+        given = {"follow": self.folder / "events", "folder": self._run, "window": window}
+        train = ["train", *format_arguments(SETTINGS | given)]
+        serve = ["serve", str(self._run), "--follow", "--port", "0", "--no-access-log"]
+        ends, log = time.monotonic() + seconds, self.folder / "serve.log"
         sender = threading.Thread(target=self._send, daemon=True)
         sender.start()
         try:
             with begin_command(train, self.folder / "train.log") as trainer:
                 self._await(lambda: any(self._run.glob("deltas/*.full")), ends, trainer)
-                serve = ["serve", str(self._run), "--follow", "--port", "0", "--no-access-log"]
-                with begin_command(serve, self.folder / "serve.log") as server:
-                    log = self.folder / "serve.log"
+                with begin_command(serve, log) as server:
                     self._await(lambda: find_address(log), ends, trainer, server)
                     if (address := find_address(log)) is not None:
                         self._await(lambda: self._look(address), ends, trainer, server)
@@ -132,68 +122,31 @@ class StreamDemo:
 
     def _send(self) -> None:
         while not self._stop.wait(_PAUSE):
-            self._recent.append((time.monotonic(), self._sender.send()))
+            self._sender.send()
 
     def _await(self, done: Any, ends: float, *processes: subprocess.Popen[bytes]) -> None:
+        log = self._run / "metrics.jsonl"
         while time.monotonic() < ends and not done():
-            self._collect()
-            for process in processes:
-                if process.poll() is not None:
-                    words = " ".join(map(str, process.args[3:5]))  # type: ignore[index]
-                    raise ValueError(f"{words} ended early: {self.folder}/*.log says why")
+            if any(process.poll() is not None for process in processes):
+                raise ValueError(f"training or serving ended early: {self.folder}/*.log says why")
+            lines = log.read_text().splitlines() if log.exists() else []
+            self.figures["log"] = [line for line in lines if '"number": ' in line]
+            self.figures |= {"sent": self._sender.sent, "seconds": time.time() - self._begin}
             time.sleep(_PAUSE)
 
     def _look(self, address: tuple[str, int]) -> None:
-        """Looks at the server, with a user whose next event must change what is recommended."""
+        """Looks at the server, with a user whose next event changes what is recommended."""
         connection = HTTPConnection(*address, timeout=10)
         with suppress(OSError, HTTPException, ValueError):
-            now = time.time()
-            event = [f"item-{int(now) % _ITEMS}", int(1000 * now)]
+            event = [f"item-{int(time.time()) % _ITEMS}", int(1000 * time.time())]
             begin = time.perf_counter()
-            _ask(connection, "/events", {"user": "probe", "events": [event]})
-            _ask(connection, "/recommend", {"user": "probe", "k": 10})
-            self._probes.append(1000 * (time.perf_counter() - begin))
-            health = _ask(connection, "/healthz")
+            ask(connection, "/events", {"user": "probe", "events": [event]})
+            ask(connection, "/recommend", {"user": "probe", "k": 10})
+            self.figures["history_ms"] = 1000 * (time.perf_counter() - begin)
+            health = ask(connection, "/healthz")
             trained = (health["version"]["trained_until"] or 0) / 1000
-            self.figures |= {"state": health["status"], "version": health["version"]["number"]}
-            self.figures |= {"alarm": health["alarm"], "model_age": time.time() - trained}
-            self.figures |= {"swap_seconds": sum(health["seconds"].values())}
-            self.figures["history_ms"] = sorted(self._probes)[len(self._probes) // 2]
+            self.figures |= {"health": health, "model_age": time.time() - trained}
         connection.close()
-
-    def _collect(self) -> None:
-        """Reads the log of the run."""
-        if len(self._recent) > 1:
-            (first, _), (last, _) = self._recent[0], self._recent[-1]
-            sent = sum(count for _, count in list(self._recent)[1:])
-            self.figures["events_per_second"] = sent / (last - first)
-        self.figures |= {"sent": self._sender.sent, "seconds": time.time() - self._begin}
-        log = self._run / "metrics.jsonl"
-        lines = log.read_text().splitlines() if log.exists() else []
-        windows: dict[int, dict[str, Any]] = {}
-        for line in lines:
-            with suppress(ValueError):  # the last one may not be whole
-                entry = json.loads(line)
-                if "window" in entry:
-                    quality = entry["validation"]["model"]["hr@10"]
-                    windows.setdefault(entry["window"]["number"], {})["hr"] = quality
-                if "stream" in entry:
-                    told = {name: entry["stream"][name] for name in ("events", "lag", "new_items")}
-                    windows.setdefault(entry["stream"]["number"], {}).update(told)
-        self.figures["windows"] = [{"number": n, **windows[n]} for n in sorted(windows)]
-        lags = [of["lag"] for of in windows.values() if "lag" in of]
-        self.figures["lag"] = lags[-1] if lags else None
-
-    def describe(self) -> str:
-        """The figures at the end, in a sentence."""
-        found = self.figures
-        if "version" not in found:
-            return f"{found['sent']:,} events came; no version was served yet: give more --seconds"
-        return (
-            f"{found['sent']:,} events came, {len(found['windows'])} windows were trained, version "
-            f"{found['version']} is served; a user's event counts after {found['history_ms']:.0f} "
-            f"ms, and the model has seen all events until {found['model_age']:.0f} s ago"
-        )
 
     @contextmanager
     def show(self, port: int) -> Iterator[str]:
@@ -230,12 +183,11 @@ def begin_command(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[
     """`freescale ...` inside the block; then it gets SIGTERM, as a service would."""
     command = [sys.executable, "-m", "freescale", *arguments]
     with open(log, "wb") as file:
-        environment = os.environ | {"COLUMNS": "120"}
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
             yield process
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
@@ -249,7 +201,12 @@ def find_address(log: Path) -> tuple[str, int] | None:
     return None if found is None else ("127.0.0.1", int(found[1]))
 
 
-def _ask(connection: HTTPConnection, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(connection: HTTPConnection, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON that a server answers. ValueError if it refuses."""
     data = None if body is None else json.dumps(body)
     connection.request("GET" if body is None else "POST", path, data)
-    return json.loads(connection.getresponse().read())
+    answer = connection.getresponse()
+    found = json.loads(answer.read())
+    if answer.status != 200:
+        raise ValueError(f"{path} answered {answer.status}: {found}")
+    return found

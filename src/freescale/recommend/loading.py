@@ -105,7 +105,7 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
     features, weights = load_features(config, path, folder), dict(read_weights(found))
     described, progress = RunData(config, folder, path, features), found.state["progress"]
     texts = described.read_texts(progress)
-    catalogue = described.list_items(weights["table.item"], progress, texts)
+    catalogue = described.list_items(weights["table.item"], progress)
     module = build_plain(config, weights, catalogue, features)
     file = None if follows else described.file
     more = described.vocabulary, file, described.time_unit, found, texts

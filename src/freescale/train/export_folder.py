@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import copyfile, rmtree
@@ -29,6 +30,7 @@ from freescale.train.time_order import find_split, open_file
 
 EXPORT = "export.json"
 _VERSION = 1
+_BEFORE = -(1 << 63)  # before all times
 
 
 class RunData:
@@ -53,8 +55,8 @@ class RunData:
             if self._stream is None
             else read_unit(self._stream)
         )
-        self._counts = pa.table({"id": np.zeros(0, np.int64), "events": np.zeros(0, np.int64)})
-        self._counted: int | None = None  # events before this time
+        self._counts: dict[int, int] = {}  # of a stream: events of items before a time
+        self._counted = _BEFORE
 
     def read_texts(self, progress: Mapping[str, Any]) -> pa.Table | None:
         """The vocabulary, which grows with a stream; None: ids are integers."""
@@ -63,11 +65,10 @@ class RunData:
         texts = pq.read_table(self.vocabulary)
         return texts if self._stream is None else texts.slice(0, sum(progress["stream"]["texts"]))
 
-    def list_items(
-        self, table: Mapping[str, Tensor], progress: Mapping[str, Any], texts: pa.Table | None
-    ) -> Catalogue:
+    def list_items(self, table: Mapping[str, Tensor], progress: Mapping[str, Any]) -> Catalogue:
         """The items, with this item table as in an export. Reads all events, of a stream those that
         came since the last call."""
+        texts = self.read_texts(progress)
         named = None if texts is None else select_texts(texts, "item_id")
         listed = np.zeros(0, np.int64) if self.features is None else self.features.find_listed()
         split = find_split(self.config, self.file.path)
@@ -90,29 +91,26 @@ class RunData:
 
     def _count_streamed(self, keys: NDArray[np.int64], end: int) -> NDArray[np.int64]:
         """[n]: events of items [n] before the end of a window."""
-        assert self._stream is not None
-        if self._counted is None or self._counted > end:
-            self._counted, self._counts = np.iinfo(np.int64).min, self._counts.slice(0, 0)
+        if self._counted > end:  # of a later checkpoint
+            self._counted, self._counts = _BEFORE, {}
         while True:
             try:
-                found = list(_read_items(EventStore(self._stream / STORE), self._counted, end))
+                found = Counter(self._list_streamed(end))
                 break
             except FileNotFoundError:  # segments were merged meanwhile
                 continue
-        new, count = np.unique(np.concatenate([np.zeros(0, np.int64), *found]), return_counts=True)
-        joined = pa.concat_tables([self._counts, pa.table({"id": new, "events": count})])
-        grouped = joined.group_by("id").aggregate([("events", "sum")]).sort_by("id")
-        self._counts, self._counted = grouped.rename_columns(["id", "events"]), end
-        ids, events = (self._counts.column(n).to_numpy() for n in ("id", "events"))
-        place = np.searchsorted(ids, keys).clip(max=max(len(ids) - 1, 0))
-        return np.where(ids[place] == keys, events[place], 0) if len(ids) else np.zeros_like(keys)
+        self._counts, self._counted = Counter(self._counts) + found, end
+        return np.array([self._counts.get(key, 0) for key in keys.tolist()], np.int64)
 
-
-def _read_items(store: EventStore, begin: int, end: int) -> Iterator[NDArray[np.int64]]:
-    for segment, entry in zip(store.segments, store.entries, strict=True):
-        if entry["last_time"] >= begin:
-            times = segment.column("timestamp")
-            yield segment.column("item_id")[(times >= begin) & (times < end)].astype(np.int64)
+    def _list_streamed(self, end: int) -> list[int]:
+        assert self._stream is not None
+        store, items = EventStore(self._stream / STORE), list[int]()
+        for segment, entry in zip(store.segments, store.entries, strict=True):
+            if entry["last_time"] >= self._counted:
+                times = segment.column("timestamp")
+                new = (times >= self._counted) & (times < end)
+                items += segment.column("item_id")[new].tolist()
+        return items
 
 
 def write_description(

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -63,33 +63,9 @@ class Version:
         self._close()
 
 
-@dataclass(frozen=True)
-class _Built:
-    """What the builder says of a version; its pipe follows."""
-
-    number: int
-    step: int
-    published: float  # seconds since 1970
-    trained_until: int | None  # time of the last event
-    apply_seconds: float
-    items: Catalogue
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """The process of a version has ended by itself."""
-
-    number: int
-
-
 class Follower:
     """The builder, as the server sees it. Made before the server has threads or has read anything.
-
-    Args:
-        folder: of the run.
-        config: settings.
-        listener: the socket that other processes do not keep open.
-    """
+    `listener`: the socket that other processes do not keep open."""
 
     def __init__(self, folder: Path, config: ServeConfig, listener: socket.socket) -> None:
         self._control, theirs = _FORK.Pipe()
@@ -101,14 +77,14 @@ class Follower:
         self.alarm: str | None = None
         self.swaps = 0
         self.seconds = {"apply": 0.0, "build": 0.0}  # of the last version
-        first = self._receive()
-        base = Subscriber(folder).load()
-        base.module.to("meta")  # reads requests, and computes nothing
-        self._base = base
         self._cache: UserCache | None = None
-        self._number = first.number  # of the version in service
+        problem, built = self._control.recv()
+        if not built:
+            raise ValueError(problem)
+        self._base = Subscriber(folder).load()
+        self._base.module.to("meta")  # reads requests, and computes nothing
         try:
-            self.first = self._open(first)
+            self.first = self._open(*built)
         except EOFError:
             raise ValueError("the model does not start: see the error above") from None
 
@@ -120,45 +96,27 @@ class Follower:
     def _follow(self, swap: Callable[[Version], None]) -> None:
         try:
             while True:
-                found = self._receive()
-                if isinstance(found, _Built):
-                    try:
-                        swap(self._open(found))
-                    except EOFError:  # `_Ended` follows
-                        continue
-                    self._number, self.swaps = found.number, self.swaps + 1
-                elif isinstance(found, _Ended):
-                    self.alarm = f"the process of version {found.number} has ended"
-                    if found.number == self._number:
-                        os.kill(os.getpid(), signal.SIGTERM)
-                else:
-                    self.alarm = found
+                self.alarm, built = self._control.recv()
+                if built:
+                    swap(self._open(*built))
+                    self.swaps += 1
         except (EOFError, OSError, RuntimeError):
             if not self._closing:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _receive(self) -> Any:
-        found = self._control.recv()
-        if isinstance(found, ValueError):
-            raise found
-        return found
-
-    def _open(self, built: _Built) -> Version:
+    def _open(self, about: dict[str, Any], seconds: float, items: Catalogue) -> Version:
         """Waits until the process of a version is ready, and makes its reader meanwhile."""
         begin = time.perf_counter()
         remote = Remote(Connection(recv_handle(self._control)))
-        loaded = replace(self._base.loaded, catalogue=built.items)
+        loaded = replace(self._base.loaded, catalogue=items)
         recommender = Recommender(loaded, torch.device("meta"))
-        recommender.items.find(recommender.items.restore(recommender.items.popular[:1]))
-        reader = Reader(recommender, self._config, built.number, self._cache)
+        items.find(items.restore(items.popular[:1]))
+        reader = Reader(recommender, self._config, about["number"], self._cache)
         self._cache = reader.cache
         remote.wait()
         version = Version(reader, remote.compute, remote.close)
-        version.about = {"number": built.number, "step": built.step}
-        version.about |= {"published": built.published, "trained_until": built.trained_until}
-        version.about["served"] = time.time()
-        seconds = time.perf_counter() - begin
-        self.seconds = {"apply": built.apply_seconds, "build": seconds}
+        version.about = about | {"served": time.time()}
+        self.seconds = {"apply": seconds, "build": time.perf_counter() - begin}
         return version
 
     def close(self) -> None:
@@ -184,17 +142,15 @@ def _build(folder: Path, config: ServeConfig, control: Connection, others: tuple
     try:
         subscriber = Subscriber(folder)
     except ValueError as error:
-        control.send(error)
+        control.send((str(error), None))
         return
     process: Any = None
     while True:
         if subscriber.number != built:
             process, built = _start_version(subscriber, config, control, begin), subscriber.number
-        if control.poll(_POLL):  # the server ends
+            alarm = None
+        if control.poll(_POLL) or not process.is_alive():  # the server ends, or will
             return
-        if process is not None and not process.is_alive():
-            control.send(_Ended(built))
-            process = None
         multiprocessing.active_children()  # forgets those that have ended
         begin, problem = time.perf_counter(), None
         try:
@@ -203,7 +159,7 @@ def _build(folder: Path, config: ServeConfig, control: Connection, others: tuple
             problem = str(error)
         if problem != alarm:
             alarm = problem
-            control.send(alarm)
+            control.send((alarm, None))
 
 
 def _start_version(
@@ -211,15 +167,12 @@ def _start_version(
 ) -> Any:
     recommender, last = subscriber.load(), subscriber.last
     ours, theirs = _FORK.Pipe()
-    queries = make_queries(recommender)
-    work = recommender.loaded, config, queries, theirs, (ours, control)
+    work = recommender.loaded, config, make_queries(recommender), theirs, (ours, control)
     process = _FORK.Process(target=serve_model, args=work, daemon=True)
     process.start()
-    about = last.about["published"], last.about["trained_until"]
-    seconds = time.perf_counter() - begin
-    control.send(_Built(last.number, last.step, *about, seconds, recommender.items))
-    parent = os.getppid()
-    send_handle(control, ours.fileno(), parent)
+    about = {name: last.about[name] for name in ("number", "step", "published", "trained_until")}
+    control.send((None, (about, time.perf_counter() - begin, recommender.items)))
+    send_handle(control, ours.fileno(), os.getppid())
     for pipe in (ours, theirs):
         pipe.close()
     return process

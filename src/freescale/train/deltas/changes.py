@@ -61,13 +61,7 @@ def read_changes(
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """What a checkpoint changes: its dense weights, and for each table `ids` [n] ascending and
     `weight` [n, width], for a dynamic one also `removed` [m] and, if it has changed, `default`
-    [1, width]. Brings `known` up to date.
-
-    Args:
-        path: of the checkpoint.
-        state: its state.json; it names the rows that changed.
-        known: of the checkpoint before.
-    """
+    [1, width]. `state`: its state.json; `known`: of the checkpoint before, brought up to date."""
     reader, tables = SafeReader(path), {}
     saved = read_tensors(reader, lambda name: name.startswith("dense/"))
     dense = {name.removeprefix("dense/"): value for name, value in saved.items()}

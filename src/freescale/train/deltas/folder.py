@@ -10,10 +10,8 @@ number and checksum: a chain belongs to one run. What is listed is whole: a rena
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,25 +35,14 @@ class Missing(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a published folder says of itself.
-
-    Attributes:
-        number: of the state.
-        step: of the run.
-        checksum: that deltas name as their parent's. A full export that was made of deltas stands
-            in for the last of these.
-        about: all of delta.json.
-    """
+    """What a published folder says of itself. `about`: all of delta.json; `checksum`: what deltas
+    name as their parent's. A full export made of deltas stands in for the last of these."""
 
     path: Path
     number: int
     step: int
     checksum: int
     about: dict[str, Any]
-
-    @property
-    def is_full(self) -> bool:
-        return self.about["parent"] is None
 
     @property
     def nbytes(self) -> int:
@@ -106,28 +93,6 @@ class DeltaFolder:
             )
         return Manifest(path, number, about["step"], about.get("stands_for", checksum), about)
 
-    def find_last(self) -> Manifest | None:
-        """The newest state; a delta, if there are both of its number."""
-        full, deltas = self.list_numbers()
-        number = max([*full, *deltas], default=None)
-        return None if number is None else self.read(number, full=number not in deltas)
-
-    def find_chain(self, last: int | None = None) -> list[Manifest]:
-        """The newest full export, up to a number, and the deltas that follow it, up to that.
-        Missing if there is a gap, or no full export."""
-        full, deltas = self.list_numbers()
-        ends = max([*full, *deltas], default=-1) if last is None else last
-        begin = max((number for number in full if number <= ends), default=None)
-        if begin is None:
-            raise Missing(f"{self.folder} has no full export: name the folder deltas of a run")
-        chain = [self.read(begin, full=True)]
-        for number in range(begin + 1, ends + 1):
-            if number not in deltas:
-                raise Missing(f"{self.path(number)} is missing")
-            chain.append(self.read(number))
-            chain[-1].check_parent(chain[-2])
-        return chain
-
     # ---- the publisher
 
     def begin(self, number: int) -> Path:
@@ -138,8 +103,9 @@ class DeltaFolder:
         path.mkdir(parents=True)
         return path
 
-    def finish(self, path: Path, number: int, about: dict[str, Any], full: bool) -> Manifest:
+    def finish(self, path: Path, number: int, about: dict[str, Any]) -> Manifest:
         """Publishes what was written. `about`: `step`, `parent` and others."""
+        full = about["parent"] is None
         files = {}
         for file in sorted(path.rglob("*")):
             if file.is_file():
@@ -156,20 +122,7 @@ class DeltaFolder:
         """Removes full exports but the newest, and deltas that it contains but the last `keep`."""
         full, deltas = self.list_numbers()
         old = [number for number in deltas if number <= full[-1] and number <= deltas[-1] - keep]
-        self._remove([*(self.path(n, True) for n in full[:-1]), *map(self.path, old)])
-
-    def _remove(self, paths: Iterable[Path]) -> None:
-        for path in paths:
+        for path in [*(self.path(n, True) for n in full[:-1]), *map(self.path, old)]:
             going = path.with_name(f".writing-{path.name}")  # half removed, it must not be listed
             path.rename(going)
             shutil.rmtree(going)
-
-
-def link_or_copy(source: Path, target: Path) -> Path:
-    """The same file under another name: published files do not change."""
-    target.parent.mkdir(exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-    return target

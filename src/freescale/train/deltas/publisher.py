@@ -17,31 +17,26 @@ from torch import Tensor
 from freescale.data.catalogue import ITEMS, Catalogue
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.train.deltas.changes import RowIds, compare_items, read_changes
-from freescale.train.deltas.exports import compact, read_items, read_vocabulary
 from freescale.train.deltas.folder import DeltaFolder, Manifest
 from freescale.train.export import export_checkpoint, write_tensors
 from freescale.train.export_folder import RunData, write_about, write_description
 from freescale.train.state.disk import CheckpointFolder, read_state, sum_state
-from freescale.train.state.intact import verify_checkpoint
+from freescale.train.state.intact import Intact, verify_checkpoint
 from freescale.transport.local import LocalTransport
 from freescale.transport.threads import start_thread
 
 
 class Publisher:
-    """Publishes in a folder. `open` once, then `publish` and `wait`; only on rank 0.
-
-    Args:
-        folder: `deltas` of the run.
-        keep: how many deltas stay.
-        data: of the run.
-    """
+    """Publishes in the folder `deltas` of a run and keeps the last few deltas. `open` once, then
+    `publish` and `wait`; only on rank 0."""
 
     def __init__(self, folder: Path, keep: int, data: RunData) -> None:
         self.files, self._keep, self._data = DeltaFolder(folder), keep, data
         self._last: Manifest | None = None
+        # of the last state
         self._known: dict[str, RowIds] = {}
-        self._items: Catalogue | None = None
-        self._texts = 0  # of the vocabulary, that are published
+        self._items: Catalogue | None = None  # None: the next one can only be full
+        self._texts = 0
         self._done = threading.Event()
         self._done.set()
         self._error: Exception | None = None
@@ -49,27 +44,18 @@ class Publisher:
     def open(self, checkpoint: Path | None) -> None:
         """Continues what is in the folder, and publishes the checkpoint that the run continues from
         if it is not. What cannot be a delta to the last state becomes a full export."""
-        self._last = self.files.find_last()
-        if self._last is None or checkpoint is None:
+        full, deltas = self.files.list_numbers()
+        if not full or checkpoint is None:
             return
-        state, published = read_state(checkpoint), self._last.about["checkpoint"]
-        before = state.get("since", state.get("parent"))
-        same = published == _identify(state)
-        try:
-            if not same and before != published:
-                raise ValueError("another state")
-            step = published["step"]
-            path = CheckpointFolder(checkpoint.parent).path(step)
-            found = verify_checkpoint(path, LocalTransport())
-            if _identify(found.state) != published:
-                raise ValueError("another state")
-            chain = self.files.find_chain(self._last.number)
-            self._items, vocabulary = read_items(chain), read_vocabulary(chain)
+        number = max([*full, *deltas])
+        self._last = self.files.read(number, full=number not in deltas)
+        published = self._last.about["checkpoint"]
+        before = CheckpointFolder(checkpoint.parent).path(published["step"])
+        try:  # it is the checkpoint, or the one before it
+            if sum_state(read_state(before)) == published["checksum"]:
+                self._adopt(_verify(before))
         except ValueError:
-            self._known, self._items = {}, None
-        else:
-            self._known = RowIds.read_all(found)
-            self._texts = 0 if vocabulary is None else len(vocabulary)
+            pass  # gone or damaged
         self._publish(checkpoint)
 
     def publish(self, checkpoint: Path) -> None:
@@ -93,74 +79,75 @@ class Publisher:
             raise ValueError(f"{self.files.folder}: cannot publish: {error}") from error
 
     def _publish(self, checkpoint: Path) -> None:
-        state = read_state(checkpoint)
-        if self._last is not None and self._last.about["checkpoint"] == _identify(state):
+        state, last = read_state(checkpoint), self._last
+        published = None if last is None else last.about["checkpoint"]
+        if published == _identify(state):
             return
-        before = state.get("since", state.get("parent"))
-        if self._last is None or self._items is None or before != self._last.about["checkpoint"]:
-            self._publish_full(checkpoint)
-        else:
+        if self._items is not None and published == state.get("since", state.get("parent")):
             self._publish_delta(checkpoint, state)
-        full, _ = self.files.list_numbers()
+        else:
+            found = _verify(checkpoint)
+            self._adopt(found)
+            self._last = self._write_full(found, 0 if last is None else last.number + 1)
         assert self._last is not None
-        if self._last.number - full[-1] >= self._keep:
-            compact(self.files.folder)
+        if self._last.number - self.files.list_numbers()[0][-1] >= self._keep:
+            own = self._last.number, self._last.checksum
+            self._write_full(_verify(checkpoint), *own)  # for subscribers that are far behind
         self.files.prune(self._keep)
 
-    def _publish_full(self, checkpoint: Path) -> None:
-        found, data = verify_checkpoint(checkpoint, LocalTransport()), self._data
-        number = 0 if self._last is None else self._last.number + 1
-        path = self.files.begin(number)
+    def _adopt(self, found: Intact) -> None:
+        """Goes on from a checkpoint."""
         self._known = RowIds.read_all(found)
-        list(export_checkpoint(found, path))
-        progress = found.state["progress"]
-        texts = data.read_texts(progress)
+        texts = self._data.read_texts(found.state["progress"])
+        self._items = self._list_items(found.state)
         self._texts = 0 if texts is None else len(texts)
-        self._items = data.list_items(self._describe_table(found.state), progress, texts)
+
+    def _write_full(self, found: Intact, number: int, stands_for: int | None = None) -> Manifest:
+        path, data = self.files.begin(number), self._data
+        list(export_checkpoint(found, path))
+        texts = data.read_texts(found.state["progress"])
+        assert self._items is not None
         list(write_description(path, data.run, self._items, texts, data.features))
-        self._finish(path, number, found.state, None)
+        more = {} if stands_for is None else {"stands_for": stands_for}
+        return self._finish(path, number, found.state, {"parent": None, **more})
 
     def _publish_delta(self, checkpoint: Path, state: dict[str, Any]) -> None:
         assert self._last is not None and self._items is not None
-        number, parent = self._last.number + 1, self._last
-        path = self.files.begin(number)
+        path = self.files.begin(self._last.number + 1)
         dense, tables = read_changes(checkpoint, state, self._known)
         write_tensors(dense, path / "dense.safetensors")
         for name, change in tables.items():
             write_tensors(change, path / f"table.{name}.safetensors")
         if "item" in self._known:  # else every item has its row, and all counts are known
-            self._write_items(path, state)
-        own = {"number": parent.number, "checksum": parent.checksum}
-        self._finish(path, number, state, own)
-
-    def _write_items(self, path: Path, state: dict[str, Any]) -> None:
-        """Writes what has changed, and the texts that came: a vocabulary only grows."""
-        assert self._items is not None
-        texts = self._data.read_texts(state["progress"])
-        items = self._data.list_items(self._describe_table(state), state["progress"], texts)
-        changed = compare_items(self._items, items)
-        if changed is not None:
-            pq.write_table(changed, path / ITEMS)
-        if texts is not None and len(texts) > self._texts:
-            pq.write_table(texts.slice(self._texts), path / VOCABULARY)
-            self._texts = len(texts)
-        self._items = items
+            items, texts = self._list_items(state), self._data.read_texts(state["progress"])
+            if (changed := compare_items(self._items, items)) is not None:
+                pq.write_table(changed, path / ITEMS)
+            if texts is not None and len(texts) > self._texts:  # a vocabulary only grows
+                pq.write_table(texts.slice(self._texts), path / VOCABULARY)
+                self._texts = len(texts)
+            self._items = items
+        parent = {"number": self._last.number, "checksum": self._last.checksum}
+        self._last = self._finish(path, self._last.number + 1, state, {"parent": parent})
 
     def _finish(
-        self, path: Path, number: int, state: dict[str, Any], parent: dict[str, int] | None
-    ) -> None:
-        step = state["progress"]["step"]
+        self, path: Path, number: int, state: dict[str, Any], about: dict[str, Any]
+    ) -> Manifest:
+        step, until = state["progress"]["step"], state["progress"].get("trained_until")
         write_about(path, self._data.time_unit, step)
-        about = {"step": step, "parent": parent, "checkpoint": _identify(state)}
-        about["trained_until"] = state["progress"].get("trained_until")
-        self._last = self.files.finish(path, number, about, full=parent is None)
+        about |= {"step": step, "trained_until": until, "checkpoint": _identify(state)}
+        return self.files.finish(path, number, about)
 
-    def _describe_table(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        if "item" in self._known:
-            return {"ids": self._known["item"].list()}
+    def _list_items(self, state: dict[str, Any]) -> Catalogue:
         rows, width = state["tables"]["item"][:2]
-        return {"weight": torch.empty(rows, width, device="meta")}
+        table: dict[str, Tensor] = {"weight": torch.empty(rows, width, device="meta")}
+        if "item" in self._known:
+            table = {"ids": self._known["item"].list()}
+        return self._data.list_items(table, state["progress"])
 
 
 def _identify(state: dict[str, Any]) -> dict[str, int]:
     return {"step": state["progress"]["step"], "checksum": sum_state(state)}
+
+
+def _verify(checkpoint: Path) -> Intact:
+    return verify_checkpoint(checkpoint, LocalTransport())
