@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class Sender:
 
 
 class StreamDemo:
-    """Events, a trainer and a server. `figures`: what the page shows of them, as JSON."""
+    """Events, a trainer and a server. `figures`: what the page shows besides the run's log."""
 
     def __init__(self, folder: Path, rate: int) -> None:
         self.folder, self._run = folder, folder / "run"
@@ -125,13 +126,13 @@ class StreamDemo:
             self._sender.send()
 
     def _await(self, done: Any, ends: float, *processes: subprocess.Popen[bytes]) -> None:
-        log = self._run / "metrics.jsonl"
         while time.monotonic() < ends and not done():
             if any(process.poll() is not None for process in processes):
                 raise ValueError(f"training or serving ended early: {self.folder}/*.log says why")
-            lines = log.read_text().splitlines() if log.exists() else []
-            self.figures["log"] = [line for line in lines if '"number": ' in line]
             self.figures |= {"sent": self._sender.sent, "seconds": time.time() - self._begin}
+            part = self.folder / "figures.part"
+            part.write_text(json.dumps(self.figures))
+            part.rename(self.folder / "figures.json")
             time.sleep(_PAUSE)
 
     def _look(self, address: tuple[str, int]) -> None:
@@ -150,32 +151,24 @@ class StreamDemo:
 
     @contextmanager
     def show(self, port: int) -> Iterator[str]:
-        """Serves the page inside the block."""
-        demo = self
+        """Serves the folder inside the block: its index is the page, which reads the rest."""
         page = files("freescale.recommend").joinpath("static", "stream.html").read_bytes()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                figures = self.path == "/figures"
-                body = json.dumps(demo.figures).encode() if figures else page
-                self.send_response(200)
-                self.send_header("content-type", "application/json" if figures else "text/html")
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *values: Any) -> None:
-                pass
-
+        (self.folder / "index.html").write_bytes(page)
         try:
-            server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            server = ThreadingHTTPServer(
+                ("127.0.0.1", port), partial(_Quiet, directory=self.folder)
+            )
         except OSError as error:
             raise ValueError(f"port {port}: {error.strerror}; choose another with --port") from None
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
+        with server:
             yield f"http://127.0.0.1:{server.server_port}"
-        finally:
             server.shutdown()
-            server.server_close()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *values: Any) -> None:
+        pass
 
 
 @contextmanager
