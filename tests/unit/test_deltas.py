@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from helpers.ranks import run_ranks
 from helpers.time_order import configure, write_events
 
 from freescale import Subscriber
+from freescale.train import run as run_module
 from freescale.train.deltas.folder import DeltaFolder, Missing
 from freescale.train.state.disk import Damaged
 from freescale.transport.local import LocalTransport
@@ -165,6 +170,29 @@ def test_old_deltas_go_and_a_full_one_stays(data, tmp_path):
     assert len(full) == 1 and deltas[-1] - full[0] < 2 <= len(deltas) <= 3
     found = read_export(Subscriber(tmp_path / "run").write(tmp_path / "found"))
     assert find_differences(found, export(tmp_path / "run", tmp_path / "expected", STEPS)) == []
+
+
+def test_seconds_between_deltas(data, tmp_path, monkeypatch):
+    """By rank 0's clock, which is read every five steps."""
+    clock = itertools.count(time.monotonic() + 1000, 2)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    config = prepare(tmp_path, data, deltas=3, checkpoint_every=1000)
+    train(ALONE, config, tmp_path / "run", 28)
+    # a save and each reading advance the clock by 2
+    assert [step for _, step in list_states(tmp_path / "run")] == [5, 15, 25, 28]
+
+
+def test_the_guide_follows_a_run(run, tmp_path, monkeypatch, capsys):
+    page = Path(__file__).resolve().parents[2] / "docs" / "guide" / "deltas.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "shop").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, str(page), "exec"), {})
+    number, step = list_states(run)[-1]
+    assert capsys.readouterr().out.split() == [str(number), str(step)]
+    expected = export(run, tmp_path / "expected", step)
+    assert find_differences(read_export(tmp_path / "model"), expected) == []
 
 
 # ---- damage
