@@ -30,6 +30,7 @@ _EXPORTS = {
     "freescale.pipeline.step_result": "StepResult",
     "freescale.recommend.recommender": "Recommender load",
     "freescale.recommend.results": "Recommendations",
+    "freescale.recommend.subscriber": "Subscriber",
     "freescale.train.callbacks": "Callback Metrics RunView",
     "freescale.train.state.checkpoints": "Checkpoints",
     "freescale.train.evaluate": "evaluate",
@@ -80,6 +81,7 @@ __all__ = [
     "SequenceBatch",
     "ShardedModel",
     "StepResult",
+    "Subscriber",
     "TrainConfig",
     "Trainer",
     "Transport",
@@ -115,6 +117,7 @@ if TYPE_CHECKING:
     from freescale.pipeline.step_result import StepResult
     from freescale.recommend.recommender import Recommender, load
     from freescale.recommend.results import Recommendations
+    from freescale.recommend.subscriber import Subscriber
     from freescale.train.callbacks import Callback, Metrics, RunView
     from freescale.train.evaluate import evaluate
     from freescale.train.export import export

@@ -94,11 +94,11 @@ def test_pages_name_targets_and_no_commits(page):
 
 def test_every_page_with_python_is_run():
     """By the tests below, test_host_tables.py, test_dynamic.py, test_torchrec_checkpoint.py,
-    test_dlrm_v4.py, tests/e2e/test_examples.py, tests/e2e/test_recommend.py and
+    test_dlrm_v4.py, test_deltas.py, tests/e2e/test_examples.py, tests/e2e/test_recommend.py and
     tests/distributed/test_callbacks.py."""
     run = {"README.md", "your_model.md", "training.md", "embedding.md"}
     run |= {"host_tables.md", "dynamic.md", "from_torchrec.md", "data.md"}
-    run |= {"features.md", "recommend.md", "serve.md", "dlrm_v4.md", "time_order.md"}
+    run |= {"features.md", "recommend.md", "serve.md", "dlrm_v4.md", "time_order.md", "deltas.md"}
     found = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
     assert found == run
 

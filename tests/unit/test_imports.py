@@ -46,7 +46,7 @@ sys.meta_path.insert(0, Block())
 import freescale
 for name in {CORE}:
     __import__(name)
-DATA = ("data", "Trainer", "ConsoleProgress", "Schema", "load", "Recommender", "Recommendations")
+DATA = "data Trainer ConsoleProgress Schema load Recommender Recommendations Subscriber".split()
 [getattr(freescale, name) for name in freescale.__all__ if name not in DATA]
 """)
 

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from freescale.config import RunConfig
 from freescale.config.data import DataConfig
 from freescale.config.model import ModelConfig
-from freescale.recommend.catalogue import Catalogue
-from freescale.recommend.loading import EXPORT
+from freescale.data.catalogue import Catalogue
 from freescale.train.build import build_module
+from freescale.train.export_folder import EXPORT
 
 
 def write_export(folder: Path, items: int, max_length: int, width: int, layers: int) -> Path:

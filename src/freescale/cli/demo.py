@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from freescale.cli.demo_stream import stream
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.options import PATH, format_arguments
 from freescale.cli.train import train_run
@@ -60,19 +61,24 @@ _FIGURES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 )
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="ranks")
 @click.option(
     "--folder", "run_folder", type=PATH, help="folder of the run  [default: runs/demo-DATE-TIME]"
 )
-@exit_cleanly
-def demo(nproc: int, run_folder: Path | None) -> int:
-    """Train a small model on generated data (about two minutes).
+@click.pass_context
+def demo(context: click.Context, nproc: int, run_folder: Path | None) -> None:
+    """Train a small model on generated data (about two minutes). `demo stream`: on events that keep
+    coming, and serve it meanwhile.
 
     Uses GPUs if there are any. Then trains the same steps twice on CPU ranks, with the serial
     schedule and with every technique, and compares the two.
     """
-    return run_demo(nproc, run_folder)
+    if context.invoked_subcommand is None:
+        exit_cleanly(run_demo)(nproc, run_folder)
+
+
+demo.add_command(stream)
 
 
 def run_demo(nproc: int, run_folder: Path | None) -> int:

@@ -22,8 +22,9 @@ def option(
     """A field with its help text and checks (`minimum`, `maximum`, `choices`, `above`, `below`;
     `words`: words that stand for a number).
     `heading`: its section of the help, if not that of its class; `common`: whether --help shows it
-    (--help-all shows all). Among the checks, `formerly`: the value for a config.json without the
-    setting, if not the default; `former_choices`: values that are accepted and not shown."""
+    (--help-all shows all). Among the checks, `flag_value`: of the option alone;
+    `formerly`: the value for a config.json without the setting, if not the default;
+    `former_choices`: values that are accepted and not shown."""
     shown = {"help": help, "common": common} | ({"heading": heading} if heading else {})
     return field(default=default, metadata={**shown, **checks})
 

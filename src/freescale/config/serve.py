@@ -46,7 +46,14 @@ class ServeConfig(Checked):
         None, "last, best or a step (default: the best of a run with --keep best, else the last)",
         _MODEL,
     )  # fmt: skip
-    approximate: bool = option(False, "search the index of an export instead of all items", _MODEL)
+    follow: bool = option(
+        False, "a run that publishes deltas: answer with its newest state, while it trains", _MODEL,
+        True,
+    )  # fmt: skip
+    approximate: bool = option(
+        False, "search an index instead of all items: that of an export, or with --follow one that "
+        "is built for each version", _MODEL,
+    )  # fmt: skip
     device: str = option("auto", "of the model", _MODEL, choices=("auto", "cpu", "cuda"))
     threads: int | None = option(
         None, "cores for the model (default: half of them; the others read requests)", _MODEL,

@@ -165,6 +165,18 @@ class TrainConfig(Checked):
     async_checkpoints: bool = _output_option(
         False, "write checkpoints alongside training, from a copy in host memory"
     )
+    deltas: int | str | None = _output_option(
+        None,
+        "save a checkpoint after each window (epoch), or every so many seconds, and publish what "
+        "has changed in the folder `deltas` of the run, for `freescale serve --follow` and "
+        "Subscriber; so is every other checkpoint",
+        words=("window",),
+        minimum=1,
+        flag_value="window",
+    )
+    keep_deltas: int = _output_option(
+        20, "deltas to keep; after as many, a full export takes their place", minimum=1
+    )
     snapshot_every: int | str | None = _output_option(
         None,
         "steps between snapshots: copies of the state in memory that outlives the ranks, also on "

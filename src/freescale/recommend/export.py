@@ -3,26 +3,20 @@ vocabulary and features. `freescale.load` needs nothing else."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copyfile, rmtree
 
 import numpy as np
 import torch
 
-from freescale.config.features import KEPT_SCHEMA
-from freescale.data.features.store import FOLDER
-from freescale.data.ingest.ids import VOCABULARY
 from freescale.recommend.approximate import ABOUT, INDEX, ApproximateIndex
-from freescale.recommend.loading import EXPORT, Loaded, load_model
-from freescale.recommend.recommender import Recommender
+from freescale.recommend.loading import Loaded, load_model
+from freescale.recommend.recommender import Recommender, build_index
 from freescale.recommend.requests import Requests
 from freescale.recommend.serving_folder import remove_serving, write_serving
 from freescale.train.export import export_checkpoint, refuse_export
-from freescale.train.run_folder import copy_file
+from freescale.train.export_folder import EXPORT, write_about, write_description
 
-_VERSION = 1
 _MEASURED = 1000  # users whose ten best items an index is compared on
 
 
@@ -60,37 +54,22 @@ def export_run(
         raise ValueError(f"{folder} is an export already: name the folder of a run")
     (out / EXPORT).unlink(missing_ok=True)  # the last file: without it there is no export
     yield from export_checkpoint(found, out)
-    (out / VOCABULARY).unlink(missing_ok=True)  # an earlier export's
     remove_serving(out)
     for name in (INDEX, ABOUT):
         (out / name).unlink(missing_ok=True)
-    rmtree(out / FOLDER, ignore_errors=True)
-    if loaded.vocabulary is not None:  # maps numbers in tables to texts
-        yield copy_file(loaded.vocabulary, out / VOCABULARY)
-    if loaded.features is not None:
-        (out / FOLDER).mkdir()
-        for path in sorted(loaded.features.list_files()):
-            yield Path(copyfile(path, out / FOLDER / path.name))
-        if (folder / KEPT_SCHEMA).is_file():
-            yield Path(copyfile(folder / KEPT_SCHEMA, out / KEPT_SCHEMA))
-    yield loaded.catalogue.write(out)
-    yield Path(copyfile(folder / "config.json", out / "config.json"))
+    yield from write_description(out, folder, loaded.catalogue, loaded.texts, loaded.features)
     if least_recall is not None:
         yield from _make_index(loaded, least_recall).write(out)
     if serving:
         yield from write_serving(loaded, out, aot)
-    about = {
-        "version": _VERSION,
-        "time_unit": loaded.time_unit,
-        "step": found.state["progress"]["step"],
-    }
-    (out / EXPORT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    yield out / EXPORT
+    yield write_about(out, loaded.time_unit, found.state["progress"]["step"])
 
 
 def _make_index(loaded: Loaded, least_recall: float) -> ApproximateIndex:
     """Measures it on users of the run's data, evenly spaced."""
     recommender = Recommender(loaded, torch.device("cpu"))
+    if loaded.histories is None:
+        return build_index(recommender, least_recall)
     people = recommender.known_users
     samples = np.linspace(0, len(people) - 1, min(_MEASURED, len(people))).astype(np.int64)
     queries = recommender.encode_requests(Requests(*people.read(samples)))

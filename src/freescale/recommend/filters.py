@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.data.catalogue import UNKNOWN
 from freescale.data.features.attributes import open_attributes
 from freescale.data.ingest.sources import find_files
 from freescale.folders import find_cache_folder
-from freescale.recommend.catalogue import UNKNOWN
 from freescale.recommend.loading import Loaded
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.config.columns import parse_columns
+from freescale.data.catalogue import UNKNOWN, read_texts
 from freescale.data.features.fitting import Fitted, encode_all
 from freescale.data.ingest.column_names import find_roles
 from freescale.data.ingest.interactions import make_action
@@ -26,8 +27,7 @@ from freescale.data.ingest.timestamps import (
     detect_timestamps,
 )
 from freescale.data.values import BadValue, decode_text, refuse_nulls
-from freescale.recommend.catalogue import UNKNOWN
-from freescale.recommend.loading import Loaded, read_texts
+from freescale.recommend.loading import Loaded
 
 _ROLES = ("item", "time", "action", "rating")
 _PARTS = _ROLES[:3]  # an event that is a list has these
@@ -46,6 +46,7 @@ class Past:
     actions: NDArray[np.int64] | None
     features: Tensor | None  # [events, places] rows of the features of events
     unknown: int = 0  # events that are left out: the model does not know their items
+    keys: NDArray[np.int64] | None = None  # [events] 64-bit ids, of a dynamic table
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -64,7 +65,8 @@ class Past:
             column[place if isinstance(column, Tensor) else index] if column is not None else None
             for column in columns
         )
-        return Past(np.array([len(index)]), *found)
+        keys = None if self.keys is None else self.keys[index]
+        return replace(Past(np.array([len(index)]), *found), keys=keys)
 
     @staticmethod
     def concat(parts: Sequence[Past]) -> Past:
@@ -78,7 +80,8 @@ class Past:
             tensors = isinstance(columns[0], Tensor)
             return torch.cat(columns) if tensors else np.concatenate(columns)
 
-        columns: Any = {name: join(name) for name in ("items", "times", "actions", "features")}
+        names = ("items", "times", "actions", "features", "keys")
+        columns: Any = {name: join(name) for name in names}
         lengths = np.concatenate([part.lengths for part in parts])
         return Past(lengths, **columns, unknown=sum(part.unknown for part in parts))
 
@@ -142,9 +145,10 @@ class HistoryReader:
         self, owner: NDArray[np.int64], users: int, columns: Events, roles: Mapping[str, str]
     ) -> Past:
         values = columns[roles["item"]] if "item" in roles else []
-        items = self._loaded.catalogue.find(
-            values.to_pylist() if isinstance(values, pa.Array) else values
-        )
+        known = self._loaded.catalogue
+        given = values.to_pylist() if isinstance(values, pa.Array) else values
+        keys = known.hash(given)
+        items = known.find(given) if keys is None else known.find_keys(keys)
         times = self._read_times(columns, roles)
         actions = self._read_actions(columns, roles, len(items))
         order = np.lexsort((owner,) if times is None else (times, owner))
@@ -164,6 +168,7 @@ class HistoryReader:
             take(actions),
             codes,
             len(items) - len(order),
+            take(keys),
         )
 
     def _read_times(self, columns: Events, roles: Mapping[str, str]) -> NDArray[np.int64] | None:

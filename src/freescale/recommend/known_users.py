@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.data.batches.splits import find_ends
+from freescale.data.catalogue import read_texts, to_integer
 from freescale.data.histories import RowGroup
 from freescale.data.ranges import list_ranges
-from freescale.recommend.catalogue import to_integer
 from freescale.recommend.inputs import Past, encode
-from freescale.recommend.loading import Loaded, read_texts
+from freescale.recommend.loading import Loaded
 from freescale.train.time_order import find_split
 
 Samples = Sequence[int] | NDArray[np.int64]  # places in the histories file

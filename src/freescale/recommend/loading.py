@@ -9,34 +9,28 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from freescale.config import RunConfig
-from freescale.data.batches.specs import SplitSpec
-from freescale.data.batches.windows import count_numbered_items, count_train_items
+from freescale.data.catalogue import Catalogue
 from freescale.data.features.store import ABOUT, FOLDER, FeatureStore
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
-from freescale.data.ingest.timestamps import guess_unit
+from freescale.data.stream.stream import FIRST, HISTORIES
 from freescale.models.features import FeatureTables
-from freescale.recommend.catalogue import Catalogue, number_items
 from freescale.train.build import (
     build_module,
-    find_run_vocabulary,
     load_features,
     prepare_data,
     size_tables,
 )
 from freescale.train.export import read_weights
+from freescale.train.export_folder import EXPORT, RunData
+from freescale.train.follow import FOLDER as STREAM
 from freescale.train.state.intact import Intact, find_checkpoint
-from freescale.train.time_order import find_split
 from freescale.transport.local import LocalTransport
 
-EXPORT = "export.json"
 _AT_ONCE = 1 << 16  # items whose features are summed at a time
 
 Weights = dict[str, dict[str, Tensor]]  # by file of an export, without its ending
@@ -54,9 +48,10 @@ class Loaded:
         catalogue: the items.
         features: of users, events and requests; None without features.
         vocabulary: texts of users and actions; None if they are integers.
-        histories: of a run, those of its data; None for an export.
+        histories: of a run, those of its data; None for an export, and a run that follows a source.
         time_unit: of timestamps; None if it is not known.
         checkpoint: of a run; None for an export.
+        texts: of a run, what the vocabulary held at the checkpoint.
     """
 
     folder: Path
@@ -68,6 +63,7 @@ class Loaded:
     histories: HistoriesFile | None
     time_unit: str | None
     checkpoint: Intact | None
+    texts: pa.Table | None = None
 
 
 def load_model(folder: Path, checkpoint: str | None = None, data: str | None = None) -> Loaded:
@@ -96,8 +92,9 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
     if data is not None:
         config = replace(config, data=replace(config.data, data=data))
     found = find_checkpoint(folder / "checkpoints", checkpoint, LocalTransport())
+    follows = config.data.follow is not None
     try:
-        path = prepare_data(config)
+        path = folder / STREAM / FIRST / HISTORIES if follows else prepare_data(config)
     except ValueError as error:
         if "no such file" not in str(error):
             raise
@@ -105,15 +102,14 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
             f"{error}; a run needs its data: say where it is, or use an export of the run, which "
             "needs none"
         ) from None
-    features = load_features(config, path, folder)
-    any_ids = "item" in config.dynamic_tables
-    file = HistoriesFile(path, config.data.num_items, any_ids)
-    weights = dict(read_weights(found))
-    vocabulary = find_run_vocabulary(path, features)
-    catalogue = _list_items(config, file, weights, vocabulary, features)
-    module = _build(config, weights, catalogue, features)
-    unit = guess_unit(file.find_largest("timestamp"))
-    return Loaded(folder, config, module, catalogue, features, vocabulary, file, unit, found)
+    features, weights = load_features(config, path, folder), dict(read_weights(found))
+    described, progress = RunData(config, folder, path, features), found.state["progress"]
+    texts = described.read_texts(progress)
+    catalogue = described.list_items(weights["table.item"], progress)
+    module = build_plain(config, weights, catalogue, features)
+    file = None if follows else described.file
+    more = described.vocabulary, file, described.time_unit, found, texts
+    return Loaded(folder, config, module, catalogue, features, *more)
 
 
 def _load_export(folder: Path) -> Loaded:
@@ -124,52 +120,14 @@ def _load_export(folder: Path) -> Loaded:
     features = FeatureStore(folder / FOLDER) if (folder / FOLDER / ABOUT).is_file() else None
     weights = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     catalogue = Catalogue.read(folder)
-    module = _build(config, weights, catalogue, features)
+    module = build_plain(config, weights, catalogue, features)
     path = folder / VOCABULARY
     vocabulary = path if path.is_file() else None
     unit = about["time_unit"]
     return Loaded(folder, config, module, catalogue, features, vocabulary, None, unit, None)
 
 
-def read_texts(vocabulary: Path | None, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
-    """Numbers [n] and texts [n] of a column; None if it is integers."""
-    if vocabulary is None:
-        return None
-    table = pq.read_table(vocabulary)
-    table = table.filter(pc.equal(table.column("column"), column)).combine_chunks()
-    if not table.num_rows:
-        return None
-    return table.column("id").to_numpy(), table.column("text").combine_chunks()
-
-
-def _list_items(
-    config: RunConfig,
-    file: HistoriesFile,
-    weights: Weights,
-    vocabulary: Path | None,
-    features: FeatureStore | None,
-) -> Catalogue:
-    """The catalogue of a run. Reads all its items."""
-    split, table = find_split(config, file.path), weights["table.item"]
-    texts = read_texts(vocabulary, "item_id")
-    listed = np.zeros(0, np.int64) if features is None else features.find_listed()
-    if file.any_ids:
-        # items that have features but no row are known in histories
-        keys = np.union1d(table["ids"].numpy(), listed)
-        there = np.isin(keys, table["ids"].numpy())
-        return Catalogue(
-            number_items(texts, there, keys), count_train_items(file, split, keys), keys
-        )
-    events = np.zeros(len(table["weight"]), np.int64)
-    counted = count_numbered_items(file, split)
-    events[: len(counted)] = counted
-    there = np.zeros(len(events), bool)
-    there[np.flatnonzero(count_numbered_items(file, SplitSpec("none")))] = True
-    there[listed] = True
-    return Catalogue(number_items(texts, there, None), events)
-
-
-def _build(
+def build_plain(
     config: RunConfig, weights: Weights, catalogue: Catalogue, features: FeatureStore | None
 ) -> nn.Module:
     """The model in evaluation mode, on the CPU."""

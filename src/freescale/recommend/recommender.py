@@ -14,10 +14,10 @@ from torch import Tensor
 
 from freescale.batch import Jagged
 from freescale.config import RunConfig
+from freescale.data.catalogue import UNKNOWN, Catalogue
 from freescale.data.ranges import list_ranges
 from freescale.kernels.best_items import find_best
 from freescale.recommend.approximate import ApproximateIndex
-from freescale.recommend.catalogue import UNKNOWN, Catalogue
 from freescale.recommend.filters import find_offered
 from freescale.recommend.inputs import HistoryReader
 from freescale.recommend.known_users import KnownUsers
@@ -25,6 +25,7 @@ from freescale.recommend.loading import Loaded, load_model
 from freescale.recommend.requests import Requests, add_candidates, make_batch, split_requests
 from freescale.recommend.results import Recommendations
 
+_MEASURED = 1000  # items whose ten best an index is compared on
 Histories = Any  # lists of events, or a table
 Rows = Sequence[Mapping[str, Any]]  # columns of each user or request
 
@@ -48,6 +49,15 @@ def load(
         ValueError: the folder holds no trained model, or its data is missing.
     """
     return Recommender(load_model(Path(folder), checkpoint, data), torch.device(device))
+
+
+def build_index(recommender: Recommender, least_recall: float = 0.95) -> ApproximateIndex:
+    """An index for approximate search without known users: measured on vectors of popular items."""
+    vectors, items = recommender.item_vectors(), recommender.items
+    popular = torch.from_numpy(items.popular[:_MEASURED])
+    return ApproximateIndex.build(
+        vectors[torch.from_numpy(items.listed)], vectors[popular], least_recall
+    )
 
 
 class Recommender:

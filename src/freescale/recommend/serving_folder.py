@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from freescale.config.features import KEPT_SCHEMA
+from freescale.data.catalogue import read_texts
 from freescale.data.features.store import ABOUT, FOLDER
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.models.heads import Ranking, Retrieval
 from freescale.recommend import example
 from freescale.recommend.compiled_program import SERVING, compile_program
-from freescale.recommend.loading import Loaded, read_texts
+from freescale.recommend.loading import Loaded
 from freescale.recommend.model_card import describe_model, render_card
 from freescale.recommend.portable import Input, PaddedHead, trace
 

@@ -200,7 +200,7 @@ def call_tables(config: RunConfig, device: torch.device) -> None:
     if config.model.head == "dlrm" and train.precision == "bf16":  # rows are read in 16 bits
         call_narrow_reads(numbers, weight, gradients.bfloat16(), storage, train.row_clip)
     call_updates(storage, numbers, gradients, train.row_clip)
-    if train.full_every > 1 or train.snapshot_every is not None:  # rows are marked
+    if train.full_every > 1 or train.snapshot_every or train.deltas:  # rows are marked
         storage.changed.follow("consumer")
         call_updates(storage, numbers, gradients, train.row_clip)
     if "direct" in train.placement:

@@ -61,7 +61,7 @@ def export_checkpoint(checkpoint: Path | Intact, out: Path) -> Iterator[Path]:
         if stale.name not in names:
             stale.unlink()
     for name, tensors in read_weights(checkpoint):
-        yield _write(tensors, out / f"{name}.safetensors")
+        yield write_tensors(tensors, out / f"{name}.safetensors")
 
 
 def read_weights(checkpoint: Intact) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -105,7 +105,7 @@ def _fill(tensors: dict[str, torch.Tensor], path: Path) -> None:
         SafeReader(path).fill(tensors)
 
 
-def _write(tensors: dict[str, torch.Tensor], path: Path) -> Path:
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> Path:
     from safetensors.torch import save_file
 
     temporary = path.with_suffix(".tmp")

@@ -25,7 +25,7 @@ from freescale.transport.failures import RemoteError, run_on_rank_0
 FOLDER = "stream"  # in that of a run
 _POLL = 0.25  # seconds between two messages of the ranks, and two looks at the source
 _LONG = {"position", "partitions", "tops", "texts"}  # of a manifest, left out of logs
-_KEYS = ("window", "number", "digest", "from", "to", "position")  # of a manifest, in checkpoints
+_KEYS = ("window", "number", "digest", "from", "to", "position", "texts")  # of a manifest
 
 
 class Follower:

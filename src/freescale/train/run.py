@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from freescale.config import RunConfig
@@ -17,6 +18,8 @@ from freescale.train.state.snapshots import Snapshots
 from freescale.train.time_order import find_calendar
 from freescale.transport.api import Transport
 from freescale.worker_server import WorkerServer
+
+_CLOCK_EVERY = 5  # steps
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Run:
     follower: Follower | None = None
     # In order of time, the window that was evaluated last: its number and times.
     window: dict[str, int] | None = None
+    saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was begun
 
     @property
     def position(self) -> Position:
@@ -135,12 +139,24 @@ class Run:
             (kind,) = line
             self.callbacks.call(f"on_{kind}", {"step": self.position.step, **line})
 
+    def is_delta_due(self) -> bool:
+        """Whether a checkpoint of this step is to be published. With --deltas SECONDS rank 0's
+        clock decides, read every few steps."""
+        due, position = self.config.train.deltas, self.position
+        if not isinstance(due, int):  # a window of a stream is saved in any case
+            return due is not None and position.ends_epoch
+        if position.step % _CLOCK_EVERY:
+            return False
+        late = time.monotonic() - self.saved >= due
+        return bool(self.transport.gather_bytes(b"1" * late)[0])
+
     def save_checkpoint(self, last: bool = False) -> None:
         """Saves this step, unless a hook has failed on a rank: then all ranks raise. An
         asynchronous checkpoint is complete at the next one, or at the `last`."""
         self.complete_checkpoint()
         self.callbacks.check()
         self.state.save()
+        self.saved = time.monotonic()
         if last or not self.state.checkpoints.asynchronous:
             self.complete_checkpoint()
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from freescale.config import RunConfig
+from freescale.data.features.store import FeatureStore
 from freescale.launch.attempts import AUTO
 from freescale.launch.ranks import has_launcher
 from freescale.launch.signals import StopSignals
@@ -27,7 +28,9 @@ from freescale.train.build import (
 )
 from freescale.train.callbacks import Callback, CallbackList
 from freescale.train.compile_kernels import compile_kernels
+from freescale.train.deltas.publisher import Publisher
 from freescale.train.device_figures import DeviceFigures
+from freescale.train.export_folder import RunData
 from freescale.train.follow import Follower
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.mlperf_log import MLPerfLog
@@ -44,6 +47,7 @@ from freescale.train.training_loop import TrainingLoop, read_batches
 from freescale.train.update import check_new_data, keep_origin
 from freescale.transport.api import Transport
 from freescale.transport.connect import connect
+from freescale.transport.failures import run_on_rank_0
 from freescale.transport.signs_of_life import name_silent_ranks
 from freescale.worker_server import WorkerServer, start_early
 
@@ -134,6 +138,7 @@ class Trainer:
             settings.keep_checkpoints,
             full_every=settings.full_every,
             asynchronous=settings.async_checkpoints,
+            publishes=settings.deltas is not None,
         )
         self.best = build_best(config)  # evaluation so far; None unless evaluations are compared
         self.position = Position(settings, self.pipeline, self.data, self.best)
@@ -308,9 +313,18 @@ class Trainer:
         self.run_folder.open(self.config.to_json(), vocabulary, self._copy_statistics)
         self.run_folder.log_restarts(self.step)
         self.checkpoints.folder = self.folder / "checkpoints"
+        if self.checkpoints.publishes:
+            run_on_rank_0(self.transport, self._open_publisher, str(self.folder / "deltas"))
         if self.snapshots is not None:
             assert self.run_folder.run_id is not None
             self.snapshots.open(self.run_folder.run_id, self.step)
+
+    def _open_publisher(self) -> None:
+        features = cast("FeatureStore | None", self.data.features)
+        data = RunData(self.config, self.folder, self.histories, features)
+        publisher = Publisher(self.folder / "deltas", self.config.train.keep_deltas, data)
+        publisher.open(self.checkpoints.latest())
+        self.checkpoints.publisher = publisher
 
     def _copy_statistics(self, folder: Path) -> None:
         """What the run's folder keeps of its data, and of the run that it continues."""
@@ -330,6 +344,7 @@ class Trainer:
             if last is not None:
                 results["loss"] = last.loss
                 self._run.save_checkpoint(last=True)
+                self.checkpoints.wait_published()
         except LossNotFinite as error:
             raise ValueError(
                 f"the loss is {error.loss} at step {error.step}: {_DIVERGED}"

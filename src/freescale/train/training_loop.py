@@ -105,7 +105,7 @@ class TrainingLoop:
                 with signals.suspend_limit():
                     run.validate_if_due()
                     ended = position.is_complete
-                    saves = position.step % settings.checkpoint_every == 0
+                    saves = position.step % settings.checkpoint_every == 0 or run.is_delta_due()
                     if ended or saves:
                         position.pipeline.check_losses()
                     if saves and not ended:

@@ -7,8 +7,9 @@ import hmac
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
@@ -23,12 +24,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from freescale.config import ServeConfig
 from freescale.embedding.host_tables.tiers import parse_bytes
-from freescale.recommend.recommender import Recommender
-from freescale.recommend.serve.batching import Batcher, Compute
+from freescale.recommend.serve.batching import Batcher
 from freescale.recommend.serve.bodies import Refused, read_body
 from freescale.recommend.serve.metrics import Metrics
-from freescale.recommend.serve.queries import Reader
+from freescale.recommend.serve.queries import Query
 from freescale.recommend.serve.schema import describe_api, make_schemas, render_docs
+from freescale.recommend.serve.versions import Follower, Version
 
 _SMALL = 1 << 16  # bytes of a body that is read on the event loop
 _PATIENCE = 10.0  # seconds for a body to arrive
@@ -38,21 +39,24 @@ _OPEN = {"/healthz", "/", "/docs", "/openapi.json"}  # without a token: nothing 
 
 
 class Server:
-    """Answers requests to one model, which `compute` runs."""
+    """Answers requests, each with one version of a model. `follower`: brings later ones."""
 
-    def __init__(self, recommender: Recommender, config: ServeConfig, compute: Compute) -> None:
-        self._config, self._metrics = config, Metrics()
+    def __init__(
+        self, version: Version, config: ServeConfig, follower: Follower | None = None
+    ) -> None:
+        self._config, self._metrics = config, Metrics(follower is not None)
+        self._version, self._follower = version, follower
         self._most_bytes = parse_bytes(config.max_body)
-        self._reader, self._schemas = Reader(recommender, config), make_schemas(config)
+        self._schemas = make_schemas(config)
         self._thread, self._in_thread, self._arriving = ThreadPoolExecutor(1, "reader"), 0, 0
-        self.batcher = Batcher(compute, config, self._metrics.batches.observe)
+        self.batcher = Batcher(_compute, config, self._metrics.batches.observe)
         page = files("freescale.recommend").joinpath("static", "serve.html").read_text("utf-8")
-        about = json.dumps(self._reader.describe_events()).replace("<", "\\u003c")
+        about = json.dumps(version.reader.describe_events()).replace("<", "\\u003c")
         show: dict[str, Callable[[Request], Any]] = {
             "/": _make_page(HTMLResponse(page.replace("/* model */ null", about))),
             "/docs": _make_page(HTMLResponse(render_docs(self._schemas))),
             "/openapi.json": _make_page(JSONResponse(describe_api(self._schemas))),
-            "/healthz": _make_page(JSONResponse({"status": "ok"})),
+            "/healthz": self._show_health,
             "/metrics": self._show_metrics,
             "/items": self._list,
             "/users": self._list,
@@ -67,6 +71,22 @@ class Server:
     def close(self) -> None:
         self.batcher.close()
         self._thread.shutdown()
+        self._version.release()
+
+    def swap(self, version: Version) -> None:
+        """From now on requests see another version; those that are being read or answered, theirs.
+        On any thread."""
+        before, self._version = self._version, version
+        before.release()
+
+    @contextmanager
+    def _use_version(self) -> Iterator[Version]:
+        while not (version := self._version).acquire():
+            pass  # swapped in between
+        try:
+            yield version
+        finally:
+            version.release()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin, status = time.perf_counter(), 0
@@ -119,23 +139,26 @@ class Server:
         body, path = await self._receive(request), request.scope["path"]
         large = len(body) > _SMALL
         ones, places = await self._read(partial(read_body, body, self._schemas[path]), large)
-        read = partial(self._reader.read_query, path)
-        queries = await self._read(
-            lambda: [read(one, place) for one, place in zip(ones, places)],
-            large or self._reader.must_load(ones),
-        )
-        if not self.batcher.has_room(len(queries)):  # others came while the body arrived
-            raise self._reject()
-        found = await self.batcher.answer(queries)
-        answers = [self._reader.answer(query, one) for query, one in zip(queries, found)]
+        with self._use_version() as version:
+            reader = version.reader
+            read = partial(reader.read_query, path)
+            queries = await self._read(
+                lambda: [read(one, place) for one, place in zip(ones, places)],
+                large or reader.must_load(ones),
+            )
+            if not self.batcher.has_room(len(queries)):  # others came while the body arrived
+                raise self._reject()
+            found = await self.batcher.answer([(version, query) for query in queries])
+            answers = [reader.answer(query, one) for query, one in zip(queries, found)]
         return JSONResponse({"results": answers} if places[0] else answers[0])
 
     async def _append(self, request: Request) -> Response:
         body = await self._receive(request)
         large, schema = len(body) > _SMALL, self._schemas["/events"]
         (one,), _ = await self._read(partial(read_body, body, schema), large)
-        slow = large or self._reader.must_load([one])
-        return JSONResponse(await self._read(partial(self._reader.append, one), slow))
+        with self._use_version() as version:
+            slow = large or version.reader.must_load([one])
+            return JSONResponse(await self._read(partial(version.reader.append, one), slow))
 
     async def _read(self, read: Callable[[], Any], slow: bool) -> Any:
         """Reads on the event loop, or, if it is slow, on a thread."""
@@ -174,13 +197,43 @@ class Server:
 
     async def _list(self, request: Request) -> Response:
         kind, text = request.scope["path"][1:], request.query_params.get("q", "")[:100]
-        find = self._reader.find_items if kind == "items" else self._reader.find_users
+        reader = self._version.reader
+        find = reader.find_items if kind == "items" else reader.find_users
         return JSONResponse({kind: await self._read(lambda: find(text, _SUGGESTIONS), True)})
 
     async def _show_metrics(self, request: Request) -> Response:
-        cache, length = self._reader.cache, self.batcher.length
-        figures = self._metrics.render(length, len(cache), cache.nbytes, cache.dropped)
+        cache, length = self._version.reader.cache, self.batcher.length
+        figures = self._metrics.render(
+            *(length, len(cache), cache.nbytes, cache.dropped), *self._list_figures()
+        )
         return Response(figures, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _list_figures(self) -> list[float]:
+        """Of the version that is served, in the order of `metrics.FOLLOWED`."""
+        follower, about = self._follower, self._version.about
+        if follower is None:
+            return []
+        figures = [about["number"], about["step"], about["published"], follower.swaps]
+        return [*figures, *follower.seconds.values(), follower.alarm is not None]
+
+    async def _show_health(self, request: Request) -> Response:
+        found: dict[str, Any] = {"status": "ok"}
+        if self._follower is not None:  # an older version is no reason to send nobody here
+            alarm = self._follower.alarm
+            found = {"status": "ok" if alarm is None else "stale", "alarm": alarm}
+            found |= {"version": self._version.about, "seconds": self._follower.seconds}
+        return JSONResponse(found)
+
+
+def _compute(jobs: Sequence[tuple[Version, Query]]) -> list[Any]:
+    """Answers queries of some versions, each with its own."""
+    found: list[Any] = [None] * len(jobs)
+    for version in dict.fromkeys(version for version, _ in jobs):
+        places = [place for place, (one, _) in enumerate(jobs) if one is version]
+        answers = version.compute([jobs[place][1] for place in places])
+        for place, answer in zip(places, answers, strict=True):
+            found[place] = answer
+    return found
 
 
 def _make_page(response: Response) -> Callable[[Request], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from freescale.config import ServeConfig
+from freescale.data.catalogue import UNKNOWN
 from freescale.embedding.host_tables.tiers import parse_bytes
-from freescale.recommend.catalogue import UNKNOWN
 from freescale.recommend.filters import find_offered
+from freescale.recommend.inputs import Past
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.requests import Requests
 from freescale.recommend.serve.bodies import Refused
@@ -48,12 +49,21 @@ class Query:
 
 
 class Reader:
-    """Makes queries and their answers, and keeps the events of users. Safe among threads."""
+    """Makes queries and their answers, and keeps the events of users. Safe among threads.
 
-    def __init__(self, recommender: Recommender, config: ServeConfig) -> None:
+    `version`: of a model that is followed; its readers share a `cache`.
+    """
+
+    def __init__(
+        self,
+        recommender: Recommender,
+        config: ServeConfig,
+        version: int | None = None,
+        cache: UserCache | None = None,
+    ) -> None:
         self._recommender, self._loaded = recommender, recommender.loaded
-        kept = recommender.max_length + config.keep_events
-        self.cache = UserCache(parse_bytes(config.memory), kept)
+        self._version, kept = version, recommender.max_length + config.keep_events
+        self.cache = cache or UserCache(parse_bytes(config.memory), kept)
         self._known = None if self._loaded.histories is None else recommender.known_users
         self._filter = lru_cache(16)(lambda filters: find_offered(self._loaded, None, filters))
 
@@ -101,12 +111,13 @@ class Reader:
         found = self._read_events(one, one["events"], "events", "")
         self._find_user(one["user"])
         features = found.of_users if "attributes" in one else None
-        kept = self.cache.append(str(one["user"]), found.past, features)
-        return {
-            "user": one["user"],
-            "events": len(kept.past.items),
-            "unknown": found.past.unknown,
-        }
+        kept = self.cache.append(str(one["user"]), found.past, features, self._version)
+        return self._name_version(
+            {"user": one["user"], "events": len(kept.past.items), "unknown": found.past.unknown}
+        )
+
+    def _name_version(self, answer: dict[str, Any]) -> dict[str, Any]:
+        return answer if self._version is None else answer | {"version": self._version}
 
     def _read_past(self, one: Mapping[str, Any], place: str) -> Requests:
         if ("user" in one) == ("history" in one):
@@ -134,6 +145,8 @@ class Reader:
     def _find_user(self, id: Any) -> User | None:
         """A user whose events are kept, or who is in the run's data and is kept from now on."""
         kept = self.cache.find(str(id))
+        if kept is not None and kept.version != self._version:
+            kept = self.cache.rebuild(str(id), kept, self._version, self._find_rows)
         if kept is not None or self._known is None:
             return kept
         try:
@@ -141,6 +154,12 @@ class Reader:
         except _MISREAD:
             return None
         return self.cache.add(str(id), User(found.past, found.of_users))
+
+    def _find_rows(self, past: Past) -> Past:
+        """The rows of this version's items: those of a dynamic table come and go."""
+        if past.keys is None:
+            return past
+        return replace(past, items=self._recommender.items.find_keys(past.keys))
 
     def _try(self, place: str, field: str, read: Callable[[], Any]) -> Any:
         try:
@@ -163,7 +182,7 @@ class Reader:
         if query.describe:
             for one, about in zip(listed, self._describe(rows)):
                 one["attributes"] = about
-        return {"items": listed, "unknown": query.requests.past.unknown}
+        return self._name_version({"items": listed, "unknown": query.requests.past.unknown})
 
     def _describe(self, rows: Rows) -> list[dict[str, list[str]]]:
         """The categories of items, by feature."""

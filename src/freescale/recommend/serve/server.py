@@ -19,6 +19,8 @@ from freescale.pipeline.process_memory import freeze_objects
 from freescale.recommend.recommender import load
 from freescale.recommend.serve.app import Server
 from freescale.recommend.serve.model_process import ModelProcess
+from freescale.recommend.serve.queries import Reader
+from freescale.recommend.serve.versions import Follower, Version
 
 _MOST_HEAD = 1 << 16  # bytes of a request before its body
 _LEAVING = 30  # seconds for connections to end
@@ -41,13 +43,19 @@ def run(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then answers what is queued."""
     torch.set_num_threads(1)  # the model has a process of its own
-    recommender = load(folder, checkpoint=config.checkpoint, data=config.data)
-    if config.approximate:
-        _ = recommender.index.about  # or it says what is missing
-    model = ModelProcess(recommender, config, listener)
-    if recommender.loaded.histories is not None:
-        _ = recommender.known_users.samples
-    server = Server(recommender, config, model.compute)
+    model: Follower | ModelProcess
+    if config.follow:
+        model = Follower(folder, config, listener)
+        server = Server(model.first, config, model)
+        model.start(server.swap)
+    else:
+        recommender = load(folder, checkpoint=config.checkpoint, data=config.data)
+        if config.approximate:
+            _ = recommender.index.about  # or it says what is missing
+        model = ModelProcess(recommender, config, listener)
+        if recommender.loaded.histories is not None:
+            _ = recommender.known_users.samples
+        server = Server(Version(Reader(recommender, config), model.compute), config)
     settings = uvicorn.Config(
         server, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
         log_level="error", server_header=False, timeout_graceful_shutdown=_LEAVING,

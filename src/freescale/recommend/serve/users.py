@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Lock
@@ -19,6 +20,7 @@ _OVERHEAD = 1000  # bytes of a user apart from its events: objects, the id
 class User:
     past: Past
     features: Tensor | None  # [1, places] rows of the features of the user
+    version: int | None = None  # of the model whose rows of items these are
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +60,31 @@ class UserCache:
         with self._lock:
             return self._users.get(id) or self._put(id, user)
 
-    def append(self, id: str, events: Past, features: Tensor | None) -> User:
-        """Appends events to those of a user. `features`: new ones; None: they stay."""
+    def rebuild(
+        self, id: str, user: User, version: int | None, find: Callable[[Past], Past]
+    ) -> User:
+        """A user as a version has it; kept, if it is later and nothing has come meanwhile."""
+        rebuilt = replace(user, past=find(user.past), version=version)
         with self._lock:
-            user = self._users.get(id) or User(events.take(np.arange(0)), None)
+            if self._users.get(id) is user and (version or 0) > (user.version or 0):
+                self._users[id] = rebuilt
+        return rebuilt
+
+    def append(
+        self, id: str, events: Past, features: Tensor | None, version: int | None = None
+    ) -> User:
+        """Appends events to those of a user. `features`: new ones; None: they stay. `version`:
+        whose rows of items these are."""
+        with self._lock:
+            user = self._users.get(id) or User(events.take(np.arange(0)), None, version)
+            # rows of two versions are those of none
+            version = version if user.version == version else -1
             joined = Past.concat([user.past, events])
             joined = replace(joined, lengths=joined.lengths.sum(keepdims=True), unknown=0)
             if joined.times is not None:  # an event may arrive late
                 joined = joined.take(np.argsort(joined.times, kind="stable"))
-            return self._put(id, User(joined, user.features if features is None else features))
+            features = user.features if features is None else features
+            return self._put(id, User(joined, features, version))
 
     def _put(self, id: str, user: User) -> User:
         index = np.arange(len(user.past.items))[-self._most :]

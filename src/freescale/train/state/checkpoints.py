@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,13 @@ from freescale.transport.failures import run_on_all_ranks, run_on_rank_0
 from freescale.transport.process_group import ProcessGroupTransport
 
 
+class Publishing(Protocol):
+    """Publishes checkpoints, on a thread of its own."""
+
+    def publish(self, checkpoint: Path) -> None: ...
+    def wait(self) -> None: ...
+
+
 class Checkpoints:
     """The checkpoints in a folder. `check`, `save`, `wait`, `load`, `find` and `last_intact` are
     collectives.
@@ -58,6 +65,8 @@ class Checkpoints:
             those table rows that changed since the one before.
         asynchronous: `save` copies what it writes into host memory and returns; writing happens
             during training. The next save, or `wait`, raises what went wrong.
+        publishes: full ones, too, name the rows that changed since the one before, and `publisher`
+            of rank 0 is called with each checkpoint that is in place.
 
     Raises:
         ValueError: `keep` or `full_every` is less than 1.
@@ -71,6 +80,7 @@ class Checkpoints:
         *,
         full_every: int = TrainConfig.full_every,
         asynchronous: bool = TrainConfig.async_checkpoints,
+        publishes: bool = False,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
@@ -78,7 +88,9 @@ class Checkpoints:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
         self.folder = Path(folder)
         self.transport = transport
-        self.keep = keep
+        self.keep = max(keep, 2) if publishes else keep
+        self.publishes = publishes
+        self.publisher: Publishing | None = None
         self.full_every = full_every
         self.asynchronous = asynchronous
         self._restored: int | None = None  # the step that was loaded, to continue from
@@ -188,21 +200,24 @@ class Checkpoints:
         self._finished = None
         self.give_up_later()
         step, tables = int(progress["step"]), model.tables
-        parent = self._choose_parent(tables, step)
+        parent = self._find_parent(tables, step)
+        whole = parent is None or parent.deltas + 1 >= self.full_every
         self._job = Job(self.transport.device) if self.asynchronous else None
         contents = DiskContents(
             copies=None if self._job is None else self._job.copies,
-            consumer=self._consumer if self.full_every > 1 else None,
-            spans=None if parent is None else {},
+            consumer=self._consumer if self._follows else None,
+            whole=whole,
+            spans=None if parent is None or (whole and not self.publishes) else {},
         )
 
         def collect() -> None:
             contents.collect(model, optimizer, progress)
-            contents.state["format"] = FORMAT if parent is None else DELTA_FORMAT
-            if parent is not None:
-                contents.state["parent"] = {"step": parent.step, "checksum": parent.checksum}
+            contents.state["format"] = FORMAT if whole else DELTA_FORMAT
+            if parent is not None and contents.spans is not None:
+                before = {"step": parent.step, "checksum": parent.checksum}
+                contents.state["since" if whole else "parent"] = before
 
-        deltas = 0 if parent is None else parent.deltas + 1
+        deltas = 0 if whole or parent is None else parent.deltas + 1
         self._parent, self._saving = None, Parent(step, None, deltas, tables)
         if self._job is not None:
             self._save_in_background(self._job, contents, collect, protected)
@@ -247,7 +262,25 @@ class Checkpoints:
         run_on_all_ranks(control, ready)
         self._run_on_rank_0(lambda: files.refuse_ahead(saving.step), control)
         saving.checksum = write_checkpoint(files, contents, control, self._writer)
+        if self.publishes:
+            self._run_on_rank_0(lambda: self._publish(files.path(saving.step)), control)
         self._run_on_rank_0(lambda: self._remove_old(saving.step, protected), control)
+
+    def _publish(self, path: Path) -> None:
+        """Begins to; the one before is published before its files may be removed."""
+        if self.publisher is not None:
+            self.publisher.wait()
+            self.publisher.publish(path)
+
+    def wait_published(self) -> None:
+        """Waits until the last checkpoint is published. A collective."""
+
+        def wait() -> None:
+            if self.publisher is not None:
+                self.publisher.wait()
+
+        if self.publishes:
+            self._run_on_rank_0(wait)
 
     def wait(self) -> Path | None:
         """Waits for the checkpoint that is being written. A collective.
@@ -287,13 +320,18 @@ class Checkpoints:
             self._saving = None
         self._parent, self._finished = saving, self.path(saving.step)
 
-    def _choose_parent(self, tables: Tables, step: int) -> Parent | None:
-        """The parent of the next checkpoint; None for a full one. A collective if some are deltas:
-        rank 0 sees the folder."""
-        if self.full_every == 1:
+    @property
+    def _follows(self) -> bool:
+        """Whether rows that change are marked."""
+        return self.full_every > 1 or self.publishes
+
+    def _find_parent(self, tables: Tables, step: int) -> Parent | None:
+        """The checkpoint since which changes are marked, if it is in place; None: the next one can
+        only be full. A collective if changes are marked: rank 0 sees the folder."""
+        if not self._follows:
             return None
         parent, known = self._parent, b""
-        if parent is None or not parent.fits(tables, self._consumer, step, self.full_every):
+        if parent is None or not parent.fits(tables, self._consumer, step):
             parent = None
         elif self.transport.rank == 0:
             known = b"1" * parent.is_in_place(self.files)
@@ -325,7 +363,7 @@ class Checkpoints:
         """After a snapshot of `step` was restored: the next checkpoint may be a delta to the one
         that `describe_parent` named, if that is in its place then."""
         self._parent = None
-        if described is not None and self.full_every > 1 and is_followed(tables, self._consumer):
+        if described is not None and self._follows and is_followed(tables, self._consumer):
             # rank 0's counts, which named it or has it here
             named = described.get("checksum") if self.transport.rank == 0 else 0
             checksum = self.files.sum_state(described["step"]) if named is None else named
@@ -369,7 +407,7 @@ class Checkpoints:
         step = parse_step(checkpoint.path)
         if step is None or checkpoint.path.parent.resolve() != self.folder.resolve():
             return
-        if self.full_every > 1 and checkpoint.state["format"] > 1:
+        if self._follows and checkpoint.state["format"] > 1:
             follow_changes(tables, self._consumer)
             deltas = len(checkpoint.ancestors)
             self._parent = Parent(step, checkpoint.checksum, deltas, tables)

@@ -108,8 +108,8 @@ class Contents(ABC):
 class DiskContents(Contents):
     """What a rank writes into a checkpoint.
 
-    A delta names changed rows by their positions in the spread order of the table
-    (embedding/layout.py), which depends on neither ranks nor placement:
+    A delta, and a full one that is published, names changed rows by their positions in the spread
+    order of the table (embedding/layout.py), which depends on neither ranks nor placement:
 
         changed/RANK/TABLE/positions    [n], ascending; int32 if that is enough
         changed/RANK/TABLE/rows         [n, width], and likewise each tensor of the row optimizer
@@ -118,13 +118,14 @@ class DiskContents(Contents):
     """
 
     consumer: str | None = None  # changes of rows are marked for it from now on
-    spans: dict[str, Span] | None = None  # of a delta: which rows of each table this rank writes
+    whole: bool = True  # with all rows
+    spans: dict[str, Span] | None = None  # which changed rows of each table this rank writes
 
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
         copy = self.copies.copy if self.copies is not None else share
-        if self.spans is None:
+        if self.whole:
             self.tensors |= collect_tables(tables, names, copy)
-        else:
+        if self.spans is not None:
             for name in names:
                 self.spans[name] = self._add_changes(tables, name)
         self.tensors |= collect_shards(tables, names, copy)

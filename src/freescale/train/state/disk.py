@@ -115,11 +115,11 @@ class CheckpointFolder:
         """Puts a written checkpoint in place, also of one of the same step."""
         temporary = self.writing_path(step)
         final, replaced = self._final(step), self._replaced(step)
-        _sync(temporary)
+        sync(temporary)
         if os.path.lexists(final):
             final.rename(replaced)
         temporary.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         if os.path.lexists(replaced):
             self._discard(replaced)
 
@@ -135,7 +135,7 @@ class CheckpointFolder:
                         _remove(given_up)
                     path.rename(given_up)
         if later:
-            _sync(self.folder)
+            sync(self.folder)
 
     def remove_given_up(self) -> None:
         for path in self.folder.glob(f"{_GIVEN_UP}*"):
@@ -174,7 +174,7 @@ def parse_step(path: Path) -> int | None:
     return step if match and match[1] == f"{step:08d}" else None
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -232,29 +232,36 @@ def sum_state(state: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> int:
+def write_state(folder: Path, state: dict[str, Any], name: str = _STATE) -> int:
     """Writes a state.json, with a checksum of everything else in it, and returns that."""
     plain = json.loads(json.dumps(state))  # as it will be read: keys are text
     checksum = sum_state(plain)
     # A line for each entry, and no indentation: json indents in Python, for tens of milliseconds in
     # which a step has to wait.
     lines = (f"{json.dumps(key)}: {json.dumps(of)}" for key, of in plain.items())
-    with open(folder / _STATE, "w", encoding="utf-8") as file:
+    with open(folder / name, "w", encoding="utf-8") as file:
         file.write(",\n".join([f'{{"checksum": {checksum}', *lines]) + "}")
         file.flush()
         os.fsync(file.fileno())
     return checksum
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads what `write_state` wrote, and its checksum."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Damaged.advise(f"{path} is damaged ({error})") from None
+    if not isinstance(state, dict):
+        raise Damaged.advise(f"{path} is damaged (not a JSON object)")
+    return state
+
+
 def read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = read_json(path / _STATE)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is not a checkpoint: it has no {_STATE}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged.advise(f"{path}/{_STATE} is damaged ({error})") from None
-    if not isinstance(state, dict):
-        raise Damaged.advise(f"{path}/{_STATE} is damaged (not a JSON object)")
     form, checksum = state.get("format"), state.pop("checksum", None)
     # Format 1 has no checksum. All others do, also those of newer versions, so a newer checkpoint
     # is not mistaken for a damaged one.

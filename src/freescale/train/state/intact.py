@@ -62,14 +62,9 @@ class Parent:
     deltas: int  # since the last full one, itself included
     tables: Tables
 
-    def fits(self, tables: Tables, consumer: str, step: int, full_every: int) -> bool:
-        """Whether the checkpoint of `step` may be a delta, as far as every rank knows."""
-        return (
-            self.tables is tables
-            and self.step < step
-            and self.deltas + 1 < full_every
-            and is_followed(tables, consumer)
-        )
+    def fits(self, tables: Tables, consumer: str, step: int) -> bool:
+        """Whether the marks are those of the checkpoint of `step`, as far as every rank knows."""
+        return self.tables is tables and self.step < step and is_followed(tables, consumer)
 
     def is_in_place(self, files: CheckpointFolder) -> bool:
         """Whether it is as it was saved, and still the last one of the run. Rank 0's."""

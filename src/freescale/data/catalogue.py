@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from freescale.data.ingest.hashed_ids import hash_ids
 
 UNKNOWN = -1
-_FILE = "items.parquet"
+ITEMS = "items.parquet"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,13 @@ class Catalogue:
             known, ready = self._rows, str if self.is_text else int
             values = given if {*map(type, given)} <= {ready} else map(plain, given)
             return np.array([known.get(each, UNKNOWN) for each in values], np.int64)
-        return self.find_keys(hash_ids([str(each) for each in given]).numpy())
+        keys = self.hash(given)
+        assert keys is not None
+        return self.find_keys(keys)
+
+    def hash(self, given: Sequence[Any]) -> NDArray[np.int64] | None:
+        """The 64-bit ids of original ids, if the table is dynamic."""
+        return None if self.keys is None else hash_ids([str(each) for each in given]).numpy()
 
     def find_keys(self, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of 64-bit ids of a dynamic table."""
@@ -84,12 +90,12 @@ class Catalogue:
         columns = {"id": self.ids, "events": pa.array(self.events)}
         if self.keys is not None:
             columns["key"] = pa.array(self.keys)
-        pq.write_table(pa.table(columns), folder / _FILE)
-        return folder / _FILE
+        pq.write_table(pa.table(columns), folder / ITEMS)
+        return folder / ITEMS
 
     @staticmethod
     def read(folder: Path) -> Catalogue:
-        table = pq.read_table(folder / _FILE).combine_chunks()
+        table = pq.read_table(folder / ITEMS).combine_chunks()
         keys = table.column("key").to_numpy() if "key" in table.column_names else None
         ids = table.column("id").combine_chunks()
         return Catalogue(ids, table.column("events").to_numpy(), keys)
@@ -125,3 +131,16 @@ def number_items(
     named = texts[1].cast(pa.string()).take(pa.array(order[place], mask=~coded))
     found = pc.coalesce(named, pa.array(numbers).cast(pa.string()))
     return pc.if_else(pa.array(there), found, pa.scalar(None, pa.string()))
+
+
+def read_texts(vocabulary: Path | None, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
+    """Numbers [n] and texts [n] of a column; None if it is integers."""
+    return None if vocabulary is None else select_texts(pq.read_table(vocabulary), column)
+
+
+def select_texts(table: pa.Table, column: str) -> tuple[NDArray[np.int64], pa.Array] | None:
+    """As `read_texts`, of what a vocabulary holds."""
+    table = table.filter(pc.equal(table.column("column"), column)).combine_chunks()
+    if not table.num_rows:
+        return None
+    return table.column("id").to_numpy(), table.column("text").combine_chunks()
