@@ -10,6 +10,7 @@ import click
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.options import PATH
+from freescale.stores.runs import find_checkpoints, open_run
 
 if TYPE_CHECKING:  # imports torch
     from freescale.train.state.overview import Entry
@@ -31,11 +32,12 @@ def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
     one, and needs it.
     """
     from freescale.train.run_folder import lock_folder
-    from freescale.train.state.disk import CheckpointFolder
     from freescale.train.state.overview import compact_last, list_checkpoints
+    from freescale.train.state.stored import open_folder
 
-    folder = run_folder / "checkpoints"
-    if not CheckpointFolder(folder).steps():
+    run_folder = open_run(run_folder)
+    folder = find_checkpoints(run_folder)
+    if not open_folder(folder).steps():
         raise ValueError(f"{run_folder} holds no checkpoint: name the folder of a run")
     if compact:
         with lock_folder(run_folder) or nullcontext():  # some file systems have no locks

@@ -12,6 +12,7 @@ from freescale.cli.progress import prepare_data
 from freescale.cli.runs import add_nproc, add_port, read_config, refuse_missing_data
 from freescale.config import RunConfig
 from freescale.launch.ranks import is_rank, launch
+from freescale.stores.runs import open_run
 
 add_checkpoint = click.option(
     "--checkpoint",
@@ -57,6 +58,7 @@ def evaluate(
     baseline. Ranking tasks are evaluated by NE, AUC and GAUC. All metrics are written to
     eval-PART.json in the run's folder, those of other data to eval-PART-DIGEST.json.
     """
+    run_folder = open_run(run_folder)
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, read_config(run_folder))
     if data is None:
@@ -168,7 +170,7 @@ def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
         raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}, make it first")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file")
-    out.write_text(render_page(read_runs(list(runs))), encoding="utf-8")
+    out.write_text(render_page(read_runs([open_run(run) for run in runs])), encoding="utf-8")
     click.echo(f"wrote {out} ({out.stat().st_size / 1024:,.0f} KiB)")
     if show:
         import webbrowser
