@@ -57,12 +57,13 @@ def prepare(
 
     `source`, `format`, `columns`, `labels` and `missing` are as of `read_interactions`. `cache` is
     the folder of prepared data, which is found by the paths and all bytes of its sources; for one
-    in a store, data is made on a disk and uploaded. `num_items`: rows of the item table; None: the largest id plus 1. `progress` is called with a
-    stage ("hash", "read", "sort", "write") and the share done. With `any_ids`, for a dynamic item
-    table, item ids that are numbers of 64 bits stay as they are and others are hashed (`hash_ids`);
-    `vocabulary` keeps their texts. `events`: features of events to keep, as `Interactions` names
-    them. `known`: texts of ids that keep their numbers, by column; ids of other columns are
-    integers. `bucket_events`: events in memory at once, about.
+    in a store, data is made on a disk and uploaded. `num_items`: rows of the item table; None: the
+    largest id plus 1. `progress` is called with a stage ("hash", "read", "sort", "write") and the
+    share done. With `any_ids`, for a dynamic item table, item ids that are numbers of 64 bits stay
+    as they are and others are hashed (`hash_ids`); `vocabulary` keeps their texts. `events`:
+    features of events to keep, as `Interactions` names them. `known`: texts of ids that keep their
+    numbers, by column; ids of other columns are integers. `bucket_events`: events in memory at
+    once, about.
     """
     shared, report = as_path(cache), progress or (lambda stage, share: None)
     cache = find_cache_folder() if isinstance(shared, StorePath) else shared
