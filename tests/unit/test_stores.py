@@ -1,5 +1,5 @@
 """Paths in object stores, and which bytes of a Parquet file are requested. What a server answers is
-in tests/integration/test_stores.py."""
+in tests/integration/test_s3.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A real S3 server in a process of its own (moto's), with latency and errors.
 
 An error is one of four: refused before anything happens (503), an answer lost after the server has
-done what it was asked, a connection that is closed, and a body that ends early.
+done the work, a connection that is closed, and a body that ends early.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Faults:
     """Latency and errors before an application of WSGI; it counts requests and bytes."""
 
     def __init__(self, app: Any, latency: float, errors: float, seed: int) -> None:
-        self._app, self._latency, self._errors = app, latency, errors
+        self._app, self.latency, self.errors = app, latency, errors
         self._random, self._lock = random.Random(seed), threading.Lock()
         self._counts = {"requests": 0, "errors": 0, "answered": 0, "received": 0}
 
@@ -96,9 +96,9 @@ class Faults:
         if environ["PATH_INFO"] == _STATISTICS:
             start("200 OK", [("Content-Type", "application/json")])
             return [json.dumps(self._counts).encode()]
-        time.sleep(self._latency)
+        time.sleep(self.latency)
         with self._lock:
-            fails = self._random.random() < self._errors
+            fails = self._random.random() < self.errors
             kind = self._random.choice(_KINDS) if fails else ""
             self._counts["requests"] += 1
             self._counts["errors"] += fails
@@ -140,7 +140,7 @@ def main() -> None:
     server = make_server("127.0.0.1", int(port), app, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     boto3.client("s3").create_bucket(Bucket=BUCKET)
-    app._latency, app._errors = float(latency), float(errors)
+    app.latency, app.errors = float(latency), float(errors)
     threading.Event().wait()
 
 

@@ -105,7 +105,7 @@ class StorePath(PosixPath):
         return (path for path in there if fnmatch(path.name, pattern))
 
     def rglob(self, pattern: Any, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
-        """The files below. What the store says of each is remembered: it is not asked again."""
+        """The files below. What the store says of each is remembered."""
         found = self.call("find", detail=True)
         for path in self._open_all(found):
             if found[path.key]["type"] == "file" and fnmatch(path.name, pattern):
