@@ -19,7 +19,7 @@ demo: $(READY)
 test: $(READY) browser compiler
 	$(RUN) -m pytest -n 4 --dist worksteal
 
-# Against the real software: Slurm, Ray, Kubernetes' schemas, MLflow, Weights & Biases, Optuna, DuckDB, Spark. About 10 minutes.
+# Against the real software: Slurm, Ray, Kubernetes' schemas, MLflow, Weights & Biases, Optuna, DuckDB, Spark, S3. About 15 minutes.
 test-integration: $(VENV)-integration/.ready compiler
 	$(VENV)-integration/bin/python -m pytest tests/integration
 

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "update": "Quality and cost of daily updates, against training from scratch every day.",
     "stream": "Runs that follow a source: kills, long streams, preferences that shift.",
     "store": "Event store: building it, appending to it, and reading samples in order of time.",
+    "stores": "S3: training, resume and export as on a disk; kills; histories by DuckDB and Spark.",
     "checkpoint": "What checkpoints and snapshots add to training, and restores from both.",
     "faults": "Training under a storm of faults, compared with an undisturbed run.",
     "dlrm": "MLPerf's dlrm_v4_hstu: parity with the public model, speed, learning, hot ids.",

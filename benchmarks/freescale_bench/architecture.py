@@ -48,6 +48,7 @@ _ABOUT = {
     "batch": "jagged batches",
     "random": "keyed randomness",
     "config": "settings",
+    "stores": "paths in object stores",
 }
 
 

@@ -151,6 +151,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
         ("stream-deltas-*", "stream-freshness-*", "stream-publish-*"),
         format_claims,
     ),
+    "stores": (("stores-*",), format_claims),
     "dlrm": (("dlrm-*",), format_claims),
     "dlrm-step": (("dlrm-step-h200",), format_dlrm),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),

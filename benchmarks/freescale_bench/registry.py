@@ -9,13 +9,14 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from freescale_bench.common.hosts import can_open_hosts
 from freescale_bench.common.repository import find_repository
 
-_NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "wrk", "repository")
+_NEEDS = ("cores", "torchrec", "hosts", "gpu", "file", "wrk", "repository", "s3", "engines")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Machine:
     file: str | None  # from --file
     repository: bool = True  # the package is in a clone
     wrk: bool = True
+    s3: bool = True  # a server and a client
+    engines: bool = True  # DuckDB, Spark and Java
 
     @staticmethod
     def inspect(file: str | None) -> Machine:
@@ -67,6 +70,8 @@ class Machine:
             file,
             find_repository() is not None,
             shutil.which("wrk") is not None,
+            _has("s3fs", "moto"),
+            _has("duckdb", "pyspark") and shutil.which("java") is not None,
         )
 
     @property
@@ -84,6 +89,8 @@ class Machine:
                 "needs real histories: --file online_retail_ii.parquet",
             ),
             "wrk": (self.wrk, "sends requests: needs wrk (apt-get install wrk)"),
+            "s3": (self.s3, "runs an S3 server: needs s3fs, moto[s3] and flask-cors"),
+            "engines": (self.engines, "runs queries: needs duckdb, pyspark and Java"),
             "torchrec": (True, ""),  # checked during its setup
             "repository": (
                 self.repository,
@@ -103,6 +110,10 @@ class Machine:
     def name_result(self, benchmark: Benchmark) -> str:
         """Returns the name of the result file."""
         return benchmark.result.format(gpu=self.gpu or "gpu", testbed=self.testbed)
+
+
+def _has(*packages: str) -> bool:
+    return all(find_spec(package) is not None for package in packages)
 
 
 def read_registry() -> list[Benchmark]:

@@ -14,6 +14,7 @@ from freescale.cli.options import PATH, format_arguments
 from freescale.cli.runs import add_nproc, add_port, prepare_data, read_config, refuse_missing_data
 from freescale.config import RunConfig
 from freescale.launch.ranks import is_rank, launch
+from freescale.stores.runs import find_checkpoints, open_run
 
 if TYPE_CHECKING:  # imports torch
     from freescale.train.state.overview import Entry
@@ -62,6 +63,7 @@ def evaluate(
     baseline. Ranking tasks are evaluated by NE, AUC and GAUC. All metrics are written to
     eval-PART.json in the run's folder, those of other data to eval-PART-DIGEST.json.
     """
+    run_folder = open_run(run_folder)
     given = {"data": data, "device": device}
     config = RunConfig.from_settings(given, read_config(run_folder))
     if data is None:
@@ -173,7 +175,7 @@ def report(runs: tuple[Path, ...], out: Path, show: bool) -> None:
         raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}, make it first")
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder: name a file")
-    out.write_text(render_page(read_runs(list(runs))), encoding="utf-8")
+    out.write_text(render_page(read_runs([open_run(run) for run in runs])), encoding="utf-8")
     click.echo(f"wrote {out} ({out.stat().st_size / 1024:,.0f} KiB)")
     if show:
         import webbrowser
@@ -197,11 +199,12 @@ def checkpoints(run_folder: Path, verify: bool, compact: bool) -> int:
     one, and needs it.
     """
     from freescale.train.run_folder import lock_folder
-    from freescale.train.state.disk import CheckpointFolder
     from freescale.train.state.overview import compact_last, list_checkpoints
+    from freescale.train.state.stored import open_folder
 
-    folder = run_folder / "checkpoints"
-    if not CheckpointFolder(folder).steps():
+    run_folder = open_run(run_folder)
+    folder = find_checkpoints(run_folder)
+    if not open_folder(folder).steps():
         raise ValueError(f"{run_folder} holds no checkpoint: name the folder of a run")
     if compact:
         with lock_folder(run_folder) or nullcontext():  # some file systems have no locks

@@ -11,9 +11,22 @@ import click
 
 from freescale.cli.layout import grouped_option
 from freescale.config.options import read_number
+from freescale.stores.path import as_path, is_store
 
 F = TypeVar("F", bound=Callable[..., Any])
-PATH = click.Path(path_type=Path)  # the type of an option
+
+
+class _Path(click.Path):
+    """A path on a disk or in an object store."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            return as_path(value) if is_store(value) else super().convert(value, param, ctx)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+PATH = _Path(path_type=Path)  # the type of an option
 
 
 class _NumberOrWord(click.ParamType):  # type: ignore[type-arg]

@@ -24,6 +24,8 @@ from freescale.cli.runs import (
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from freescale.config.recipe import list_recipes
 from freescale.launch.ranks import follow_launcher, is_rank
+from freescale.stores.path import StorePath
+from freescale.stores.runs import find_checkpoints, open_run
 from freescale.worker_server import start_early
 
 _OUTPUT = "Output"  # a heading
@@ -158,6 +160,8 @@ def train_run(
     `given` are its settings, `update` those of --from and what goes with it. Returns the exit
     status."""
     update = select_given(update or {})
+    run_folder = run_folder and open_run(run_folder, trains=True)
+    update |= {"from": open_run(update["from"])} if "from" in update else {}
     config = _make_config(run_folder, resume, given, update)
     launches = not is_rank() and (nproc > 1 or restarts)
     server = None if launches else start_early(config)  # it imports torch in parallel with us
@@ -228,9 +232,12 @@ def _read_base(run_folder: Path | None, resume: str | None) -> RunConfig | None:
 
 def _holds_run(run_folder: Path) -> bool:
     """Whether a run with a checkpoint is in the folder."""
-    return (run_folder / "config.json").exists() and any(
-        (run_folder / "checkpoints").glob("step-*/state.json")
-    )
+    folder = find_checkpoints(run_folder)
+    if isinstance(folder, StorePath):
+        from freescale.train.state.stored import open_folder
+
+        return bool(open_folder(folder).steps())
+    return (run_folder / "config.json").exists() and any(folder.glob("step-*/state.json"))
 
 
 def _launch_with_restarts(

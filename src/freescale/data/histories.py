@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 
 from freescale.config import DataConfig
 from freescale.data.parquet_parts import ParquetParts
+from freescale.data.parquet_ranges import read_footers
 from freescale.random import hash_name
+from freescale.stores.path import StorePath, as_path
 
 VERSION = 1
 VOCABULARY = "vocabulary.parquet"  # the texts of ids, with the histories
@@ -64,9 +66,10 @@ def make_fingerprint(*parts: Any) -> str:
 def is_histories(path: Path) -> bool:
     """Whether a Parquet file holds histories, by its metadata or its list columns."""
     with explain_damage(path):
-        metadata, schema = pq.read_metadata(path), pq.read_schema(path)
-    return KEY in (metadata.metadata or {}) or any(
-        field.name == "item_id" and is_list(field.type) for field in schema
+        stored = [path] if isinstance(path, StorePath) else []
+        footer = read_footers(stored)[0] if stored else pq.read_metadata(path)
+    return KEY in (footer.metadata or {}) or any(
+        field.name == "item_id" and is_list(field.type) for field in footer.schema.to_arrow_schema()
     )
 
 
@@ -100,7 +103,7 @@ class HistoriesFile:
         num_items: int | None = DataConfig.num_items,
         any_ids: bool = False,
     ):
-        self.path, self.any_ids = Path(path), any_ids
+        self.path, self.any_ids = as_path(path), any_ids
         self.file = ParquetParts(_find_parts(self.path))
         self._check_schema()
         rows = [self.file.describe(group).num_rows for group in range(len(self.file))]
@@ -295,7 +298,8 @@ def _find_parts(path: Path) -> list[Path]:
     if not path.exists():
         raise ValueError(f"{path}: no such file; give a histories file (`prepare` makes one)")
     parts = list_parts(path) if path.is_dir() else [path]
-    for part in parts:
+    # of those in a store the first one: the others are like it
+    for part in parts[:1] if isinstance(path, StorePath) else parts:
         if part.stat().st_size == 0 or not is_histories(part):
             raise ValueError(f"{part}: not a histories file; make one of it with `prepare`")
     if not parts:

@@ -14,6 +14,8 @@ from freescale.recommend.loading import Loaded, load_model
 from freescale.recommend.recommender import Recommender, build_index
 from freescale.recommend.requests import Requests
 from freescale.recommend.serving_folder import remove_serving, write_serving
+from freescale.stores.path import StorePath, writing
+from freescale.stores.runs import open_run
 from freescale.train.export import export_checkpoint, refuse_export
 from freescale.train.export_folder import EXPORT, write_about, write_description
 
@@ -48,6 +50,12 @@ def export_run(
     """
     if not overwrite:
         refuse_export(out, "--overwrite")
+    folder = open_run(folder)
+    if isinstance(out, StorePath):
+        with writing(out, EXPORT) as place:
+            for path in export_run(folder, place, name, True, data, serving, aot, least_recall):
+                yield out / path.relative_to(place)
+        return
     loaded = load_model(folder, name, data)
     found = loaded.checkpoint
     if found is None:

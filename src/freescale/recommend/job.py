@@ -3,8 +3,8 @@ job has written is kept."""
 
 from __future__ import annotations
 
+import io
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from freescale.recommend.filters import find_offered, read_ids
 from freescale.recommend.known_users import KnownUsers
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.requests import Requests
+from freescale.stores.path import is_store, remove_tree
 from freescale.transport.api import Transport
 from freescale.transport.failures import run_on_all_ranks
 
@@ -59,7 +60,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.out.suffix not in FORMATS:
             raise ValueError(f"--out {self.out}: end its name with one of {', '.join(FORMATS)}")
-        if not self.out.absolute().parent.is_dir():
+        if not is_store(self.out) and not self.out.absolute().parent.is_dir():
             raise ValueError(f"--out {self.out}: there is no folder {self.out.absolute().parent}")
         if self.k < 1:
             raise ValueError(f"--k is {self.k}; it must be 1 or more")
@@ -106,7 +107,8 @@ def run_job(
             if not files[number].is_file():
                 table = _recommend(recommender, people, chunks[number], job, offered)
                 temporary = files[number].with_suffix(f".tmp{transport.rank}")
-                pq.write_table(table, temporary)
+                with temporary.open("wb") as file:
+                    pq.write_table(table, file)
                 temporary.replace(files[number])
             done = sum(file.is_file() for file in files) if len(files) < 1000 else number
             report("recommend", done / len(files))
@@ -115,7 +117,7 @@ def run_job(
     run_on_all_ranks(transport, recommend_own)
     if transport.rank == 0:
         rows = _merge(files, job.out, report)
-        shutil.rmtree(parts)
+        remove_tree(parts)
         lines.insert(0, f"{job.out}: {rows:,} recommendations for {len(samples):,} users")
     transport.gather_bytes(b"")
     return lines
@@ -136,7 +138,7 @@ def _open(parts: Path, key: str) -> None:
     about = parts / "job.json"
     if about.is_file() and json.loads(about.read_text(encoding="utf-8")) == key:
         return
-    shutil.rmtree(parts, ignore_errors=True)
+    remove_tree(parts)
     parts.mkdir()
     about.write_text(json.dumps(key), encoding="utf-8")
 
@@ -165,21 +167,26 @@ def _recommend(
 
 def _merge(files: Sequence[Path], out: Path, report: Progress) -> int:
     """Writes all chunks in the order of users. Returns the number of rows."""
-    users = [pq.read_table(file, columns=["user"]).column("user") for file in files]
+    users = [_read(file, ["user"]).column("user") for file in files]
     each = pa.chunked_array([chunk for column in users for chunk in column.chunks])
     ranges = -(-len(each) // _MERGED) or 1
     ordered = pc.sort_indices(each)
     edges = [each[ordered[len(each) * n // ranges].as_py()] for n in range(1, ranges)]
     bounds = list(zip([None, *edges], [*edges, None], strict=True))
-    schema = pq.read_schema(files[0])
+    schema = _read(files[0]).schema
     temporary = out.with_name(f"{out.name}.tmp")
     with _open_writer(temporary, out.suffix, schema) as write:
         for number, (low, high) in enumerate(bounds):
-            tables = [_cut(pq.read_table(file), low, high) for file in files]
+            tables = [_cut(_read(file), low, high) for file in files]
             write(pa.concat_tables(tables).sort_by([("user", "ascending"), ("place", "ascending")]))
             report("sort", (number + 1) / ranges)
     temporary.replace(out)
     return len(each)
+
+
+def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    with path.open("rb") as file:
+        return pq.read_table(file, columns=columns)
 
 
 def _cut(table: pa.Table, low: Any, high: Any) -> pa.Table:
@@ -194,13 +201,14 @@ def _cut(table: pa.Table, low: Any, high: Any) -> pa.Table:
 @contextmanager
 def _open_writer(path: Path, suffix: str, schema: pa.Schema) -> Iterator[Callable[[pa.Table], Any]]:
     """Yields a function that adds a table to a file."""
-    if suffix == ".jsonl":
-        with open(path, "w", encoding="utf-8") as file:
-            yield lambda table: file.writelines(_list_lines(table))
-    else:
-        kind = pq.ParquetWriter if suffix == ".parquet" else pa.csv.CSVWriter
-        with kind(path, schema) as writer:
-            yield writer.write_table
+    with path.open("wb") as file:
+        if suffix == ".jsonl":
+            with io.TextIOWrapper(file, encoding="utf-8") as lines:
+                yield lambda table: lines.writelines(_list_lines(table))
+        else:
+            kind = pq.ParquetWriter if suffix == ".parquet" else pa.csv.CSVWriter
+            with kind(file, schema) as writer:
+                yield writer.write_table
 
 
 def _list_lines(table: pa.Table) -> Iterator[str]:

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -43,8 +42,8 @@ class KnownUsers:
     @cached_property
     def numbers(self) -> NDArray[np.int64]:
         """[users] their numbers in the histories file, in its order."""
-        column = pq.read_table(self._file.path, columns=["user_id"]).column("user_id")
-        return column.to_numpy()  # type: ignore[no-any-return]
+        groups = range(self._file.num_groups)
+        return np.concatenate([self._file.read_users(group) for group in groups])
 
     @cached_property
     def _texts(self) -> dict[int, str] | None:

@@ -19,6 +19,7 @@ from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.stream.stream import FIRST, HISTORIES
 from freescale.models.features import FeatureTables
+from freescale.stores.runs import find_checkpoints, open_run
 from freescale.train.build import (
     build_module,
     load_features,
@@ -73,6 +74,7 @@ def load_model(folder: Path, checkpoint: str | None = None, data: str | None = N
     Raises:
         ValueError: the folder holds neither, or the run's data is missing.
     """
+    folder = open_run(folder)
     if (folder / EXPORT).is_file():
         return _load_export(folder)
     if not (folder / "config.json").is_file():
@@ -91,7 +93,7 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
     config = RunConfig.read(folder)
     if data is not None:
         config = replace(config, data=replace(config.data, data=data))
-    found = find_checkpoint(folder / "checkpoints", checkpoint, LocalTransport())
+    found = find_checkpoint(find_checkpoints(folder), checkpoint, LocalTransport())
     follows = config.data.follow is not None
     try:
         path = folder / STREAM / FIRST / HISTORIES if follows else prepare_data(config)

@@ -32,6 +32,7 @@ from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
 from freescale.pipeline.dense.adamw import AdamW
 from freescale.pipeline.pipeline import Pipeline
+from freescale.stores.path import as_path, is_store
 from freescale.train.build_balancer import build_balancer, count_extra_work
 from freescale.train.build_dlrm import build_dlrm, build_dlrm_encoder
 from freescale.train.evaluate import evaluate_ranking
@@ -48,7 +49,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
     data = config.data
     return prepare(
         data.data,
-        find_cache(config),
+        as_path(data.cache) if data.cache else find_cache(config),
         data.format,
         data.num_items,
         progress,
@@ -69,8 +70,9 @@ def find_run_vocabulary(histories: Path, features: Features | None) -> Path | No
 
 
 def find_cache(config: RunConfig) -> Path:
-    """The folder of prepared data."""
-    return Path(config.data.cache) if config.data.cache else find_cache_folder()
+    """The folder of prepared data on this machine."""
+    cache = config.data.cache
+    return Path(cache) if cache and not is_store(cache) else find_cache_folder()
 
 
 def load_features(

@@ -17,6 +17,7 @@ from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY, check_vocabulary
 from freescale.launch.attempts import AUTO
 from freescale.launch.signals import StopSignals, choose_status
+from freescale.stores.runs import find_checkpoints, find_store, upload_run
 from freescale.train.build import (
     build_model,
     evaluate_part,
@@ -142,8 +143,8 @@ def _show(results: dict[str, Any], trainer: Trainer, stopped: str) -> None:
         lines.append(f"last loss {results['loss']:.4f}{hit}")
     lines += _describe_best(trainer)
     lines += [
-        f"everything is in {folder}: config.json, metrics.jsonl, ledger.json, trace.json.gz, "
-        "checkpoints",
+        f"everything is in {find_store(folder) or folder}: config.json, metrics.jsonl, "
+        "ledger.json, trace.json.gz, checkpoints",
         f"see where the time went: freescale report {shlex.quote(str(folder))}",
     ]
     if results.get("test") and trainer.data.time is None:
@@ -179,7 +180,7 @@ def evaluate_checkpoint(
     """
     if keep is not None and config.model.task != "retrieval":
         raise ValueError(f"--ranks is for retrieval: {folder} is a run of --task ranking")
-    checkpoints = Checkpoints(folder / "checkpoints", transport)
+    checkpoints = Checkpoints(find_checkpoints(folder), transport)
     found = checkpoints.find(checkpoint)
     data = load_histories(config, path, transport, trained=folder)
     model = build_model(config, data, transport)
@@ -225,6 +226,7 @@ def run_evaluation(
             "quality": quality,
         }
         written.write_text(to_json(result) + "\n", encoding="utf-8")
+        upload_run(folder)
         console = Console()
         where = f"{found.path}, step {progress['step']}, {part} part"
         console.print(where, highlight=False, soft_wrap=True)

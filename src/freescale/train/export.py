@@ -10,6 +10,7 @@ import torch
 
 from freescale.embedding.dynamic_rules import DEFAULT_ID, LEARNED
 from freescale.embedding.layout import spread_ids
+from freescale.stores.path import as_path, writing
 from freescale.train.state.intact import Intact, verify_checkpoint
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
 from freescale.train.torch_files.safe_reader import SafeReader
@@ -37,10 +38,12 @@ def export(
     Raises:
         ValueError: the checkpoint is damaged or cannot be read, or the folder holds an export.
     """
-    found = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    found = as_path(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    out = as_path(folder)
     if not overwrite:
-        refuse_export(Path(folder), "overwrite=True")
-    return list(export_checkpoint(found, Path(folder)))
+        refuse_export(out, "overwrite=True")
+    with writing(out, "dense.safetensors") as place:
+        return [out / path.relative_to(place) for path in export_checkpoint(found, place)]
 
 
 def refuse_export(out: Path, option: str) -> None:

@@ -19,6 +19,7 @@ def begin_or_resume(run: Run, checkpoint: str) -> None:
         checkpoint: a name that `Checkpoints.find` understands.
     """
     state = run.state
+    state.checkpoints.claim()
     if run.folder.resume:
         _load(run, checkpoint)
     else:

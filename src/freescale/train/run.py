@@ -165,3 +165,4 @@ class Run:
         path = self.state.checkpoints.wait()
         if path is not None:
             self.callbacks.call("on_checkpoint", path)
+            self.folder.upload()

@@ -36,6 +36,7 @@ from freescale.launch.attempts import (
     read_endings,
     read_restarts,
 )
+from freescale.stores.runs import find_checkpoints, upload_run
 from freescale.train.state.holder_link import RUN_ID, read_run_id
 
 if TYPE_CHECKING:  # imports torch; `new_folder` does not need it
@@ -120,6 +121,12 @@ class RunFolder:
         Called after all checks: a run that never began leaves no folder."""
         self.path = self._agree_on(lambda: self._claim_new(config, vocabulary, write))
         self._begun = True
+
+    def upload(self) -> None:
+        """Uploads what has changed, if the folder belongs into a store. A collective."""
+        from freescale.transport.failures import run_on_rank_0
+
+        run_on_rank_0(self._transport, lambda: upload_run(self.path))
 
     def forget_snapshots(self) -> None:
         """Gives a run that resumes from a named checkpoint a new id, so that no machine finds the
@@ -226,6 +233,7 @@ class RunFolder:
         temporary = path / "config.json.tmp"
         temporary.write_text(config, encoding="utf-8")
         temporary.replace(path / "config.json")
+        upload_run(path)
         return path
 
     def _name_run(self, path: Path) -> Path:
@@ -248,7 +256,7 @@ class RunFolder:
 
         if self._remembered and (path / "config.json").exists():
             return True
-        return Checkpoints(path / "checkpoints", self._transport).latest() is not None
+        return Checkpoints(find_checkpoints(path), self._transport).latest() is not None
 
     def _refuse(self, path: Path) -> None:
         saved = self._holds_run(path)

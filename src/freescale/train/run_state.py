@@ -11,13 +11,14 @@ import torch
 
 from freescale.config.origin import Origin
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.stores.runs import find_checkpoints
 from freescale.train.follow import Follower
 from freescale.train.position import Position
 from freescale.train.state.checkpoints import Checkpoints
 from freescale.train.state.contents import Contents
-from freescale.train.state.disk import CheckpointFolder
 from freescale.train.state.intact import Intact, find_best_step, verify_checkpoint
 from freescale.train.state.restore import load_checkpoint
+from freescale.train.state.stored import open_folder
 
 
 @dataclass
@@ -96,7 +97,7 @@ class RunState:
         """Loads the model of the run that this one continues: tables, dense weights and their
         optimizer's state. ValueError if its checkpoint is gone or another one."""
         transport = self.model.transport
-        path = CheckpointFolder(Path(origin.run) / "checkpoints").path(origin.step)
+        path = open_folder(find_checkpoints(Path(origin.run))).path(origin.step)
         found = verify_checkpoint(path, transport)
         if found.checksum != origin.checksum:
             raise ValueError(f"{path} has changed since this run was begun: begin another one")

@@ -16,6 +16,7 @@ from freescale.launch.ranks import has_launcher
 from freescale.launch.signals import StopSignals
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
+from freescale.stores.runs import find_checkpoints, open_run
 from freescale.train.best import build_best
 from freescale.train.build import (
     adopt_choices,
@@ -108,7 +109,8 @@ class Trainer:
         self.transport, every = transport, settings.snapshot_every
         self.snapshots = None if every is None else Snapshots(transport, every)
         remembers = partial(has_snapshot, self.snapshots)
-        self.run_folder = RunFolder(Path(folder) if folder else None, resume, transport, remembers)
+        own = open_run(folder, trains=True) if folder else None
+        self.run_folder = RunFolder(own, resume, transport, remembers)
         with self.run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
             self.follower = None
             if follows:
@@ -133,7 +135,7 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model)
         self.pipeline = build_pipeline(config, self.model, self.optimizer, total)
         self.checkpoints = Checkpoints(
-            self.folder / "checkpoints",
+            find_checkpoints(self.folder),
             transport,
             settings.keep_checkpoints,
             full_every=settings.full_every,
@@ -233,6 +235,7 @@ class Trainer:
             else:
                 results = self._train(signals or StopSignals(self.stop, self.rank))
             self.run_folder.note_result(results["stopped"], self.step)
+            self.run_folder.upload()
             self._close_snapshots()
         if self._connected:  # after an error the ranks may no longer be in step
             self.transport.close()
@@ -253,6 +256,7 @@ class Trainer:
                 raise
             self._run.complete_checkpoint()
             self.run_folder.note_result(0, self.step)
+            self.run_folder.upload()
             self._close_snapshots()
 
     def evaluate(self, part: str) -> dict[str, dict[str, float]]:
@@ -273,6 +277,7 @@ class Trainer:
             if self.follower is not None:
                 self.follower.close()
             self.run_folder.close()
+            self.checkpoints.close()
             if self.snapshots is not None:  # no effect after `_close_snapshots`
                 expected = self.run_folder.is_auto or has_launcher()
                 self.snapshots.abandon(end=not expected)
@@ -312,7 +317,7 @@ class Trainer:
         vocabulary = find_run_vocabulary(self.histories, self.data.features)
         self.run_folder.open(self.config.to_json(), vocabulary, self._copy_statistics)
         self.run_folder.log_restarts(self.step)
-        self.checkpoints.folder = self.folder / "checkpoints"
+        self.checkpoints.folder = find_checkpoints(self.folder)
         if self.checkpoints.publishes:
             run_on_rank_0(self.transport, self._open_publisher, str(self.folder / "deltas"))
         if self.snapshots is not None:

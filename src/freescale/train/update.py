@@ -19,10 +19,12 @@ from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.ingest.timestamps import guess_unit
 from freescale.file_lock import lock
+from freescale.stores.runs import find_checkpoints
 from freescale.train.build import prepare_data
 from freescale.train.run_folder import LOCK
-from freescale.train.state.disk import CheckpointFolder, read_state, sum_state
+from freescale.train.state.disk import read_state, sum_state
 from freescale.train.state.intact import choose_step
+from freescale.train.state.stored import open_folder
 
 _FREE = {"dropout", "input_dropout", "temperature", "recompute"}  # settings of a model
 # Other settings that a run has from the one that it continues.
@@ -94,7 +96,7 @@ def _refuse_live(run: Path) -> None:
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:
-    files = CheckpointFolder(run / "checkpoints")
+    files = open_folder(find_checkpoints(run))
     steps = files.steps()
     if not steps:
         raise ValueError(f"{run} holds no checkpoint to continue from: train it to its end first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +15,10 @@ from torch import Tensor
 from freescale.data.batches.epoch_order import EpochOrder
 from freescale.data.batches.specs import ReadSpec, SplitSpec, find_dtype
 from freescale.data.batches.splits import Window, count_new, find_ends, find_later, find_window
-from freescale.data.histories import HistoriesFile, RowGroup
+from freescale.data.histories import HistoriesFile, RowGroup, make_fingerprint
 from freescale.data.ranges import list_ranges
+from freescale.data.workspace import make_folder
+from freescale.folders import find_cache_folder
 
 # Events by column, one sample after another; [n]: how many each sample has; [n]: how many of these,
 # at the end, are beyond the history.
@@ -73,7 +76,10 @@ class WindowReader:
         self._kept_groups, self._kept_bytes = read.shuffle_groups + 2, read.kept_bytes
         self._columns, self._bytes = tuple(columns), 0
         events = file.mean_length * file.num_samples
-        self._whole = 8 * events * len(self._columns) <= read.kept_bytes  # at most 8 bytes each
+        # at most 8 bytes each; of files in a store, the first batch need not wait for all
+        fits = 8 * events * len(self._columns) <= read.kept_bytes
+        self._whole = fits and not file.file.is_stored
+        self._ahead = read.shuffle_groups if read.shuffle else 2
         self._windows: dict[int, Window] = {}  # of all samples of a row group, by its number
         # decoded, the least recently used first
         self.groups: OrderedDict[int, RowGroup] = OrderedDict()
@@ -87,6 +93,8 @@ class WindowReader:
         members = self._list_members(epoch, group_of)
         lengths, tails = np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
         pieces: list[dict[str, NDArray[Any]]] = []
+        if self._file.file.is_stored and members:
+            self._read_ahead(epoch, [group for group, _ in members])
         for group, of in members:
             piece, lengths[of], tails[of] = self._read_rows(group, numbers[of] - starts[group])
             pieces.append(piece)
@@ -97,6 +105,17 @@ class WindowReader:
             for name, column in columns.items():
                 column[place] = piece[name]
         return columns, lengths, tails
+
+    def _read_ahead(self, epoch: int, groups: list[int]) -> None:
+        """Requests these row groups, and those that are shuffled together after them, also of the
+        next epoch."""
+        order = [*self._order.groups(epoch).tolist(), *self._order.groups(epoch + 1).tolist()]
+        last = order.index(groups[-1]) + 1
+        # to the end of those that are shuffled together
+        last = min(last + -last % self._ahead, len(order) // 2)
+        wanted = dict.fromkeys([*groups, *order[last : last + self._ahead]])
+        fresh = [group for group in wanted if group not in self.groups]
+        self._file.file.read_ahead(fresh, self._columns)
 
     def _read_rows(self, group: int, rows: NDArray[Any]) -> Events:
         window = self._find_window(group, rows)
@@ -218,18 +237,36 @@ def read_train_columns(
 ) -> Iterator[list[NDArray[Any]]]:
     """Columns of the train part's events, of one row group after the other."""
     for number in range(file.num_groups):
-        group = file.read(number, tuple(dict.fromkeys((*columns, "timestamp"))))
+        # of a store only what is needed: each batch checks what it reads
+        needed = not file.file.is_stored or split.kind in ("time", "windows")
+        times = ("timestamp",) if needed else ()
+        group = file.read(number, tuple(dict.fromkeys((*columns, *times))))
         lengths = find_ends(split, group, "train") - group.offsets[:-1]
         index = list_ranges(group.offsets[:-1], lengths)
         yield [group.values[name][index] for name in columns]
 
 
 def count_numbered_items(file: HistoriesFile, split: SplitSpec) -> NDArray[np.int64]:
-    """[num_items]: how often each item occurs in the train part. Reads the whole file."""
-    counts = np.zeros(file.num_items, np.int64)
-    for (items,) in read_train_columns(file, split, ("item_id",)):
-        np.add.at(counts, items, 1)
-    return counts
+    """[num_items]: how often each item occurs in the train part. Reads the whole file. Of many
+    files, or of files in a store, one process of a machine does, once: the user's cache keeps the
+    counts."""
+
+    def count() -> NDArray[np.int64]:
+        counts = np.zeros(file.num_items, np.int64)
+        for (items,) in read_train_columns(file, split, ("item_id",)):
+            np.add.at(counts, items, 1)
+        return counts
+
+    def write(folder: Path) -> None:
+        np.save(folder / "counts.npy", count())
+
+    if len(file.file.paths) == 1 and not file.file.is_stored:
+        return count()
+    about = file.file.versions, split.kind, split.time, file.num_items
+    cache = find_cache_folder() / "counts"
+    made = make_folder(cache, make_fingerprint(*about), f"the counts of {file.path}", write)
+    found: NDArray[np.int64] = np.load(made / "counts.npy")
+    return found
 
 
 def count_train_items(

@@ -18,6 +18,9 @@ import pyarrow.parquet as pq
 
 from freescale.data.histories import VOCABULARY as VOCABULARY  # which lies next to them
 from freescale.data.values import BadValue, cast_values, is_text, refuse_any, refuse_nulls
+from freescale.folders import find_cache_folder
+from freescale.random import hash_name
+from freescale.stores.path import StorePath, download
 
 _NOTHING = ("nan", "null", "none", "na", "n/a", "<na>", "\\n")  # in lower case
 _SMALL = 1 << 20  # a catalogue up to this size is never too large
@@ -169,6 +172,10 @@ def read_known(vocabulary: Path) -> Known:
 def find_vocabulary(histories: Path) -> Path | None:
     """The vocabulary of a prepared histories file; None if ids are unchanged."""
     path = (histories if histories.is_dir() else histories.parent) / VOCABULARY
+    if isinstance(path, StorePath) and path.is_file():
+        name = f"{hash_name(f'{path} {path.ask()}'):016x}"
+        local = find_cache_folder() / "vocabularies" / name / VOCABULARY
+        return local if local.is_file() else download(path, local)
     return path if path.is_file() else None
 
 

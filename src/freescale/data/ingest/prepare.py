@@ -22,6 +22,8 @@ from freescale.data.workspace import (
     remove_dead_workspaces,
     workspace,
 )
+from freescale.folders import find_cache_folder
+from freescale.stores.path import StorePath, as_path, upload
 
 BUCKET_EVENTS = 2_000_000
 _READING = 3  # version of how files are interpreted
@@ -54,15 +56,17 @@ def prepare(
     numbered in order of appearance; `vocabulary.parquet` next to the result maps them.
 
     `source`, `format`, `columns`, `labels` and `missing` are as of `read_interactions`. `cache` is
-    the folder of prepared data, which is found by the paths and all bytes of its sources.
-    `num_items`: rows of the item table; None: the largest id plus 1. `progress` is called with a
-    stage ("hash", "read", "sort", "write") and the share done. With `any_ids`, for a dynamic item
-    table, item ids that are numbers of 64 bits stay as they are and others are hashed (`hash_ids`);
-    `vocabulary` keeps their texts. `events`: features of events to keep, as `Interactions` names
-    them. `known`: texts of ids that keep their numbers, by column; ids of other columns are
-    integers. `bucket_events`: events in memory at once, about.
+    the folder of prepared data, which is found by the paths and all bytes of its sources; for one
+    in a store, data is made on a disk and uploaded. `num_items`: rows of the item table; None: the
+    largest id plus 1. `progress` is called with a stage ("hash", "read", "sort", "write") and the
+    share done. With `any_ids`, for a dynamic item table, item ids that are numbers of 64 bits stay
+    as they are and others are hashed (`hash_ids`); `vocabulary` keeps their texts. `events`:
+    features of events to keep, as `Interactions` names them. `known`: texts of ids that keep their
+    numbers, by column; ids of other columns are integers. `bucket_events`: events in memory at
+    once, about.
     """
-    cache, report = Path(cache), progress or (lambda stage, share: None)
+    shared, report = as_path(cache), progress or (lambda stage, share: None)
+    cache = find_cache_folder() if isinstance(shared, StorePath) else shared
     if num_items is not None and num_items < 1:
         raise ValueError(f"num_items is {num_items}; it must be 1 or more")
     files = find_files(source, cache)
@@ -108,15 +112,17 @@ def prepare(
     key = compute_digest(VERSION, _READING, *about, *kept, resolved)
     target = cache / key / "histories.parquet"
     remove_dead_workspaces(cache)
+    if isinstance(shared, StorePath) and (shared / key / target.name).is_file():
+        return shared / key / target.name  # made by another machine
     if target.is_file():
-        return target
+        return _share(target, shared)
     work, fix = f"preparing {files[0]}", "make room, or name a cache folder on another disk"
     # all histories twice, while users are ordered
     with explain_full_disk(cache, work, fix, lambda: 2 * interactions.estimate_bytes()):
         cache.mkdir(parents=True, exist_ok=True)
         with lock_cache(cache), workspace(cache, key) as folder:
             if target.is_file():  # made by another rank meanwhile
-                return target
+                return _share(target, shared)
             written = None
             while written is None:
                 try:
@@ -130,7 +136,16 @@ def prepare(
             target.parent.mkdir(exist_ok=True)
             for path in written:  # the histories last: if they exist, all is there
                 os.replace(path, target.parent / path.name)
-    return target
+    return _share(target, shared)
+
+
+def _share(made: Path, shared: Path) -> Path:
+    """Uploads prepared data if the cache is in a store; the histories last."""
+    if not isinstance(shared, StorePath):
+        return made
+    for path in sorted(made.parent.iterdir(), key=lambda path: path == made):
+        upload(path, shared / made.parent.name / path.name)
+    return shared / made.parent.name / made.name
 
 
 def find_histories(
@@ -145,8 +160,8 @@ def find_histories(
         return files[0].path if is_histories(files[0].path) else None
     if not is_histories(files[0].path):
         return None
-    if isinstance(source, str | Path) and Path(source).is_dir():
-        return Path(source)
+    if isinstance(source, str | Path) and as_path(source).is_dir():
+        return as_path(source)
     raise ValueError(
         f"{files[0]}: a histories file, one of {len(files)}: give the folder that has them all, "
         "and nothing else"

@@ -15,8 +15,7 @@ from typing import Any
 from freescale.data.ingest.digest import compute_digest
 from freescale.data.workspace import explain_full_disk, workspace
 from freescale.folders import find_cache_folder
-
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+from freescale.stores.calls import connect
 
 
 def fetch_files(url: str, cache: Path | None) -> list[tuple[Path, str]]:
@@ -24,7 +23,8 @@ def fetch_files(url: str, cache: Path | None) -> list[tuple[Path, str]]:
 
     Raises ValueError if there is no such file, it cannot be reached, or a package is missing.
     """
-    system, path = _connect(url)
+    system: Any = connect(url.partition("://")[0], url)
+    path = system._strip_protocol(url)
     folder = (cache or find_cache_folder()) / "remote"
     try:
         paths = _list_paths(system, path, url)
@@ -34,22 +34,6 @@ def fetch_files(url: str, cache: Path | None) -> list[tuple[Path, str]]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(f"{url}: cannot be read ({error}); check the path and access") from error
-
-
-def _connect(url: str) -> tuple[Any, str]:
-    protocol = url.partition("://")[0]
-    package = _PACKAGES.get(protocol, "fsspec")
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        names = " ".join(dict.fromkeys(("fsspec", package)))
-        raise ValueError(f"{url}: {protocol}:// needs fsspec: pip install {names}") from error
-    try:
-        return url_to_fs(url)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise ValueError(f"{url}: {error}: pip install {package}") from error
-    except ValueError as error:
-        raise ValueError(f"{url}: {error}; give a path, or a URL that fsspec knows") from error
 
 
 def _list_paths(system: Any, path: str, url: str) -> list[str]:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from freescale.data.histories import is_histories, list_parts
 from freescale.data.ingest.remote import fetch_files
 from freescale.data.ingest.yambda import EVENTS, is_yambda
+from freescale.stores.path import as_path, is_store
 
 PARQUET = (".parquet", ".pq")
 TEXT = (".csv", ".tsv", ".txt", ".inter", ".json", ".jsonl", ".ndjson", ".dat", ".data")
@@ -60,7 +62,9 @@ def find_files(
         raise ValueError("no interaction file given: name at least one")
     found: list[SourceFile] = []
     for one in given:
-        if "://" in str(one):
+        if is_store(one):
+            found += _find_stored(as_path(one)) or _find_remote(str(as_path(one)), cache)
+        elif "://" in str(one):
             found += _find_remote(str(one), cache)
         else:
             found += _find_local(Path(one))
@@ -97,6 +101,16 @@ def _list_members(path: Path, shown: str) -> list[str]:
     except (zipfile.BadZipFile, OSError) as error:
         raise ValueError(f"{shown}: a broken zip file ({error}); fetch it again") from error
     return [name for name in names if not name.endswith("/") and not _is_hidden(Path(name))]
+
+
+def _find_stored(path: Path) -> list[SourceFile]:
+    """Histories in an object store, which are read there. Empty if it has something else."""
+    if not is_store(path) or any(sign in str(path) for sign in "*?["):
+        return []
+    parts = list_parts(path) if path.suffix.lower() not in PARQUET else [path]
+    if not parts or not parts[0].is_file() or not is_histories(parts[0]):
+        return []
+    return [SourceFile(part, str(part)) for part in parts]
 
 
 def _find_remote(url: str, cache: Path | None) -> list[SourceFile]:

@@ -12,6 +12,7 @@ import torch
 from freescale.config import TrainConfig
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
+from freescale.stores.path import as_path
 from freescale.train.state.contents import (
     DiskContents,
     follow_changes,
@@ -35,6 +36,7 @@ from freescale.train.state.intact import (
     verify_checkpoint,
 )
 from freescale.train.state.restore import load_checkpoint
+from freescale.train.state.stored import open_folder
 from freescale.train.state.writing import write_checkpoint
 from freescale.train.torch_files.tensor_writer import TensorWriter
 from freescale.transport.api import Transport
@@ -86,13 +88,14 @@ class Checkpoints:
             raise ValueError(f"keep must be at least 1, got {keep}")
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         self.transport = transport
         self.keep = max(keep, 2) if publishes else keep
         self.publishes = publishes
         self.publisher: Publishing | None = None
         self.full_every = full_every
         self.asynchronous = asynchronous
+        self._files: CheckpointFolder | None = None
         self._restored: int | None = None  # the step that was loaded, to continue from
         self._parent: Parent | None = None
         self._saving: Parent | None = None  # of the next one, once this one is in place
@@ -108,7 +111,9 @@ class Checkpoints:
 
     @property
     def files(self) -> CheckpointFolder:
-        return CheckpointFolder(self.folder)
+        if self._files is None or self._files.folder != self.folder:
+            self._files = open_folder(self.folder)
+        return self._files
 
     @property
     def _consumer(self) -> str:
@@ -167,6 +172,16 @@ class Checkpoints:
             self.give_up_later()
             self._run_on_rank_0(lambda: self.files.refuse_ahead(step))
         run_on_all_ranks(self.transport, lambda: refuse_unsavable(model, optimizer))
+
+    def claim(self) -> None:
+        """Makes this run the only one that writes the folder, if it is in a store; on a disk, the
+        lock of the run's folder does that. A collective."""
+        self._run_on_rank_0(self.files.claim)
+
+    def close(self) -> None:
+        """Lets other runs write the folder."""
+        if self._files is not None:
+            self._files.close()
 
     def save(
         self,
@@ -395,7 +410,7 @@ class Checkpoints:
         """
         self._complete_or_warn()
         if not isinstance(checkpoint, Intact):
-            checkpoint = verify_checkpoint(Path(checkpoint), self.transport)
+            checkpoint = verify_checkpoint(as_path(checkpoint), self.transport)
         self._parent = None
         progress = load_checkpoint(checkpoint, model, optimizer)
         if optimizer is not None:

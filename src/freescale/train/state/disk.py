@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from freescale.stores.path import StorePath
+
 FORMAT = 2  # 1 has no checksums, and only the tensors of an optimizer's state
 DELTA_FORMAT = 3  # only those table rows that changed since the parent
 _CHUNK = 1 << 22
@@ -38,11 +40,17 @@ class Damaged(ValueError):
         return Damaged(f"{what}: use an earlier checkpoint")
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointFolder:
     """Reading is for any process; only rank 0 changes anything."""
 
     folder: Path
+
+    def claim(self) -> None:
+        """Makes this the only writer: on a disk, the run's folder is locked."""
+
+    def close(self) -> None:
+        """Lets others write."""
 
     def steps(self) -> list[int]:
         paths = self.folder.iterdir() if self.folder.is_dir() else []
@@ -97,8 +105,8 @@ class CheckpointFolder:
     def writing_path(self, step: int) -> Path:
         return self.folder / f".writing-{step:08d}"
 
-    def begin(self, step: int) -> None:
-        """Makes an empty folder to write in, and clears what killed processes left."""
+    def begin(self, step: int) -> str:
+        """Makes an empty folder to write in (its name), and clears what killed processes left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear()
         for replaced in self.folder.glob("step-*.replaced"):
@@ -110,6 +118,7 @@ class CheckpointFolder:
             else:  # killed before the new one was in place
                 replaced.rename(self._final(known))
         self.writing_path(step).mkdir()
+        return self.writing_path(step).name
 
     def finish(self, step: int) -> None:
         """Puts a written checkpoint in place, also of one of the same step."""
@@ -169,7 +178,8 @@ def _remove(path: Path) -> None:
 
 def parse_step(path: Path) -> int | None:
     """The step of a checkpoint's folder; None for copies next to it, and anything else."""
-    match = re.fullmatch(r"step-([0-9]{8,})(\.replaced)?", path.name)
+    suffix = r"\.w[0-9]+" if isinstance(path, StorePath) else r"\.replaced"
+    match = re.fullmatch(rf"step-([0-9]{{8,}})({suffix})?", path.name)
     step = int(match[1]) if match else -1
     return step if match and match[1] == f"{step:08d}" else None
 
@@ -220,7 +230,7 @@ def compute_checksum(path: Path) -> list[int]:
     interpreter."""
     size = total = 0
     room = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         while count := file.readinto(room):
             size, total = size + count, zlib.crc32(room[:count], total)
     return [size, total]
@@ -239,8 +249,12 @@ def write_state(folder: Path, state: dict[str, Any], name: str = _STATE) -> int:
     # A line for each entry, and no indentation: json indents in Python, for tens of milliseconds in
     # which a step has to wait.
     lines = (f"{json.dumps(key)}: {json.dumps(of)}" for key, of in plain.items())
+    text = ",\n".join([f'{{"checksum": {checksum}', *lines]) + "}"
+    if isinstance(folder, StorePath):
+        (folder / name).write_text(text)
+        return checksum
     with open(folder / name, "w", encoding="utf-8") as file:
-        file.write(",\n".join([f'{{"checksum": {checksum}', *lines]) + "}")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     return checksum

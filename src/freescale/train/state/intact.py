@@ -24,6 +24,7 @@ from freescale.train.state.disk import (
     read_state,
     sum_state,
 )
+from freescale.train.state.stored import open_folder
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
 
@@ -97,7 +98,7 @@ def verify_checkpoint(path: Path, transport: Transport, known: Known | None = No
 
 
 def _find_parent(child: Intact, parent: Mapping[str, Any]) -> Path:
-    return CheckpointFolder(child.path.parent).path(int(parent["step"]))
+    return open_folder(child.path.parent).path(int(parent["step"]))
 
 
 def _refuse_wrong_parent(child: Intact, parent: Mapping[str, Any]) -> None:
@@ -178,7 +179,7 @@ def list_steps(files: CheckpointFolder, transport: Transport) -> list[int]:
 def last_intact(folder: Path, transport: Transport) -> Intact | None:
     """The newest checkpoint that is intact, with a warning about each newer one. A collective; the
     same on all ranks. Damaged if there are checkpoints and none is intact."""
-    files = CheckpointFolder(folder)
+    files = open_folder(folder)
     steps = list_steps(files, transport)
     known: Known = {}
     for step in reversed(steps):
@@ -213,7 +214,7 @@ def find_checkpoint(folder: Path, name: str | None, transport: Transport) -> Int
     if wanted is None:
         assert last is not None
         return last
-    files = CheckpointFolder(folder)
+    files = open_folder(folder)
     steps = list_steps(files, transport)
     if wanted not in steps:
         raise ValueError(

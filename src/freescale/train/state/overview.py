@@ -13,6 +13,7 @@ from freescale.train.state.disk import FORMAT, CheckpointFolder, find_needed, re
 from freescale.train.state.intact import Intact, Known, find_best_step, verify_checkpoint
 from freescale.train.state.memory import group_tables
 from freescale.train.state.restore import TablePart, apply_deltas, read_tensors
+from freescale.train.state.stored import open_folder
 from freescale.train.state.writing import write_checkpoint
 from freescale.train.torch_files.safe_reader import SafeReader
 from freescale.train.torch_files.tensor_writer import TensorWriter
@@ -37,7 +38,7 @@ class Entry:
 
 def list_checkpoints(folder: Path, verify: bool = False) -> Iterator[Entry]:
     """The checkpoints in `folder`, in the order of their steps. `verify` reads all their files."""
-    files, transport = CheckpointFolder(folder), LocalTransport()
+    files, transport = open_folder(folder), LocalTransport()
     steps = files.steps()
     best = _find_best(files)
     known: Known = {}
@@ -55,7 +56,7 @@ def list_checkpoints(folder: Path, verify: bool = False) -> Iterator[Entry]:
             step,
             None if parent is None else int(parent["step"]),
             sum(file.stat().st_size for file in path.iterdir()),
-            path.stat().st_mtime,
+            (path / "state.json").stat().st_mtime,
             int(state.get("ranks", 0)),
             step == best,
             problem,
@@ -70,10 +71,11 @@ def _find_best(files: CheckpointFolder) -> int | None:
 
 def compact_last(folder: Path) -> tuple[Path, list[int]]:
     """Makes the last checkpoint, a delta, a full one, and removes what only it depended on, in a
-    folder that no run uses. The full one replaces the delta when it is complete. Needs host memory
-    for a full checkpoint, but no model. Returns the checkpoint, and the steps that were removed.
-    ValueError if there is no checkpoint, or the chain is damaged or cannot be written."""
-    files, transport = CheckpointFolder(folder), LocalTransport()
+    folder that no run uses. The full one replaces the delta when it is complete; a kill leaves one
+    of the two. Needs host memory for a full checkpoint, but no model. Returns the checkpoint, and
+    the steps that were removed. ValueError if there is no checkpoint, or the chain is damaged or
+    cannot be written."""
+    files, transport = open_folder(folder), LocalTransport()
     steps = files.steps()
     if not steps:
         raise ValueError(f"{folder} holds no checkpoint: name the folder of a run")
@@ -91,6 +93,7 @@ def compact_last(folder: Path) -> tuple[Path, list[int]]:
     others = [step for step in parents if step not in chain or step == best]
     removed = sorted(chain - find_needed(parents, others))
     files.remove(removed)
+    files.close()
     return files.path(steps[-1]), removed
 
 

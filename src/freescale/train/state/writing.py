@@ -32,7 +32,10 @@ def write_checkpoint(
     step = int(contents.state["progress"]["step"])
     run_on_all_ranks(transport, lambda: _refuse_diverged(step, contents), NotFinite)
     failure, checksum = f"checkpoint {files.path(step)} could not be written", 0
-    folder, state = files.writing_path(step), contents.state
+    state, names = contents.state, [""]
+
+    def begin() -> None:
+        names[0] = files.begin(step)
 
     def finish() -> None:
         nonlocal checksum
@@ -40,13 +43,14 @@ def write_checkpoint(
         files.finish(step)
 
     try:
-        run_on_rank_0(transport, lambda: files.begin(step), failure)
+        run_on_rank_0(transport, begin, failure)
+        folder = files.folder / gather_json(transport, names)[0][0]
         writer.write(folder, contents.tensors, transport, failure)
         _add_checksums(state, folder, contents.spans, transport)
         run_on_rank_0(transport, finish, failure)
     except ValueError:  # on all ranks: none is still writing
         if transport.rank == 0:
-            with suppress(OSError):  # the next save tries again
+            with suppress(OSError, ValueError):  # the next save tries again
                 files.clear()
         raise
     return checksum

@@ -11,7 +11,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
 
+from freescale.stores.path import as_path
 from freescale.transport.api import Transport
 from freescale.transport.failures import describe_error
 from freescale.transport.process_group import ProcessGroupTransport
@@ -160,7 +161,7 @@ class SafeReader(FileSystemReader):
 
     def _read(self) -> meta.Metadata:
         try:
-            with open(Path(self.path) / ".metadata", "rb") as file:
+            with (as_path(str(self.path)) / ".metadata").open("rb") as file:
                 metadata: meta.Metadata = _MetadataUnpickler(file).load()
             self._check(metadata)
         except (_Refused, OSError):

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from freescale.stores.path import StorePath
 from freescale.transport.api import Transport
 from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
 
@@ -53,7 +54,8 @@ class TensorWriter:
     ) -> None:
         """Writes tensors, or if not paced nested dicts of them. A collective."""
         ahead = 0 if self._paced else _AHEAD  # paced, tensors are there, one at a time
-        writer = FileSystemWriter(folder, per_thread_copy_ahead=ahead, overwrite=True)
+        on_disk = not isinstance(folder, StorePath)
+        writer = _Writer(folder, sync_files=on_disk, per_thread_copy_ahead=ahead, overwrite=True)
         planner = _PacedPlanner() if self._paced else DefaultSavePlanner()
         described = _describe(tensors) if self._paced else None
         known = self._paced and described == self._tensors
@@ -116,6 +118,11 @@ def _explain(work: Callable[[], T]) -> T:
         return work()
     except Exception as error:
         raise ValueError(describe_error(error)) from error
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self.path))  # torch's has the class of the path
 
 
 class _PacedPlanner(DefaultSavePlanner):
