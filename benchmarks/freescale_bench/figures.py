@@ -310,9 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted[figures / "balance.svg"] = balance_figure.draw_balance(samples=128, ranks=8)
     wanted[figures / "architecture.svg"] = draw_architecture(read_layers(root))
     wanted[figures / "tables.svg"] = draw_tables()
-    wanted[root / "docs" / "glossary.md"] = render_glossary()
     for path, depth in find_documents(root):
         wanted[path] = fill(path.read_text(encoding="utf-8"), parts, depth)
+    wanted[root / "docs" / "glossary.md"] = render_glossary()  # whole, not by its marks
     changed = [
         path
         for path, text in wanted.items()

@@ -106,6 +106,23 @@ def test_more_collisions_expose_more():
     assert exposed == sorted(exposed) and exposed[0] < exposed[-1]
 
 
+@pytest.mark.parametrize("schedule", ["serial", "staged"])
+def test_divided_histories_leave_less_straggler_and_travel(schedule):
+    """One sample of each rank: the longest decides the step, unless it is divided."""
+    given, workload = (
+        Setting(schedule, "greedy"),
+        GeneratedWorkload(4, median=300, cap=1000, items=200_000, collisions=0.2),
+    )
+    found = []
+    for split in ("off", "3"):
+        cluster = Cluster(MODEL, CALIBRATION, NETWORK, 4, split_histories=split)
+        found.append(collect_run(simulate(given, cluster, workload, STEPS), 4))
+    whole, divided = found
+    assert divided["straggler_percent"] < 0.7 * whole["straggler_percent"]
+    assert divided["tokens_per_second"] > whole["tokens_per_second"]
+    assert divided["bytes_per_step"]["attention"] > whole["bytes_per_step"]["attention"] == 0
+
+
 def test_planned_batches_change_nothing():
     cluster, setting = Cluster(MODEL, CALIBRATION, NETWORK, 8), Setting("staged", "greedy")
     planned = plan_batches("greedy", cluster, source(8), STEPS)

@@ -28,7 +28,7 @@ from freescale_bench.split.setting import (
     shrink,
 )
 
-CPU = Shape(32, 2, 2, (8192,))
+CPU = Shape(16, 2, 1, (8192,))
 CUDA = Shape(256, 4, 4, (65_536,))
 STEPS = 2
 State = dict[str, Tensor]
