@@ -208,6 +208,26 @@ def test_a_folder_has_one_writer(server: S3Server, monkeypatch: pytest.MonkeyPat
     second.close()
 
 
+def test_a_late_writer_removes_nothing(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has noticed that another one has taken over."""
+    monkeypatch.setattr("freescale.train.state.stored.RENEWED_S", 1000.0)
+    monkeypatch.setattr("freescale.train.state.stored._EXPIRES_S", 1.5)
+    late, newer = (StoredFolder(StorePath(ROOT, "removals")) for _ in range(2))
+    remains = late.begin(1)
+    (late.folder / remains / "data").write_bytes(b"late")
+    newer.claim()
+    begun = newer.begin(2)
+    assert not (newer.folder / remains).exists()
+    (newer.folder / begun / "data").write_bytes(b"newer")
+    late.clear()
+    assert (newer.folder / begun / "data").is_file()
+    with pytest.raises(ValueError, match="has another writer now"):
+        late.finish(1)
+    newer.finish(2)
+    assert late.steps() == newer.steps() == [2] and newer.path(2) == newer.folder / begun
+    newer.close()
+
+
 @pytest.mark.long
 def test_kills_lose_no_checkpoint(server: S3Server, tmp_path: Path) -> None:
     rows = kill_writers(StorePath(ROOT, "kills"), 4, tmp_path / "notes")
