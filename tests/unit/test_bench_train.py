@@ -17,7 +17,7 @@ from freescale_bench.train.flops import (
 from freescale_bench.train.measure import read_waits
 from freescale_bench.train.shapes import SHAPES
 
-from freescale.ledger.device_profile import measure_union
+from freescale.train.device_figures import measure_union
 
 
 def test_flops_are_those_of_the_products_one_by_one() -> None:

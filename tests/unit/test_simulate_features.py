@@ -14,12 +14,17 @@ from freescale.balance.cost import CostModel
 from freescale.config import RunConfig, SimulateConfig
 from freescale.simulate import simulator
 from freescale.simulate.compute import Load, load_calibration
-from freescale.simulate.inputs import build_model, list_omissions, read_workload
+from freescale.simulate.inputs import (
+    build_model,
+    list_omissions,
+    list_settings,
+    read_trained_run,
+    read_workload,
+)
 from freescale.simulate.network import load_preset
 from freescale.simulate.placed_tables import ITEM, place_tables
 from freescale.simulate.run import run_simulation
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
-from freescale.simulate.trained_run import list_settings, read_trained_run
 from freescale.simulate.verdict import GIVEN
 from freescale.train.build import build_model as build_sharded
 from freescale.train.build import load_histories, prepare_data

@@ -13,11 +13,17 @@ from freescale.config import RunConfig, SimulateConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.specs import NegativeSpec, SampleSpec
 from freescale.data.ingest.prepare import prepare
-from freescale.simulate.inputs import build_model, describe_training, list_omissions, read_workload
+from freescale.simulate.inputs import (
+    build_model,
+    describe_training,
+    list_omissions,
+    list_settings,
+    read_trained_run,
+    read_workload,
+)
 from freescale.simulate.network import load_preset
 from freescale.simulate.placed_tables import place_tables
 from freescale.simulate.run import run_simulation
-from freescale.simulate.trained_run import list_settings, read_trained_run
 from freescale.simulate.verdict import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.train.build import build_model as build_sharded
 from freescale.transport.local import LocalTransport

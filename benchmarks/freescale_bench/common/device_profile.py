@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from freescale.ledger.device_profile import is_copy, list_work, measure_union
+from freescale.train.device_figures import is_copy, list_work, measure_union
 
 
 @dataclass

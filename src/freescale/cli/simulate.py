@@ -37,8 +37,8 @@ def simulate(context: click.Context, /, gpus: tuple[int, ...], **given: Any) -> 
 
 @exit_cleanly
 def _simulate(gpus: tuple[int, ...], given: dict[str, Any]) -> None:
+    from freescale.simulate.inputs import list_settings, read_trained_run
     from freescale.simulate.show import print_simulation
-    from freescale.simulate.trained_run import list_settings, read_trained_run
 
     settings = select_given(given)
     if "run" in settings:

@@ -17,9 +17,11 @@ from freescale.embedding.dynamic_rules import Dynamic
 from freescale.simulate.inputs import (
     build_cluster,
     build_workload,
+    compare_with_run,
     describe_training,
     find_dynamic,
     list_omissions,
+    read_trained_run,
 )
 from freescale.simulate.network import Network
 from freescale.simulate.output import collect_run
@@ -34,7 +36,6 @@ from freescale.simulate.recovery import (
     load_recovery,
 )
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
-from freescale.simulate.trained_run import compare_with_run, read_trained_run
 from freescale.simulate.verdict import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.simulate.workload import Workload
 

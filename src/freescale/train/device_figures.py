@@ -4,12 +4,11 @@ warmed up. On CPUs nothing is profiled."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from freescale.ledger.device_profile import is_copy, list_work, measure_union
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback, RunView
 from freescale.train.metrics_log import append_metrics
@@ -113,3 +112,31 @@ class DeviceFigures(Callback):
             "compilations": len(compiled),
             **({"compiled": compiled} if compiled else {}),
         }
+
+
+def measure_union(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of [begin, end) intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        if end > reached:
+            total += end - max(begin, reached)
+            reached = end
+    return total
+
+
+def list_work(profiler: torch.profiler.profile) -> list[tuple[str, float, float]]:
+    """The kernels and copies of a finished profile: name, begin and duration in milliseconds."""
+    kineto = profiler.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    # labels of ranges are no work of the device
+    labels = ("freescale/", "Optimizer.", "Activity Buffer", "ProfilerStep")
+    return [
+        (event.name(), event.start_ns() / 1e6, event.duration_ns() / 1e6)
+        for event in kineto.kineto_results.events()
+        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0
+        if not event.name().startswith(labels)
+    ]
+
+
+def is_copy(name: str) -> bool:
+    return name.startswith(("Memcpy", "Memset"))
