@@ -43,8 +43,13 @@ def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr)
 @triton.jit
 def _draw_kept(key, layer, threshold, R: tl.constexpr, W: tl.constexpr):
     """[R, W], from keys [R]. Each hash gives four 16-bit draws, one per column."""
-    key = _derive(key, layer)
-    draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
+    return _draw_quads(_derive(key, layer), tl.arange(0, W // 4), threshold, R, W)
+
+
+@triton.jit
+def _draw_quads(key, quad, threshold, R: tl.constexpr, W: tl.constexpr):
+    """[R, W], from keys [R] and the numbers [W / 4] of four columns each."""
+    draws = _derive(key[:, None], quad[None, :])
     shifts = (16 * tl.arange(0, 4)).to(tl.uint64)
     draws = (draws[:, :, None] >> shifts[None, None, :]).to(tl.uint16).to(tl.int16, bitcast=True)
     return tl.reshape(draws < threshold, [R, W])

@@ -42,11 +42,12 @@ def _find_first(rows, row, at, steps):
 def _add_halves(x, R: tl.constexpr, W: tl.constexpr):
     """[W]: the sum of the rows of x [R, W], half to half. The order of tl.sum follows the layout,
     and the layout follows the dtype that was loaded."""
-    rows: tl.constexpr = R // 2
-    if R == 1:
-        return tl.reshape(x, [W])
-    first, second = tl.split(tl.permute(tl.reshape(x, [2, rows, W]), (1, 2, 0)))
-    return _add_halves(first + second, rows, W)
+    if R > 1:
+        first, second = tl.split(tl.permute(tl.reshape(x, [2, R // 2, W]), (1, 2, 0)))
+        total = _add_halves(first + second, R // 2, W)
+    else:
+        total = tl.reshape(x, [W])
+    return total
 
 
 @triton.jit(do_not_specialize=["n", "steps"])
