@@ -62,7 +62,7 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
     assert len(ran) == count
 
 
-@pytest.mark.parametrize("visible", [None, Visible(0, 1), Visible(3, 2), Visible(2, 300)])
+@pytest.mark.parametrize("visible", [None, Visible(0, 3), Visible(3, 2), Visible(2, 300)])
 @pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("candidates", [None, torch.tensor([1, 0, 3, 0, 2])])
 def test_the_plan_is_that_of_plain_torch(candidates, timed, visible):

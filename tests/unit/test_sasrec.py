@@ -155,7 +155,7 @@ def test_a_run_builds_it_and_balances_by_its_costs():
     model = ModelConfig(encoder="sasrec", width=8, layers=3, heads=2, hidden=16)
     config = RunConfig(DataConfig(data="x", negatives=5), model)
     built = build_encoder(config)
-    assert isinstance(built, SASRec) and len(built.layers) == 3 and not built.capturable
+    assert isinstance(built, SASRec) and len(built.layers) == 3 and built.capturable
     assert built.layers[0].hidden.out_features == 16
     balancer = build_balancer(config, torch.device("cpu"))
     expected = CostModel.of_sasrec(width=8, layers=3, hidden=16, negatives=5)

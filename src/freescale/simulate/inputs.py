@@ -23,6 +23,7 @@ from freescale.train.build import (
     load_features,
     prepare_data,
 )
+from freescale.visible import Visible
 
 _LONGEST = 21_000  # history that training takes (DataConfig.max_length)
 
@@ -52,8 +53,9 @@ def build_model(config: SimulateConfig, network: Network, trained: RunConfig | N
     """Builds the model of the options; that of a run has the dense parameters of its module."""
     usual = "bf16" if network.device == "cuda" else "fp32"
     shape = (config.width, config.layers, config.heads)
+    visible = Visible.parse(config.attend) if config.attend else None
     if trained is None:
-        return Model(*shape, usual, config.cap, row_optimizer=config.row_optimizer)
+        return Model(*shape, usual, config.cap, row_optimizer=config.row_optimizer, visible=visible)
     precision, data = trained.train.precision, trained.data
     heads = len(trained.label_names) * (config.width + 1)
     if trained.model.head == "dlrm":
@@ -73,6 +75,7 @@ def build_model(config: SimulateConfig, network: Network, trained: RunConfig | N
         negatives=negatives if trained.model.task == "retrieval" else 0,
         entry_bytes=2 if trained.train.wire_precision == "bf16" else 4,
         prefix=prefix,
+        visible=visible,
     )
 
 
@@ -92,7 +95,8 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
             f"{config.data}: the run's data is not there; name it with --data, or go to the folder "
             "in which the run was started"
         )
-    given = {name: getattr(config, name) for name in ("data", "cache", "width", "layers", "heads")}
+    names = ("data", "cache", "width", "layers", "heads", "attend")
+    given = {name: getattr(config, name) for name in names}
     if config.rows:
         given |= {"rows": config.rows, "in_batch_share": 1.0}  # a dynamic table has no others
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}

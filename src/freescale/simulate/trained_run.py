@@ -86,6 +86,7 @@ def list_settings(run: TrainedRun) -> dict[str, Any]:
         "width": model.width,
         "layers": model.layers,
         "heads": model.heads,
+        "attend": model.attend,
         "batch": -(-train.global_batch // (run.ranks or 1)),
         "adapt": train.balance_adapt,
         "split_histories": train.split_histories,
@@ -111,7 +112,7 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
     network = _choose_own_network(run, config)
     if network is None:
         return None
-    names = ("cap", "width", "layers", "heads", "row_optimizer", "split_histories")
+    names = ("cap", "width", "layers", "heads", "attend", "row_optimizer", "split_histories")
     decided = list_settings(run)
     shape = replace(config, **{name: decided[name] for name in names})
     calibration = None if network.device == "cpu" else config.calibration

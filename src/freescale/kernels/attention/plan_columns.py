@@ -40,5 +40,6 @@ class NewEventColumn(IntEnum):
     SLOTS = 2
     PREFIX = 3  # tokens before the history
     LENGTH = 4  # events before the new one
-    TIMES = 5  # address of the events' times
-    OUTPUT = 6  # address of the last output [width]
+    SKIPPED = 5  # events after the first visible ones without keys and values
+    TIMES = 6  # address of the events' times
+    OUTPUT = 7  # address of the last output [width]

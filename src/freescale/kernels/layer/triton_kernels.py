@@ -230,6 +230,24 @@ def gated_norm_backward_kernel(
     tl.store(bias_parts + part * WIDTH + column, tl.sum(bias_sum, 0), mask=column < WIDTH)
 
 
+@triton.jit(do_not_specialize=["tokens", "layer", "threshold"])
+def drop_kernel(
+    x, sign, keys, out, tokens, layer, threshold, share,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """x where `sign` is positive, if it is given, with dropout. Forward and backward."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
+    there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    place = row[:, None] * WIDTH + column[None, :]
+    values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    if sign is not None:
+        values = tl.where(tl.load(sign + place, mask=there, other=0.0) > 0, values, 0.0)
+    if keys is not None:
+        values = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), values * share, 0.0)
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=there)
+
+
 # ---- SiLU
 
 
