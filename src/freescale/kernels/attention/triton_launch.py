@@ -70,7 +70,7 @@ BIASED_KV: dict[int, tuple[KeyLaunch, ...]] = {
 BIASED_Q = {
     32: AttentionLaunch(64, 64, 4, 2),
     64: AttentionLaunch(64, 64, 4, 3),
-    128: AttentionLaunch(64, 32, 4, 2),
+    128: AttentionLaunch(64, 64, 4, 2),
     256: AttentionLaunch(64, 32, 4, 1),
 }
 # Without a table of pair biases: computing a bias, above all that of time, takes registers.
