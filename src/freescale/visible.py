@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 
 @dataclass(frozen=True)
 class Visible:
@@ -49,10 +46,10 @@ class Visible:
         """For histories behind so many tokens that all others see."""
         return Visible(self.first + count, self.last)
 
-    def count_pairs(self, history: Any, candidates: Any = 0) -> NDArray[Any]:
+    def count_pairs(self, history: Any, candidates: Any = 0) -> Any:
         """Pairs of a query and a key that it sees, [n] float64, of samples with so many events and
-        candidates."""
-        own, most = np.asarray(history, np.float64), self.first + self.last
-        short = np.minimum(own, most)
-        count: NDArray[Any] = short * (short + 1) / 2 + (own - short) * most
-        return count + candidates * np.minimum(own + 1, most)
+        candidates (arrays)."""
+        own, most = history * 1.0, self.first + self.last
+        short = own - (own > most) * (own - most)
+        beyond = own + 1 - (own >= most) * (own + 1 - most)
+        return short * (short + 1) / 2 + (own - short) * most + candidates * beyond

@@ -259,9 +259,7 @@ def test_a_kernel_has_the_same_key_whatever_was_compiled_before_it():
 
     names = ["forward_kernel", "_add_values", "_half_scores", "_load_tile", "backward_q_kernel"]
     kernels = [(attention_kernels, name) for name in names]
-    kernels += [
-        (attention_bias_kernels, name) for name in ("pair_bias_kernel", "backward_bias_kernel")
-    ]
+    kernels += [(attention_bias_kernels, name) for name in ("pair_bias_kernel", "_find_pairs")]
     assert find_keys(kernels) == find_keys(kernels[::-1])
 
 
