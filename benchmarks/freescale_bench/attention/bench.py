@@ -115,31 +115,32 @@ def _measure_own_softmax(
     visible: Visible | None = None,
 ) -> dict[str, float]:  # fmt: skip
     plan = triton_plan.plan_attention(inputs.lengths, inputs.heads, visible=visible)
+    q, k, v = inputs.leaves
     call: Call = lambda: triton.softmax_attention(  # noqa: E731
-        *inputs.leaves, plan, alpha=inputs.width**-0.5, dropout=dropout
+        q, k, v, plan, alpha=inputs.width**-0.5, dropout=dropout
     )
     return inputs.measure(arm, call, inputs.leaves, inputs.grad, what)
 
 
 def _list_peers(bench: Bench, leaves: Sequence[Tensor]) -> Iterator[tuple[str, Call]]:
-    cuda = bench.device.type == "cuda"
+    cuda, (q, k, v) = bench.device.type == "cuda", leaves
     for arm, backend in BACKENDS.items():
         if cuda == (arm != "SDPA math"):
 
             def attend(backend: SDPBackend = backend) -> Tensor:
                 with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(*leaves, is_causal=True)
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
             yield arm, attend
     if cuda:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        length = leaves[0].shape[2]
+        length = q.shape[2]
         mask = create_block_mask(
-            lambda b, h, q, k: q >= k, None, None, length, length, device="cuda"
+            lambda batch, head, query, key: query >= key, None, None, length, length, device="cuda"
         )
         compiled = torch.compile(flex_attention)
-        yield "FlexAttention", lambda: compiled(*leaves, block_mask=mask)
+        yield "FlexAttention", lambda: compiled(q, k, v, block_mask=mask)
 
 
 def measure_biases(bench: Bench, size: dict[str, Any]) -> dict[str, float]:
@@ -167,9 +168,10 @@ def _measure_hstu(
         inputs.lengths, inputs.heads, timestamps=times if biased else None,
         buckets=BUCKETS if biased else 0, distances=biased, visible=visible,
     )  # fmt: skip
-    leaves = [*inputs.leaves, *(bias for bias in biases if bias is not None)]
+    q, k, v = inputs.leaves
+    leaves = [q, k, v, *(bias for bias in biases if bias is not None)]
     call: Call = lambda: triton.hstu_attention(  # noqa: E731
-        *inputs.leaves, inputs.lengths, scale_length=int(inputs.lengths[0]),
+        q, k, v, inputs.lengths, scale_length=int(inputs.lengths[0]),
         alpha=inputs.width**-0.5, position_bias=biases[0], time_bias=biases[1],
         timestamps=times if biased else None, plan=plan,
     )  # fmt: skip
@@ -202,10 +204,10 @@ def _measure_error(bench: Bench, size: dict[str, Any], kind: str) -> float:
 
     def run(dtype: torch.dtype, ours: bool) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in drawn[:3]]
-        make = triton_plan.plan_attention if ours else plan_attention
+        make: Any = triton_plan.plan_attention if ours else plan_attention
         if kind == "softmax" and not ours:
             make = softmax.plan_softmax_attention
-        plan: Any = make(lengths, 2, visible=visible)
+        plan = make(lengths, 2, visible=visible)
         module: Any = triton if ours else softmax if kind == "softmax" else reference
         if kind == "softmax":
             out = module.softmax_attention(*leaves, plan, alpha=0.125)

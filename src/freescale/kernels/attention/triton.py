@@ -167,7 +167,7 @@ class Softmax(NamedTuple):
 class Forward(NamedTuple):
     """What backward reads of a forward."""
 
-    out: Tensor | None  # [tokens, heads, d_v]; None: backward does not read it
+    out: Tensor  # [tokens, heads, d_v]; read by the backward of a softmax alone
     pairs: Tensor | None  # the table of pair biases
     logarithms: Tensor | None  # [heads, tokens] float32: of a softmax's sums, in powers of two
 
@@ -261,12 +261,12 @@ class _Call:
 
     def backward(
         self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float,
-        forward: Forward | None, *, need_biases: bool,
+        forward: Forward, *, need_biases: bool,
     ) -> Biases:  # fmt: skip
         """Writes the gradients of q, k and v. Returns those of both biases in float32, if they are
         needed. `forward`: of a softmax."""
-        of_queries = None, None
-        if forward is not None and forward.logarithms is not None:
+        of_queries: Biases = (None, None)
+        if forward.logarithms is not None:
             of_queries = forward.logarithms, self._multiply_outputs(grad, forward.out)
         for launch in self.launches.of_keys:
             self.backward_kv(launch, grad, grad_k, grad_v, scale, of_queries)
@@ -418,10 +418,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, position_bias, time_bias, *options):  # type: ignore[no-untyped-def]
         q, k, v = make_readable(q), make_readable(k), make_readable(v)
         found = attend(q, k, v, (position_bias, time_bias), *options)
-        softmax = found.logarithms is not None
-        ctx.save_for_backward(
-            q, k, v, position_bias, time_bias, found.out if softmax else None, *found[1:]
-        )
+        read = found.out if found.logarithms is not None else q  # out is not kept for SiLU
+        ctx.save_for_backward(q, k, v, position_bias, time_bias, read, *found[1:])
         ctx.options = options
         return found.out
 

@@ -43,7 +43,7 @@ from freescale.kernels.attention.triton_bias_sums_kernels import (
     _finish_buckets,
     _store_distances,
 )
-from freescale.kernels.layer.triton_kernels import _derive, _draw_quads
+from freescale.kernels.draw_kernels import _derive, _draw_quads
 
 LOWEST = tl.constexpr(-1e30)  # a score below all others; differences to it are finite
 ROWS_OF_PAIRS = tl.constexpr(PAIR_QUERIES)

@@ -123,8 +123,8 @@ def choose_launches(
     if not narrow:
         return Launches(FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q)
     if softmax:  # dropout takes registers
-        own = (replace(launch, registers=None) for launch in BACKWARD_KV[width])
-        return Launches(SOFTMAX_FORWARD[width], tuple(own), BACKWARD_Q[width])
+        of_keys = tuple(replace(launch, registers=None) for launch in BACKWARD_KV[width])
+        return Launches(SOFTMAX_FORWARD[width], of_keys, BACKWARD_Q[width])
     if not biased:
         return Launches(FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width])
     if tabled:

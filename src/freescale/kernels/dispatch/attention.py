@@ -88,8 +88,10 @@ def plan_softmax_attention(
     return _plan_tiles(lengths, heads, (width, dtype), options)
 
 
-def softmax_attention(*inputs: Tensor, plan: AttentionPlan | TilePlan, **options: Any) -> Tensor:
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan | TilePlan, **options: Any
+) -> Tensor:
     """`softmax.softmax_attention`, in the version that made `plan`."""
     if isinstance(plan, TilePlan):
-        return triton.softmax_attention(*inputs, plan, **options)
-    return softmax.softmax_attention(*inputs, plan, **options)
+        return triton.softmax_attention(q, k, v, plan, **options)
+    return softmax.softmax_attention(q, k, v, plan, **options)

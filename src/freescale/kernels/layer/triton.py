@@ -253,7 +253,8 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _launch_drop(grad.contiguous(), *ctx.saved_tensors, ctx.drawn), *[None] * 4
+        sign, keys = ctx.saved_tensors
+        return _launch_drop(grad.contiguous(), sign, keys, ctx.drawn), None, None, None, None
 
 
 def _launch_drop(

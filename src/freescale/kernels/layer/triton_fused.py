@@ -271,7 +271,7 @@ class _Layer(torch.autograd.Function):
                 into = q, k, v
             grad_q, grad_k, grad_v, *grad_biases = differentiate_attention(
                 pad_heads(grad_attended), *_split_heads(active, options), tuple(biases),
-                *options.attention, forward=Forward(None, pairs, None),
+                *options.attention, forward=Forward(attended, pairs, None),
                 need_biases=any(ctx.needs_input_grad[10:12]), into=into,
             )  # fmt: skip
             if options.wide:
