@@ -109,6 +109,9 @@ def draw_batch(config, seed):
             "retrieval",
             {"per": "batch", "position_bias": False, "time_bias": False, "recompute": True},
         ),
+        ("retrieval", {"attend": "first=4,last=8"}),
+        ("ranking", {"encoder": "sasrec", "attend": "last=8"}),
+        ("retrieval", {"encoder": "sasrec", "dropout": 0.0}),
     ],
 )
 def test_what_is_compiled_covers_what_a_run_launches(task, changes):
