@@ -57,7 +57,7 @@ def bench_quality(setting: Setting, to: Destination) -> None:
             row = make_row(arm, [measure_seed(one) for one in ranks], len(ranks[0]))
             rows.append({"data": name, **row})
         users = own["full"][0][:, 0].tolist()
-        found = {}
+        found: dict[str, dict[str, float]] = {}
         for column, kind in enumerate(KINDS, start=1):
             full, seen = (average_users(own[arm], users, column) for arm in ("full", "semi-local"))
             found |= {m + kind: bootstrap_relative(seen[m], full[m]) for m in METRICS}

@@ -134,9 +134,7 @@ class CostModel:
 
 def square(lengths: NDArray[Any], visible: Visible | None) -> NDArray[Any]:
     """L^2 of lengths [n], or twice the pairs of events that see each other."""
-    found: NDArray[Any] = (
-        lengths * lengths if visible is None else 2 * visible.count_pairs(lengths)
-    )
+    found: NDArray[Any] = lengths * lengths if visible is None else 2 * visible.count_pairs(lengths)
     return found
 
 

@@ -142,7 +142,8 @@ def _cut(events: int, count: int, cost: CostModel, candidates: float) -> Numbers
     root = 2 * goals / (line + np.sqrt(line * line + 4 * factor * goals))
     if cost.visible is not None:
         each = np.arange(events + 1.0)
-        root = np.searchsorted(factor * square(each, cost.visible) + line * each, goals)
+        costs = factor * square(each, cost.visible) + line * each
+        root = np.searchsorted(costs, goals).astype(np.float64)
     grain = _GRAIN if events >= 4 * _GRAIN * count else 1
     inner = np.rint(root / grain).astype(np.int64) * grain
     steps = np.arange(1, count)
