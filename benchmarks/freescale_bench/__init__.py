@@ -18,6 +18,7 @@ BENCHMARKS = {
     "stores": "S3: training, resume and export as on a disk; kills; histories by DuckDB and Spark.",
     "checkpoint": "What checkpoints and snapshots add to training, and restores from both.",
     "faults": "Training under a storm of faults, compared with an undisturbed run.",
+    "attention": "Attention kernels: softmax against SDPA, biases, semi-local against full.",
     "dlrm": "MLPerf's dlrm_v4_hstu: parity with the public model, speed, learning, hot ids.",
     "host_tables": "Step time with tables in host memory or on disk, against tables on the device.",
     "dynamic": "Dynamic tables: ids/s, memory, and lookups against a static table.",

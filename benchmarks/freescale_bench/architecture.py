@@ -28,7 +28,7 @@ _LANES: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]] = (
 )
 # Layers left out of the picture: single modules rather than packages.
 _MODULES = {"__main__", "batch_codec", "sequences", "packed", "streams", "folders",
-            "file_lock", "compiled", "worker_server", "pinning"}  # fmt: skip
+            "file_lock", "compiled", "worker_server", "pinning", "visible"}  # fmt: skip
 _ABOUT = {
     "cli": "command line",
     "simulate": "steps on a cluster, predicted",

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.attention_cases import compare, isolation
+from helpers.attention_cases import compare, isolation, skipping
 
-from freescale.kernels.attention.triton import hstu_attention
+from freescale.kernels.attention.triton import WeightDropout, hstu_attention, softmax_attention
 from freescale.kernels.attention.triton_plan import plan_attention
+from freescale.visible import Visible
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -80,40 +81,83 @@ def test_heads_of_256(biases):
     )
 
 
-@pytest.mark.parametrize(
-    "width, biases, variant",
-    [
-        (64, False, {"stored": True}),
-        (64, True, {"stored": True}),
-        (128, False, {"stored": True}),
-        (128, True, {"stored": True}),
-        (128, False, {"apart": True}),
-        (256, False, {"stored": False}),
-    ],
-)
-def test_other_ways_through_the_backward(width, biases, variant):
-    for candidates in (False, True):
-        assert_close(
-            1e-2, name=MIXED, candidates=candidates, biases=biases, dtype="bfloat16",
-            widths=(width, width), **variant,
-        )  # fmt: skip
+@pytest.mark.parametrize("candidates", [False, True])
+def test_gradients_of_keys_and_values_in_two_kernels(candidates):
+    assert_close(
+        1e-2, name=MIXED, candidates=candidates, dtype="bfloat16", widths=(128, 128), apart=True
+    )
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("budget", [0, 10_000_000])  # no table; only that of the biases
-def test_biases_beyond_the_budget(width, budget):
+def test_biases_beyond_the_budget(width):
     assert_close(
         1e-2, name=MIXED, candidates=True, biases=True, dtype="bfloat16", widths=(width, width),
-        pair_budget=budget, heads=16 if budget else 2,
+        pair_budget=0,
     )  # fmt: skip
 
 
-def test_stored_scores_give_the_same_bits_every_time():
-    leaves, _, lengths, _ = drawn([9222, 17, 0, 900], heads=4, width=256)
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("first, last", [(64, 256), (0, 1), (100, 77), (5, 3000)])
+def test_semi_local(first, last, biases, width):
+    for candidates in (False, True):
+        assert_close(
+            1e-2, name=MIXED, candidates=candidates, biases=biases, dtype="bfloat16",
+            widths=(width, width), visible=(first, last),
+        )  # fmt: skip
+
+
+def test_semi_local_in_float32_and_at_length():
+    assert_close(1e-5, name=MIXED, candidates=True, biases=True, visible=(64, 300))
+    lengths = [16_384, 3, 500], [64, 1, 0]
+    assert_close(
+        1e-2, name=lengths, candidates=True, biases=True, dtype="bfloat16", widths=(64, 64),
+        heads=1, visible=(64, 1024),
+    )  # fmt: skip
+
+
+def test_tiles_that_nobody_sees_are_not_visited():
+    found = skipping("cuda")
+    assert len(found) == 6 and all(found.values()), found
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.8])
+@pytest.mark.parametrize("visible", [None, (64, 256)])
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_softmax(dtype, width, visible, keep):
+    if dtype == "float32" and width == 256:
+        pytest.skip("tiles do not fit on an SM; the plan takes plain torch")
+    for candidates in (False, True):
+        assert_close(
+            LIMITS[dtype], name=MIXED, candidates=candidates, dtype=dtype, widths=(width, width),
+            softmax=True, keep=keep, visible=visible,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_softmax_of_high_scores_and_long_histories(dtype):
+    shape = {"dtype": dtype, "widths": (64, 64), "softmax": True, "candidates": False}
+    assert_close(5 * LIMITS[dtype], name=MIXED, size=5.0, **shape)
+    assert_close(LIMITS[dtype], name=([16_384, 3, 500], None), heads=1, **shape)
+
+
+def test_softmax_gives_the_same_bits_every_time_without_a_synchronization():
+    leaves, _, lengths, _ = drawn([3000, 17, 0, 900, 2222])
+    keys = torch.arange(leaves[0].shape[0], device="cuda")
     runs = []
-    for _ in range(4):
-        out = hstu_attention(*leaves, lengths, scale_length=4000, alpha=0.1)
-        runs.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    for number in range(3):
+        plan = plan_attention(lengths, 2, visible=Visible(64, 700))
+        torch.cuda.synchronize()
+        if number:  # the first one compiles
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            dropout = WeightDropout(keys, 1, 0.9)
+            out = softmax_attention(*leaves, plan, alpha=0.1, dropout=dropout)
+            grads = torch.autograd.grad(out.float().square().sum(), leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        runs.append([out.detach(), *grads])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 

@@ -26,7 +26,15 @@ class Losses(Callback):
         self.found.append(step.loss)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "biases"])
+MODELS = {
+    "plain": {"position_bias": False, "time_bias": False},
+    "biases": {},
+    "semi-local": {"attend": "first=8,last=40"},
+    "sasrec": {"encoder": "sasrec", "position_bias": False, "time_bias": False},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def runs(request, tmp_path_factory):
     """Of a jagged file, by how it was trained: losses, rows, dense parameters, graphs."""
     folder = tmp_path_factory.mktemp("graphs")
@@ -44,8 +52,7 @@ def runs(request, tmp_path_factory):
             patch.setattr(graphs, "_LAUNCHED", launched)
             patch.setattr(graphs, "_MOST_WORK", work)
             config = build_config(shape, file, folder / "cache", "cuda", STEPS)
-            biases = dict(position_bias=request.param, time_bias=request.param)
-            config = replace(config, model=replace(config.model, **biases))
+            config = replace(config, model=replace(config.model, **MODELS[request.param]))
             schedule = "serial" if name == "serial" else "staged"
             config = replace(config, train=replace(config.train, schedule=schedule))
             losses = Losses()

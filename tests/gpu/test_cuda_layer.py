@@ -124,6 +124,12 @@ def test_encodings_equal_the_plain_ones(poisoned, dtype, dropout):
     assert all(error < layer_cases.LIMITS[dtype] for error in found.values()), found
 
 
+@pytest.mark.parametrize("case", layer_cases.SASREC)
+def test_sasrec_equals_the_plain_one(poisoned, case):
+    found = layer_cases.sasrec(**layer_cases.SASREC[case], device="cuda")
+    assert all(error < 1e-4 for error in found.values()), found
+
+
 # ---- nothing is read from the device
 
 

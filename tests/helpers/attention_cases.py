@@ -10,10 +10,14 @@ from unittest import mock
 import torch
 
 from freescale.kernels.attention import reference as attention
+from freescale.kernels.attention import softmax as softmax_attention
 from freescale.kernels.attention import triton as triton_attention
 from freescale.kernels.attention import triton_launch as launches
 from freescale.kernels.attention import triton_plan
-from freescale.kernels.attention.triton_launch import AttentionLaunch, KeyLaunch, StoredLaunch
+from freescale.kernels.attention.plan import plan_attention
+from freescale.kernels.attention.triton import WeightDropout
+from freescale.kernels.attention.triton_launch import KeyLaunch
+from freescale.visible import Visible
 
 BUCKETS = 20
 LENGTHS = {
@@ -44,11 +48,6 @@ CASES = {
     "half precision, computed biases": dict(
         name="equal", candidates=True, biases=True, dtype="float16", pair_budget=0
     ),
-    "half precision, biases alone in memory": dict(
-        name="equal", candidates=True, biases=True, dtype="float16", pair_budget=40_000
-    ),
-    "stored": dict(name="giant", candidates=True, biases=False, dtype="float16", stored=True),
-    "stored biases": dict(name="equal", candidates=True, biases=True, dtype="float16", stored=True),
     "apart": dict(name="equal", candidates=True, biases=False, dtype="float16", apart=True),
     "wide": dict(name="equal", candidates=False, biases=False, dtype="float16", widths=(256, 256)),
     # queries before these are left out: the tiles of the first 128 of two samples
@@ -64,31 +63,52 @@ CASES = {
         first=(280, 7, 128),
         pair_budget=0,
     ),
-    "parts, stored": dict(
-        name="parts",
-        candidates=True,
-        biases=True,
-        dtype="float16",
-        first=(130, 7, 128),
-        stored=True,
+    "parts, semi-local": dict(
+        name="parts", candidates=True, biases=True, first=(130, 7, 128), visible=(3, 50)
     ),
+    **{
+        f"{kind}, {name}{' candidates' * candidates}, {first} and {last}": dict(
+            name=name, candidates=candidates, visible=(first, last), **options
+        )
+        for kind, options in {
+            "visible": {},
+            "visible biases": {"biases": True},
+            "visible biases in memory": {"biases": True, "dtype": "float16"},
+            "visible softmax": {"softmax": True},
+        }.items()
+        for name, candidates, first, last in [
+            ("giant", False, 5, 70),
+            ("giant", True, 64, 1),
+            ("mixed", True, 0, 40),
+            ("mixed", True, 3, 200),
+        ]
+    },
+    **{
+        f"softmax, {name}{' candidates' * candidates}{' dropout' * (keep < 1)} {kind}": dict(
+            name=name, candidates=candidates, softmax=True, keep=keep, **options
+        )
+        for name, candidates, keep, kind, options in [
+            ("mixed", False, 1.0, "", {}),
+            ("mixed", True, 0.7, "", {}),
+            ("giant", True, 0.9, "", {}),
+            ("giant", False, 0.5, "narrow", {"dtype": "float16"}),
+            ("equal", False, 0.8, "wide", {"widths": (256, 256), "dtype": "float16"}),
+            ("equal", True, 0.8, "", {}),
+            ("empty", False, 0.8, "", {}),
+        ]
+    },
+    "softmax, high scores": dict(name="giant", candidates=True, softmax=True, size=5.0),
     "long times": dict(name="equal", candidates=True, biases=True, step=10**10),
 }
 
 
 @contextmanager
-def choose_variant(width, pair_budget=None, stored=None, apart=False):
-    """Runs other kernels than the defaults. stored: backward with or without stored scores; apart:
-    the gradients of keys and values in two kernels."""
+def choose_variant(width, pair_budget=None, apart=False):
+    """Runs other kernels than the defaults. apart: the gradients of keys and values in two
+    kernels."""
     with ExitStack() as stack:
         if pair_budget is not None:
             stack.enter_context(mock.patch.object(triton_attention, "PAIR_BUDGET", pair_budget))
-        if stored is not None:
-            for table, tile in (("STORED", 128), ("BIASED_STORED", 64)):
-                of_queries = AttentionLaunch(tile, min(64, 8192 // width), tile // 16, 1)
-                both = StoredLaunch(of_queries, AttentionLaunch(128, 64, 8, 1))
-                one = {width: both} if stored else {}
-                stack.enter_context(mock.patch.object(launches, table, one))
         if apart:
             both = KeyLaunch(64, 64, 4, 1, keys=False), KeyLaunch(64, 32, 4, 1, values=False)
             stack.enter_context(mock.patch.dict(launches.BACKWARD_KV, {width: both}))
@@ -98,7 +118,7 @@ def choose_variant(width, pair_budget=None, stored=None, apart=False):
 def compare(
     name,
     candidates,
-    biases,
+    biases=False,
     dtype="float32",
     widths=(32, 32),
     sliced=False,
@@ -106,9 +126,12 @@ def compare(
     device="cpu",
     heads=2,
     pair_budget=None,
-    stored=None,
     apart=False,
-    first=None,
+    visible=None,  # first and last
+    softmax=False,
+    keep=1.0,
+    size=1.0,  # of queries and keys
+    first=None,  # queries before these are left out
 ):
     """Relative errors of the output and of all gradients against the reference in float64, by
     name."""
@@ -119,7 +142,8 @@ def compare(
     def draw(*shape):
         return torch.randn(*shape, generator=generator)
 
-    together = draw(tokens, heads * (2 * d_qk + d_v)).to(device, getattr(torch, dtype))
+    together = draw(tokens, heads * (2 * d_qk + d_v)) * size
+    together = together.to(device, getattr(torch, dtype))
     parts = together.split([heads * d_qk, heads * d_qk, heads * d_v], 1)
     q, k, v = (
         x.unflatten(1, (heads, -1)) if sliced else x.unflatten(1, (heads, -1)).contiguous()
@@ -142,38 +166,52 @@ def compare(
     )
     if candidates:
         others["candidate_counts"] = torch.tensor(counts, device=device)
-    others |= {
-        "lengths": torch.tensor(sizes, device=device),
-        "scale_length": 50,
-        "alpha": d_qk**-0.5,
-    }
+    lengths = torch.tensor(sizes, device=device)
+    others["alpha"] = d_qk**-0.5
+    seen = visible and Visible(*visible)
+    counted = torch.ones(tokens, 1, 1, dtype=torch.bool, device=device)
+    for start, skipped in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), first or ()):
+        counted[start : start + skipped] = False
+    if softmax:
+        counts = others.pop("candidate_counts", None)
+        keys = torch.randint(-(2**62), 2**62, (tokens,), generator=generator).to(device)
+        others["dropout"] = WeightDropout(keys, 5, keep) if keep < 1 else None
+        plain, triton = softmax_attention.softmax_attention, triton_attention.softmax_attention
+        plans = [
+            make(lengths, heads, candidate_counts=counts, visible=seen)
+            for make in (softmax_attention.plan_softmax_attention, triton_plan.plan_attention)
+        ]
+    else:
+        others |= {"lengths": lengths, "scale_length": 50}
+        plain, triton = attention.hstu_attention, triton_attention.hstu_attention
+        plans = [None, None]
+        if visible is not None or first is not None:
+            options = {"candidate_counts": others.get("candidate_counts"), "visible": seen}
+            if biases:
+                options |= {"timestamps": others["timestamps"], "buckets": BUCKETS}
+                options["distances"] = True
+            plans = [
+                plan_attention(lengths, heads, **options),
+                triton_plan.plan_attention(lengths, heads, first=first, **options),
+            ]
+        if first is not None:
+            whole = triton_plan.plan_attention(lengths, heads)
+            assert plans[1].pair_blocks < whole.pair_blocks
     weight = draw(tokens, heads, d_v).to(device, getattr(torch, dtype))
-    seen = torch.ones(tokens, 1, 1, dtype=torch.bool, device=device)
-    plan = None
-    if first is not None:
-        for start, skipped in zip(torch.tensor([0, *sizes]).cumsum(0).tolist(), first):
-            seen[start : start + skipped] = False
-        named = {n: others[n] for n in ("candidate_counts", "timestamps") if n in others}
-        plan = triton_plan.plan_attention(
-            others["lengths"], heads, first=first, buckets=BUCKETS, distances=True, **named
-        )
-        assert plan.pair_blocks < triton_plan.plan_attention(others["lengths"], heads).pair_blocks
 
-    def run(function, dtype):
+    def run(function, dtype, plan):
         inputs = {
             key: (x if dtype is None else x.to(dtype)).detach().requires_grad_()
             for key, x in leaves.items()
         }
-        planned = {"plan": plan} if dtype is None and plan is not None else {}
-        out = function(**inputs, **others, **planned)
-        out = torch.where(seen, out, 0)
+        out = torch.where(counted, function(**inputs, **others, plan=plan), 0)
         grads = torch.autograd.grad((out * weight.to(out.dtype)).sum(), list(inputs.values()))
-        grads = [torch.where(seen, grads[0], 0), *grads[1:]]
+        grads = [torch.where(counted, grads[0], 0), *grads[1:]]
         return dict(zip(["out", *inputs], [out.detach(), *grads], strict=True))
 
-    with choose_variant(max(widths), pair_budget, stored, apart):
-        ours = run(triton_attention.hstu_attention, None)
-    exact = run(attention.hstu_attention, torch.float64)
+    with choose_variant(max(widths), pair_budget, apart):
+        ours = run(triton, None, plans[1])
+    exact = run(plain, torch.float64, plans[0])
     assert all(ours[key].dtype == leaves[key].dtype for key in leaves)
     return {
         key: ((ours[key].double() - x).norm() / x.norm().clamp(min=1e-9)).item()
@@ -198,11 +236,35 @@ def isolation(device="cpu"):
     }
 
 
+def skipping(device="cpu"):
+    """Whether tiles that no query sees are not visited: in a product, a weight of zero would make
+    NaN of NaN. The last queries do not see keys in the middle, and these not the last queries."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weight = (torch.randn(400, 1, 32, generator=generator).to(device) for _ in range(4))
+    v[128:192] = torch.nan
+    q[330:] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    lengths = torch.tensor([400], device=device)
+    found = {}
+    for softmax in (False, True):
+        plan = triton_plan.plan_attention(lengths, 1, visible=Visible(5, 70))
+        if softmax:
+            out = triton_attention.softmax_attention(*leaves, plan, alpha=0.2)
+        else:
+            options = {"scale_length": 9, "alpha": 0.2, "plan": plan}
+            out = triton_attention.hstu_attention(*leaves, lengths, **options)
+        _, of_k, of_v = torch.autograd.grad(out, leaves, weight)
+        found[f"keys, softmax {softmax}"] = bool(out[320:330].isfinite().all())
+        found[f"values, softmax {softmax}"] = bool(of_v[64:192].isfinite().all())
+        found[f"not all, softmax {softmax}"] = not out[192:250].isfinite().any()
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(
         json.dumps(
             {case: compare(**options) for case, options in CASES.items()}
-            | {"isolation": isolation()}
+            | {"isolation": isolation(), "skipping": skipping()}
         )
     )

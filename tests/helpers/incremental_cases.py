@@ -21,6 +21,7 @@ from freescale.models import (
 )
 from freescale.models.incremental import one_event
 from freescale.models.incremental import state as incremental_state
+from freescale.visible import Visible
 from helpers.feature_cases import ITEMS, TABLES
 
 WIDTH, LONGEST, ACTIONS = 8, 13, 5
@@ -29,15 +30,16 @@ BIASES = {
     "positions": {"time_bias": False},
     "times": {"position_bias": False},
     "no bias": {"position_bias": False, "time_bias": False},
+    "semi-local": {"visible": Visible(2, 3)},
 }
-KINDS = [*BIASES, "sasrec"]
+KINDS = [*BIASES, "sasrec", "sasrec, semi-local"]
 
 
 def make_model(kind="both biases", features=False, longest=LONGEST, **more):
     torch.manual_seed(0)
     sizes = {"width": WIDTH, "layers": 2, "heads": 2, "max_length": longest} | more
-    if kind == "sasrec":
-        encoder = SASRec(**sizes)
+    if kind.startswith("sasrec"):
+        encoder = SASRec(**sizes, visible=Visible(1, 4) if "semi-local" in kind else None)
     else:
         encoder = HSTU(**sizes, num_time_buckets=32, **BIASES[kind])
         for layer in encoder.layers:  # larger than at first, to be seen in the outputs
@@ -82,6 +84,7 @@ def draw_events(counts, seed, context="position"):
 CASES = {
     **{kind: {"kind": kind} for kind in BIASES},
     "features": {"features": True},
+    "features, semi-local": {"features": True, "kind": "semi-local"},
     "heads of odd widths": {"d_qk": 3, "d_v": 6},
 }
 
@@ -110,7 +113,8 @@ class Pair:
             expected = append_events(self.model, plain, events)
         worst = {"queries": _measure(found, expected)}
         for ours, theirs in zip(fast, plain, strict=True):
-            used = theirs.prefix + theirs.length
+            used = theirs.used
+            assert ours.used == used
             assert (ours.length, ours.rebuilds) == (theirs.length, theirs.rebuilds)
             for name in ("keys", "values"):
                 a, b = (getattr(state, name)[:, :, :used] for state in (ours, theirs))

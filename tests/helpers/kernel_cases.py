@@ -215,6 +215,21 @@ def row_values(width, device):
     return index.to(device, torch.int32), values.to(device)
 
 
+def add_chunks(values, rows):
+    """[width]: the sum of a long row, in the order that the kernels promise: `rows` values side by
+    side, then half to half, then chunk after chunk."""
+    total = None
+    for chunk in values.split(triton_row_sums.CHUNK):
+        padded = torch.nn.functional.pad(chunk, (0, 0, 0, -len(chunk) % rows))
+        side, *others = padded.view(-1, rows, values.shape[1])
+        for other in others:
+            side = side + other
+        while len(side) > 1:
+            side = side[: len(side) // 2] + side[len(side) // 2 :]
+        total = side[0] if total is None else total + side[0]
+    return total
+
+
 def row_sums_of(width, device="cpu"):
     """Sums by row: short rows have the twin's bits, long ones are within its error and do not
     depend on other rows; both forms have the same bits."""
@@ -237,12 +252,15 @@ def row_sums_of(width, device="cpu"):
     skipped[18] = ours[18]
     narrow = values.bfloat16()
     sums_of_narrow = triton_row_sums.sum_by_row(narrow, index, count, dtype=torch.float32)
+    rows = min(triton_row_sums.CHUNKS.shape(width)["R"], chunk)
+    in_order = [add_chunks(values[index == row], rows) for row in (18, 21)]
     there = torch.randn_like(ours)
     onto = triton_row_sums.sum_by_row(values, index, count, onto=there.clone())
     size = exact.abs().max()
     return {
         "short": torch.equal(ours[short].cpu(), plain[short.cpu()]),
         "error": ((ours - exact).abs().max() / size).item(),
+        "order": torch.equal(ours[[18, 21]], torch.stack(in_order)),
         "unread": not ours[(lengths == 0).to(device)].any(),
         "positions": torch.equal(found[begins].long().cpu(), lengths.nonzero().squeeze(1))
         and torch.equal(sums[begins], ours[found[begins].long()]),

@@ -6,6 +6,7 @@ Uninitialised memory is NaN here.
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import ExitStack
 from unittest import mock
@@ -19,7 +20,9 @@ from freescale.kernels.layer import triton as triton_layer
 from freescale.kernels.layer import triton_fused as fused_layer
 from freescale.kernels.layer import triton_positions
 from freescale.models.hstu import HSTU, HSTULayer
+from freescale.models.sasrec import SASRec
 from freescale.random import derive, draw_keep_mask
+from freescale.visible import Visible
 from helpers import dlrm_cases
 
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -315,6 +318,42 @@ def dlrm(dropout):
 DLRM = {"dlrm": dict(dropout=0.0), "dlrm, dropout": dict(dropout=0.25)}
 
 
+def sasrec(dropout, visible=None, device="cpu"):
+    """SASRec in Triton, as a run calls it, against plain torch in float64."""
+    torch.manual_seed(0)
+    sizes = {"width": 48, "layers": 2, "heads": 2, "max_length": 80, "hidden": 40}
+    model = SASRec(**sizes, dropout=dropout, visible=visible).train()
+    lengths, counts = torch.tensor([70, 0, 1, 20]), torch.tensor([3, 0, 1, 0])
+    x, slope = torch.randn(2, int(lengths.sum()), 48)
+    keys = derive(5, torch.arange(4))
+
+    def run(on_gpu, to):
+        own = copy.deepcopy(model).to(device, to)
+        leaf = x.to(device, to).requires_grad_()
+        with ExitStack() as stack:
+            for name in ("layer.runs_triton", "attention.is_on_gpu"):
+                target = f"freescale.kernels.dispatch.{name}"
+                stack.enter_context(mock.patch(target, lambda device: on_gpu))
+            out = own(leaf, *(part.to(device) for part in (lengths, keys)),
+                      candidate_counts=counts.to(device))  # fmt: skip
+            grads = torch.autograd.grad(out, [leaf, *own.parameters()], slope.to(out))
+        names = ["out", "x", *dict(own.named_parameters())]
+        return dict(zip(names, [out.detach(), *grads], strict=True))
+
+    ours, exact = run(True, torch.float32), run(False, torch.float64)
+    return {
+        name: ((ours[name].double() - value).norm() / value.norm().clamp(min=1e-9)).item()
+        for name, value in exact.items()
+    }
+
+
+SASREC = {
+    "sasrec": dict(dropout=0.0),
+    "sasrec, dropout": dict(dropout=0.25),
+    "sasrec, dropout, semi-local": dict(dropout=0.25, visible=Visible(2, 5)),
+}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -322,4 +361,5 @@ if __name__ == "__main__":
     found |= {case: whole(**options) for case, options in WHOLE.items()}
     found |= {case: encode(**options) for case, options in ENCODED.items()}
     found |= {case: dlrm(**options) for case, options in DLRM.items()}
+    found |= {case: sasrec(**options) for case, options in SASREC.items()}
     print(json.dumps(found | {case: fused(**options) for case, options in FUSED.items()}))

@@ -14,6 +14,7 @@ from freescale.kernels.attention import plan as attention_plan
 from freescale.kernels.attention.plan import plan_attention
 from freescale.kernels.attention.reference import hstu_attention
 from freescale.kernels.groups import Groups, plan_groups
+from freescale.visible import Visible
 
 HEADS, D_QK, D_V, SCALE, ALPHA, BUCKETS = 2, 5, 3, 40, 0.3, 12
 
@@ -23,8 +24,9 @@ def square(length):
 
 
 def naive(
-    q, k, v, lengths, *, candidate_counts=None, position_bias=None, time_bias=None, timestamps=None
-):
+    q, k, v, lengths, *, candidate_counts=None, position_bias=None, time_bias=None, timestamps=None,
+    visible=None,
+):  # fmt: skip
     """One query and one key at a time, straight from the definition."""
     rows, start = [], 0
     counts = [0] * len(lengths) if candidate_counts is None else candidate_counts.tolist()
@@ -34,6 +36,8 @@ def naive(
             total = v.new_zeros(v.shape[1:])
             for j in range(i + 1):
                 if j >= history and j != i:
+                    continue
+                if visible and j >= visible.first and min(i, history) - j >= visible.last:
                     continue
                 score = (q[start + i] * k[start + j]).sum(-1) * ALPHA  # [heads]
                 if position_bias is not None:
@@ -89,8 +93,15 @@ LENGTHS = {
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("with_candidates", [False, True])
-@pytest.mark.parametrize("case", LENGTHS)
-def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
+@pytest.mark.parametrize(
+    "case, visible",
+    [
+        *((case, None) for case in LENGTHS),
+        *(("giant", Visible(*seen)) for seen in [(0, 1), (2, 5), (5, 1), (30, 20)]),
+        *(("mixed", Visible(*seen)) for seen in [(0, 3), (4, 2)]),
+    ],
+)
+def test_equals_the_loops(case, visible, with_candidates, biases, monkeypatch):
     lengths, counts = LENGTHS[case]
     leaves, lengths, timestamps = inputs(lengths)
     q, k, v, position_bias, time_bias = leaves
@@ -104,7 +115,7 @@ def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
             "timestamps": timestamps,
         }
     weight = torch.randn(q.shape[0], HEADS, D_V, dtype=torch.float64)
-    oracle = gradients(lambda: naive(q, k, v, lengths, **options), leaves, weight)
+    oracle = gradients(lambda: naive(q, k, v, lengths, visible=visible, **options), leaves, weight)
 
     def make_plan(**limits):
         return plan_attention(
@@ -114,13 +125,15 @@ def test_equals_the_loops(case, with_candidates, biases, monkeypatch):
             timestamps=options.get("timestamps"),
             buckets=BUCKETS if biases else 0,
             distances=biases,
+            visible=visible,
             **limits,
         )
 
     listed = make_plan()
     assert listed.pairs is not None and not listed.groups.groups
     monkeypatch.setattr(attention_plan, "LISTED_SCORES", -1)
-    plans = [listed, None, make_plan(budget=150, rows=4)]
+    whole = make_plan() if visible else None  # made by the call
+    plans = [listed, whole, make_plan(budget=150, rows=4)]
     monkeypatch.setattr(attention_plan, "RELATION_BUDGET", -1)
     plans.append(make_plan(budget=150, rows=4))
     assert all(plan.pairs is None for plan in plans[2:]) and not plans[3].kept

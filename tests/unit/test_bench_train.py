@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from freescale_bench.common.results import Destination
 from freescale_bench.dlrm.shapes import FULL
+from freescale_bench.train.bench import bench_train, collect_figures
 from freescale_bench.train.flops import (
     count_flops,
     count_flops_as_mlperf,
@@ -72,3 +74,34 @@ def test_lengths_are_those_of_the_shape(name: str) -> None:
         assert set(lengths) == {shape.cap}
     if shape.median and shape.median < shape.cap:
         assert np.median(lengths) == pytest.approx(shape.median, rel=0.03)
+
+
+@pytest.mark.long
+def test_headlines_are_the_defaults_and_are_compared(tmp_path, monkeypatch) -> None:
+    headlines = ("short", "medium", "long", "wide")
+    assert all(
+        SHAPES[name].biases and not SHAPES[f"{name}, no biases"].biases for name in headlines
+    )
+    assert all(SHAPES[f"{name}, SASRec"].encoder == "sasrec" for name in headlines[:2])
+    tiny = {"samples": 4, "width": 8, "cap": 12, "median": 6, "items": 50, "negatives": 4}
+    tiny |= {"batches": 3, "warmup": 2, "windows": 1}
+    names = ["short", "short, no biases", "short, SASRec"]
+    small = {name: replace(SHAPES[name], **tiny) for name in names}
+    monkeypatch.setattr("freescale_bench.train.bench.SHAPES", small)
+    bench_train([], "cpu", None, True, Destination(tmp_path, "test"))
+    (file,) = tmp_path.glob("train-*.json")
+    result = json.loads(file.read_text())
+    rows = {row["shape"]: row for row in result["rows"]}
+    assert list(rows) == names and rows["short, SASRec"]["encoder"] == "sasrec"
+    steps = {name: row["step_ms"]["median"] for name, row in rows.items()}
+    claims = {claim["claim"]: claim["measured"] for claim in result["claims"]}
+    share = steps["short, SASRec"] / steps["short"]
+    assert claims["short, SASRec: step, of that of HSTU"] == pytest.approx(share, abs=1e-4)
+    figures = collect_figures(result["rows"])
+    assert figures["short biases"] == steps["short"] / steps["short, no biases"]
+
+
+def test_sasrec_has_a_matrix_more() -> None:
+    lengths = np.array([3, 5])
+    more = count_flops(lengths, 8, 2, 2, matrices=6) - count_flops(lengths, 8, 2, 2)
+    assert more == 2 * 3 * 8 * 2 * 8 * 8

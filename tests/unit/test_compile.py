@@ -109,6 +109,9 @@ def draw_batch(config, seed):
             "retrieval",
             {"per": "batch", "position_bias": False, "time_bias": False, "recompute": True},
         ),
+        ("retrieval", {"attend": "first=4,last=8"}),
+        ("ranking", {"encoder": "sasrec", "attend": "last=8"}),
+        ("retrieval", {"encoder": "sasrec", "dropout": 0.0}),
     ],
 )
 def test_what_is_compiled_covers_what_a_run_launches(task, changes):
@@ -259,9 +262,7 @@ def test_a_kernel_has_the_same_key_whatever_was_compiled_before_it():
 
     names = ["forward_kernel", "_add_values", "_half_scores", "_load_tile", "backward_q_kernel"]
     kernels = [(attention_kernels, name) for name in names]
-    kernels += [
-        (attention_bias_kernels, name) for name in ("pair_bias_kernel", "backward_bias_kernel")
-    ]
+    kernels += [(attention_bias_kernels, name) for name in ("pair_bias_kernel", "_find_pairs")]
     assert find_keys(kernels) == find_keys(kernels[::-1])
 
 

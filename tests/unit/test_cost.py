@@ -11,6 +11,7 @@ from torch import nn
 from freescale.balance.cost import AdaptiveCost, CostModel, features
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
+from freescale.visible import Visible
 
 TRUTH = np.array([3e-9, 4e-6, 2e-5, 1e-4])  # seconds
 
@@ -36,6 +37,19 @@ def test_learns_the_truth_from_a_wrong_start(noise):
         # Candidates and the constant are small parts of these times and hardly told apart; the
         # others are.
         assert cost.model.coefficients[:2] == pytest.approx(TRUTH[:2].tolist(), rel=0.05)
+
+
+@pytest.mark.parametrize("visible", [Visible(3, 5), Visible(0, 1), Visible(7, 40)])
+def test_counts_what_is_visible(visible):
+    lengths, candidates = np.arange(30), np.arange(30)[::-1] % 4
+    place = np.arange(31)
+    sees = ~visible.hides(place[:, None] - place, place) & (place <= place[:, None])
+    pairs = [sees[:n, :n].sum() + c * sees[n, : n + 1].sum() for n, c in zip(lengths, candidates)]
+    assert visible.count_pairs(lengths, candidates).tolist() == pairs
+    cost = CostModel(2.0, 3.0, visible=visible)
+    events = np.array([sees[:n, :n].sum() for n in lengths])
+    assert cost(lengths).tolist() == (4.0 * events + 3 * lengths).tolist()
+    assert cost.with_prefix(4).visible == visible
 
 
 def test_follows_a_change():

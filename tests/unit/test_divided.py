@@ -7,13 +7,15 @@ import pytest
 import torch
 from helpers.divided_cases import build_model, differentiate, divide_here, make_batch
 
+from freescale.visible import Visible
+
 LENGTHS = [50, 6, 30, 9, 4, 7]
 
 
 @pytest.mark.parametrize("task", ["retrieval", "ranking"])
-@pytest.mark.parametrize("count", [2, 5])
-def test_parts_compute_what_the_whole_does(task, count):
-    module = build_model(task, features=True, table_device="cpu").double()
+@pytest.mark.parametrize("count, visible", [(2, None), (5, None), (3, Visible(3, 8))])
+def test_parts_compute_what_the_whole_does(task, count, visible):
+    module = build_model(task, features=True, table_device="cpu", visible=visible).double()
     batch = make_batch(LENGTHS, task, 2, features=True)
     expected = differentiate(module, batch)
     found = differentiate(module, divide_here(batch, count))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freescale.balance.balancer import Balancer
-from freescale.balance.cost import CostModel, features
+from freescale.balance.cost import CostModel
 from freescale.balance.division import cut_samples, divide
 from freescale.balance.shuffle import measure_samples
 from freescale.config import DataConfig, ModelConfig, RunConfig, TrainConfig, parse_split
@@ -20,9 +20,16 @@ from freescale.models.heads import Retrieval
 from freescale.models.sasrec import SASRec
 from freescale.pipeline.parts_exchange import PartsExchange
 from freescale.transport.local import LocalTransport
+from freescale.visible import Visible
 
 COSTS = st.sampled_from(
-    [CostModel(1.0, 0.0), CostModel(1.0, 500.0, 3.0), CostModel(0.0, 2.0), CostModel.balanced_at(9)]
+    [
+        CostModel(1.0, 0.0),
+        CostModel(1.0, 500.0, 3.0),
+        CostModel(0.0, 2.0),
+        CostModel.balanced_at(9),
+        CostModel(1.0, 500.0, visible=Visible(64, 200)),
+    ]
 )
 TABLES = st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 5)), min_size=1, max_size=12)
 
@@ -36,19 +43,19 @@ def make_table(samples):
 def test_pieces_are_runs_of_equal_cost(samples, cost, ranks, split):
     table = make_table(samples)
     division = divide(table, cost, ranks, split)
-    costs = cost.of(features(table[:, 0], table[:, 1]))
+    costs = cost(table[:, 0], table[:, 1])
     share = costs.sum() / ranks
     if division is None:
         assert costs.max() <= 1.25 * share or split != "auto" or table[:, 0].max() < 512
         return
-    rows, tokens = division.measure(table)
+    rows, tokens = division.measure(table, cost.visible)
     assert (division.stop > division.start).all()
     for number in range(len(table)):
         own = np.flatnonzero(division.sample == number)
         start, stop = division.start[own], division.stop[own]
         assert start[0] == 0 and stop[-1] == table[number, 0] and (start[1:] == stop[:-1]).all()
         assert division.is_part[own].tolist() == [len(own) > 1] * len(own)
-        whole = features(table[number : number + 1, 0], table[number : number + 1, 1])[0]
+        whole = cost.measure(table[number : number + 1, 0], table[number : number + 1, 1])[0]
         assert rows[own, :3].sum(0) == pytest.approx(whole[:3])
         assert tokens[own].sum() == table[number, 2]
         if len(own) > 1:

@@ -48,7 +48,10 @@ def list_values(batch, sample, name):
 
 
 SHARED = {kind: make_model(kind) for kind in KINDS}
-FEATURED = {kind: make_model(kind, features=True) for kind in ("both biases", "sasrec")}
+FEATURED = {
+    kind: make_model(kind, features=True)
+    for kind in ("both biases", "sasrec", "semi-local", "sasrec, semi-local")
+}
 
 
 @settings(max_examples=1000, deadline=None)
@@ -153,6 +156,19 @@ def test_memory_doubles_up_to_the_longest_history(monkeypatch):
     layers, columns = 2, 3 * 8  # item, action, time: int64
     of_event = 2 * layers * WIDTH * 4 + columns
     assert sizes == [count * of_event + WIDTH * 4 for count in slots]
+
+
+@pytest.mark.parametrize("kind", ["semi-local", "sasrec, semi-local"])
+def test_keys_that_no_event_sees_are_dropped(kind):
+    model = make_model(kind, features=True, longest=200)
+    states = start_histories(model, draw_events([150, 2], 1))
+    for step in range(40):
+        events = draw_events([1, 1 + 4 * (step % 2)], 2 + step, context="sample")
+        queries = append_events(model, states, events)
+        for state in states:
+            assert state.length - state.skipped <= state.keys.shape[2] - state.prefix <= 2 * 5
+    assert_anew(model, states, queries, events.dense["context_features"])
+    assert states[0].length == 190 and states[0].skipped >= 180 and states[1].length == 122
 
 
 def test_a_failed_append_changes_nothing():

@@ -7,6 +7,7 @@ import torch
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.models import HSTU, Retrieval, SASRec
+from freescale.visible import Visible
 
 SHAPE = {"width": 16, "layers": 2, "heads": 2, "max_length": 50}
 
@@ -26,6 +27,7 @@ ENCODERS = {
     "time": lambda: HSTU(**SHAPE, position_bias=False),
     "other widths": lambda: HSTU(**SHAPE, d_qk=3, d_v=5),
     "sasrec": lambda: SASRec(**SHAPE),
+    "semi-local": lambda: HSTU(**SHAPE, visible=Visible(3, 6)),
 }
 
 

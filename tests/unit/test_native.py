@@ -15,6 +15,7 @@ from freescale.kernels.row_updates import reference as plain_updates
 from freescale.kernels.softmax import native as native_softmax
 from freescale.kernels.softmax import reference as softmax
 from freescale.models import HSTU
+from freescale.visible import Visible
 
 LENGTHS = torch.tensor([3, 0, 7, 1, 12])
 TOKENS = int(LENGTHS.sum())
@@ -61,9 +62,10 @@ def test_layers_are_those_of_plain_torch(biases, candidates, dropout, monkeypatc
     assert len(ran) == count
 
 
+@pytest.mark.parametrize("visible", [None, Visible(0, 3), Visible(3, 2), Visible(2, 300)])
 @pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("candidates", [None, torch.tensor([1, 0, 3, 0, 2])])
-def test_the_plan_is_that_of_plain_torch(candidates, timed):
+def test_the_plan_is_that_of_plain_torch(candidates, timed, visible):
     generator = torch.Generator().manual_seed(1)
     times = (torch.rand(TOKENS, generator=generator) * 26).exp().long()  # in no order
     options = {
@@ -71,6 +73,7 @@ def test_the_plan_is_that_of_plain_torch(candidates, timed):
         "timestamps": times if timed else None,
         "buckets": 80 if timed else 0,
         "distances": True,
+        "visible": visible,
     }
     mine = attention_plan.plan_attention(LENGTHS, 2, 1 << 15, **options)
     plain = plain_plan.plan_attention(LENGTHS, 2, **options)

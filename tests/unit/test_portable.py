@@ -15,12 +15,13 @@ from freescale.models.encoder import Encoder
 from freescale.models.features import add_features, sum_features
 from freescale.recommend.compiled_program import _check_outputs, compile_program
 from freescale.recommend.portable import PaddedHead, trace
+from freescale.visible import Visible
 
 ITEMS, ACTIONS, ROWS, LONGEST, WIDTH = 30, 4, 11, 13, 8
 PLACES = {"event": 2, "context": 3}
 USER_PLACES = (1, 2, 1)
 VECTORS = torch.randn(ITEMS + 1, 4, generator=torch.Generator().manual_seed(5))
-ENCODERS = ["hstu", "position", "time", "none", "sasrec"]
+ENCODERS = ["hstu", "position", "time", "none", "sasrec", "semi-local", "sasrec, semi-local"]
 
 
 class Features:
@@ -45,9 +46,13 @@ FEATURES = Features()
 
 def make_encoder(kind, longest=LONGEST):
     sizes = {"width": WIDTH, "layers": 2, "heads": 2, "max_length": longest, "dropout": 0.3}
-    if kind == "sasrec":
+    sizes["visible"] = Visible(1, 2) if "semi-local" in kind else None
+    if kind.startswith("sasrec"):
         return SASRec(**sizes, hidden=12)
-    biases = {"position_bias": kind in ("hstu", "position"), "time_bias": kind in ("hstu", "time")}
+    biases = {
+        "position_bias": kind in ("hstu", "position", "semi-local"),
+        "time_bias": kind in ("hstu", "time"),
+    }
     return HSTU(**sizes, d_qk=3, d_v=5, num_time_buckets=16, **biases)
 
 

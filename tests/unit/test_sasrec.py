@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.model_cases import (
@@ -21,6 +23,7 @@ from freescale.kernels.attention import softmax as softmax_attention
 from freescale.models import Ranking, Retrieval, SASRec
 from freescale.random import derive, draw_keep_mask
 from freescale.train.build import build_balancer, build_encoder
+from freescale.visible import Visible
 
 
 def encoder(**changes):
@@ -45,6 +48,9 @@ def compute_densely(model, x, history, key, keep):
     slots = torch.arange(tokens)
     other, past = slots[None] != slots[:, None], slots[None] < history
     sees = (slots[None] <= slots[:, None]) & (past | ~other)
+    if model.visible is not None:
+        apart = slots.clamp(max=history)[:, None] - slots.clamp(max=history)[None]
+        sees &= (apart < model.visible.last) | (slots[None] < model.visible.first)
     keys = derive(key, slots)
 
     def drop(values, stream, *more):
@@ -68,12 +74,13 @@ def compute_densely(model, x, history, key, keep):
     return x
 
 
+@pytest.mark.parametrize("visible", [None, Visible(2, 3)])
 @pytest.mark.parametrize("budget", [1 << 20, 40], ids=["one tile", "tiles of a row"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_equals_a_dense_computation(dropout, budget, monkeypatch):
+def test_equals_a_dense_computation(dropout, budget, visible, monkeypatch):
     monkeypatch.setattr(softmax_attention, "TILE_BUDGET", budget)
     torch.manual_seed(1)
-    model = encoder(dropout=dropout).double().train()
+    model = encoder(dropout=dropout, visible=visible).double().train()
     history, counts = [5, 0, 1, 12, 3, 0], [3, 2, 0, 4, 1, 0]
     lengths = [a + b for a, b in zip(history, counts, strict=True)]
     x = torch.randn(sum(lengths), WIDTH, dtype=torch.float64, requires_grad=True)
@@ -151,11 +158,29 @@ def test_settings():
         ModelConfig(hidden=8)
 
 
+@pytest.mark.parametrize("kind", ["hstu", "sasrec"])
+def test_a_run_builds_what_is_visible(kind):
+    config = RunConfig(
+        DataConfig(data="x", max_length=50),
+        ModelConfig(encoder=kind, width=8, heads=2, attend="first=4, last=9"),
+    )
+    assert build_encoder(config).visible == Visible(4, 9)
+    balancer = build_balancer(config, torch.device("cpu"), prefix=2)
+    assert balancer is not None and balancer.cost.visible == Visible(4, 9)
+    whole = RunConfig(config.data, replace(config.model, attend="last=51"))
+    assert build_encoder(whole).visible is None  # candidates stand behind 50 events
+    for wrong in ("first=64", "last=0", "first=-1,last=4", "last=4,next=3", "64,1024"):
+        with pytest.raises(ValueError, match="first="):
+            ModelConfig(attend=wrong)
+    with pytest.raises(ValueError, match="without --attend"):
+        ModelConfig(head="dlrm", task="ranking", labels="like", attend="last=4")
+
+
 def test_a_run_builds_it_and_balances_by_its_costs():
     model = ModelConfig(encoder="sasrec", width=8, layers=3, heads=2, hidden=16)
     config = RunConfig(DataConfig(data="x", negatives=5), model)
     built = build_encoder(config)
-    assert isinstance(built, SASRec) and len(built.layers) == 3 and not built.capturable
+    assert isinstance(built, SASRec) and len(built.layers) == 3 and built.capturable
     assert built.layers[0].hidden.out_features == 16
     balancer = build_balancer(config, torch.device("cpu"))
     expected = CostModel.of_sasrec(width=8, layers=3, hidden=16, negatives=5)

@@ -18,6 +18,7 @@ from freescale.simulate.ranks import Overlap, slow_down
 from freescale.simulate.schedules import SCHEDULES
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
 from freescale.simulate.workload import SmallTable
+from freescale.visible import Visible
 
 STEPS = 6
 MODEL = Model(width=8, layers=2, heads=2, longest=1000)
@@ -151,6 +152,22 @@ def test_jitter_is_what_balancing_cannot_mend():
         ]
         > 2
     )
+
+
+def test_what_is_visible_decides_compute_and_assignments():
+    """A window beyond every history changes nothing; a short one leaves terms in proportion to the
+    tokens."""
+    setting, spans = Setting("serial", "greedy"), {}
+    for visible in (None, Visible(0, 2000), Visible(2, 6)):
+        cluster = Cluster(replace(MODEL, visible=visible), CALIBRATION, NETWORK, 4)
+        (batch, *_) = plan_batches("greedy", cluster, source(4), STEPS)
+        spans[visible] = collect_run(simulate(setting, cluster, source(4), STEPS), 4)["spans_ms"]
+        if visible is not None:
+            lengths = source(4).get_lengths(0)
+            pairs = 2 * visible.count_pairs(lengths).sum()
+            assert batch.load.squares.sum() == pytest.approx(pairs)
+    whole, wide, narrow = (found["forward"] for found in spans.values())
+    assert wide == pytest.approx(whole, rel=0.01) and narrow < 0.5 * whole
 
 
 def test_not_deduplicating_sends_every_event():

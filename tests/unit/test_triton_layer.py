@@ -53,6 +53,11 @@ def test_a_dlrm_equals_the_plain_one(interpreted, case):
     assert holds(interpreted[case], 1e-4), interpreted[case]
 
 
+@pytest.mark.parametrize("case", layer_cases.SASREC)
+def test_sasrec_equals_the_plain_one(interpreted, case):
+    assert len(interpreted[case]) > 15 and holds(interpreted[case], 1e-4), interpreted[case]
+
+
 class TestBadInput:
     def refused(self, message, function=gated_norm, **changes):
         arguments = {

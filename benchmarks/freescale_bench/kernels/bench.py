@@ -40,6 +40,21 @@ def measure_kernels(
     device: str, only: Sequence[str] = (), seen: Callable[[dict[str, Any]], None] = lambda row: None
 ) -> tuple[Bench, dict[str, float]]:
     """Runs the parts, or those in `only`. Returns rows and figures."""
+    prepare_device(device)
+    torch.manual_seed(0)
+    figures: dict[str, float] = {}
+    bench = Bench(device, seen)
+    for name in only or PARTS:
+        started = time.perf_counter()
+        figures |= PARTS[name](bench)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+    return bench, figures
+
+
+def prepare_device(device: str) -> None:
+    """Checks that there are kernels for a device; on a CPU, chooses Triton's interpreter."""
     if not has_triton():
         raise ValueError(
             "the kernels are written in Triton, which is not installed here: "
@@ -54,16 +69,6 @@ def measure_kernels(
             )
         # Triton reads it on import, at the first launch
         os.environ["TRITON_INTERPRET"] = "1"
-    torch.manual_seed(0)
-    figures: dict[str, float] = {}
-    bench = Bench(device, seen)
-    for name in only or PARTS:
-        started = time.perf_counter()
-        figures |= PARTS[name](bench)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-    return bench, figures
 
 
 def bench_kernels(device: str, only: Sequence[str], output: Path | None, to: Destination) -> None:

@@ -131,15 +131,15 @@ def bench_quality(plan: Plan, to: Destination) -> None:
     peers = _train_all(plan, seeds, config, histories)
     found = [seed.find_result() for seed in seeds]
     results = [result for result in found if result is not None]
-    own = [_read_own_ranks(Path(seed.folder) / RANKS) for seed in seeds]
-    rows = [_make_row(plan.arm, [_measure_seed(one) for one in own], len(own[0]))]
+    own = [read_own_ranks(Path(seed.folder) / RANKS) for seed in seeds]
+    rows = [make_row(plan.arm, [measure_seed(one) for one in own], len(own[0]))]
     rows[0]["seconds"] = [result["seconds"] for result in results]
     rows[0]["steps"] = [result["step"] for result in results]
     popularity = results[0]["quality"]["popularity"]
-    rows.append(_make_row("popularity", [{name: popularity[name] for name in _list_names()}], None))
+    rows.append(make_row("popularity", [{name: popularity[name] for name in _list_names()}], None))
     comparison: dict[str, Any] = {}
     if peers:
-        rows.append(_make_row(PEER, [run.figures for run in peers], peers[0].users))
+        rows.append(make_row(PEER, [run.figures for run in peers], peers[0].users))
         comparison = compare(own, rows[0], peers, "" if plan.catalogue == "all" else UNSEEN)
     label = "" if plan.recipe is None else f"{plan.arm}-{plan.name}-"
     write(
@@ -191,7 +191,7 @@ def _choose_device(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-def _read_own_ranks(path: Path) -> NDArray[np.int64]:
+def read_own_ranks(path: Path) -> NDArray[np.int64]:
     """Reads [users, 3]: user_id, rank, rank among unseen items; only users with something to train
     on."""
     table = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, ndmin=2)
@@ -202,7 +202,7 @@ def _list_names() -> list[str]:
     return [metric + kind for kind in KINDS for metric in METRICS]
 
 
-def _measure_seed(ranks: NDArray[np.int64]) -> dict[str, float]:
+def measure_seed(ranks: NDArray[np.int64]) -> dict[str, float]:
     return {
         metric + kind: float(values.mean())
         for column, kind in enumerate(KINDS, start=1)
@@ -210,7 +210,7 @@ def _measure_seed(ranks: NDArray[np.int64]) -> dict[str, float]:
     }
 
 
-def _make_row(arm: str, figures: Sequence[Mapping[str, float]], users: int | None) -> Row:
+def make_row(arm: str, figures: Sequence[Mapping[str, float]], users: int | None) -> Row:
     summaries = {name: summarize([of[name] for of in figures]) for name in _list_names()}
     return {"arm": arm, "seeds": len(figures), "users": users, **summaries}
 
@@ -230,11 +230,11 @@ def compare(
         return found
     common = sorted(set.intersection(*(set(one[:, 0].tolist()) for one in [*own, *ranks])))
     column = 1 + KINDS.index(kind)
-    ours, theirs = (_average(of, common, column) for of in (own, ranks))
+    ours, theirs = (average_users(of, common, column) for of in (own, ranks))
     return {m + kind: bootstrap_relative(ours[m], theirs[m]) for m in METRICS}
 
 
-def _average(
+def average_users(
     runs: Sequence[NDArray[np.int64]], users: Sequence[int], column: int
 ) -> dict[str, NDArray[np.float64]]:
     """By metric: the mean over runs of each user's contribution, [users]."""

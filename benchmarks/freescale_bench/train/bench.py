@@ -21,12 +21,22 @@ OWN = ("short", "medium", "long", "wide")  # our shapes; the others are peers'
 STEPS_OF_AN_EPOCH = 48  # of the MovieLens-like file, in batches of 128
 
 TARGETS = [
-    Target("short step_ms", "short: step", 5, "ms", at_least=False),
-    Target("medium step_ms", "medium: step", 8, "ms", at_least=False),
-    Target("long step_ms", "long: step", 57, "ms", at_least=False),
-    Target("long tflop_per_s", "long: rate", 350, "TFLOP/s"),
+    Target("short, no biases step_ms", "short, no biases: step", 5, "ms", at_least=False),
+    Target("medium, no biases step_ms", "medium, no biases: step", 8, "ms", at_least=False),
+    Target("long, no biases step_ms", "long, no biases: step", 57, "ms", at_least=False),
+    Target("long, no biases tflop_per_s", "long, no biases: rate", 350, "TFLOP/s"),
     Target("long device_busy_percent", "long: device busy", 92, "%"),
-    Target("wide step_ms", "wide: step", 145, "ms", at_least=False),
+    Target("wide, no biases step_ms", "wide, no biases: step", 145, "ms", at_least=False),
+    *(
+        Target(f"{name} biases", f"{name}: step, of that without biases", 1.12, "times",
+               at_least=False)
+        for name in ("long", "wide")
+    ),
+    *(
+        Target(f"{name} SASRec", f"{name}, SASRec: step, of that of HSTU", 1.3, "times",
+               at_least=False)
+        for name in ("short", "medium")
+    ),
     Target("nvidia fixed step_ms", "NVIDIA's fixed shape: step", 152, "ms", at_least=False),
     Target(
         "nvidia fixed tflop_per_s_by_nvidia", "NVIDIA's fixed shape: rate by NVIDIA's formula", 375,
@@ -87,6 +97,13 @@ def collect_figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             if isinstance(number, (int, float)):
                 figures[f"{row['shape']} {name}"] = float(number)
     ours = [row for row in rows if "compilations_after_step_1" in row]
+    for figure, other in (("biases", "{}, no biases"), ("SASRec", "{}, SASRec")):
+        for name in OWN:
+            pair = f"{name} step_ms", f"{other.format(name)} step_ms"
+            if all(each in figures for each in pair):
+                own, without = (figures[each] for each in pair)
+                ratio = own / without if figure == "biases" else without / own
+                figures[f"{name} {figure}"] = ratio
     if "movielens step_ms" in figures:
         figures["movielens epoch_s"] = figures["movielens step_ms"] * STEPS_OF_AN_EPOCH / 1e3
     figures["compilations after step 1"] = sum(row["compilations_after_step_1"] for row in ours)

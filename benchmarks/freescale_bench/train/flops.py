@@ -1,4 +1,4 @@
-"""Counts the operations of a training step of HSTU, without rows and the head."""
+"""Counts the operations of a training step of HSTU or SASRec, without rows and the head."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def count_flops(lengths: NDArray[np.int64], width: int, layers: int, heads: int) -> float:
-    """Returns the operations of forward and backward over histories of these lengths.
+def count_flops(
+    lengths: NDArray[np.int64], width: int, layers: int, heads: int, matrices: int = 5
+) -> float:
+    """Returns the operations of forward and backward over histories of these lengths. `matrices`:
+    square ones of a layer; SASRec has 6.
 
     Attention counts the lower triangle, and its backward as 2.5 times its forward. Matrix products
     count their backward twice.
     """
     inner = width // heads * heads
-    products = 2.0 * lengths * width * 4 * inner + 2.0 * lengths * inner * width
+    products = 2.0 * lengths * width * matrices * inner
     pairs = lengths * (lengths + 1) / 2.0
     attention = 4.0 * pairs * inner
     return float(layers * (3 * products + 3.5 * attention).sum())

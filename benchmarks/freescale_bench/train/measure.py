@@ -85,6 +85,7 @@ def build_config(shape: Shape, file: Path, cache: Path, device: str, steps: int)
             heads=shape.heads,
             dropout=shape.dropout,
             temperature=shape.temperature,
+            encoder=shape.encoder,
             position_bias=shape.biases,
             time_bias=shape.biases,
         ),
@@ -118,6 +119,7 @@ def measure_shape(
     windows = [1e3 * (b - a) / WINDOW for a, b in zip(watch.marks, watch.marks[1:], strict=False)]
     per_window = [np.concatenate(lengths[i : i + WINDOW]) for i in range(0, len(lengths), WINDOW)]
     sizes = shape.width, shape.layers, shape.heads
+    matrices = 6 if shape.encoder == "sasrec" else 5
     step = spread(windows)
     seconds = sum(windows) * WINDOW / 1e3
     ledger = results.get("ledger") or {}
@@ -128,7 +130,9 @@ def measure_shape(
         "step_ms": step,
         "mean_step_ms": 1e3 * seconds / len(lengths),
         "tokens_per_second": float(sum(each.sum() for each in lengths)) / seconds,
-        "tflop_per_s": sum(count_flops(each, *sizes) for each in per_window) / seconds / 1e12,
+        "tflop_per_s": sum(count_flops(each, *sizes, matrices) for each in per_window)
+        / seconds
+        / 1e12,
         "tflop_per_s_by_nvidia": sum(count_flops_as_nvidia(each, *sizes) for each in per_window)
         / seconds
         / 1e12,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,7 @@ from freescale.data.synthetic.draws import LengthDistribution
 @dataclass(frozen=True)
 class Shape:
     """A model and its histories. Everything else is a default of `freescale train`, except biases,
-    which NVIDIA's shapes and the public HSTU's kernels lack: only shapes with "biases" in their
-    name have them."""
+    which NVIDIA's shapes and the public HSTU's kernels lack."""
 
     name: str
     samples: int  # per batch
@@ -36,6 +35,7 @@ class Shape:
     dropout: float = 0.1
     temperature: float = 0.1
     biases: bool = False  # position and time biases, the default of `freescale train`
+    encoder: str = "hstu"
     # Steps before the first timed one: by then every batch size has a CUDA graph.
     warmup: int = 300
     windows: int = 20  # timed, of ten steps each
@@ -73,18 +73,30 @@ class Shape:
             "longest": self.cap,
             "negatives": self.negatives,
             "biases": self.biases,
+            "encoder": self.encoder,
         }
 
 
+_HEADLINES = (
+    Shape("short", 256, 64, 2, 2, cap=200, median=100, biases=True),
+    Shape("medium", 64, 256, 4, 4, cap=2048, median=500, biases=True),
+    Shape(
+        "long", 16, 512, 8, 4,
+        cap=16_384, median=3000, batches=24, windows=3, warmup=20, biases=True,
+    ),
+    Shape(
+        "wide", 32, 1024, 8, 8, cap=4096, median=9500, batches=12, windows=2, warmup=10, biases=True
+    ),
+)  # fmt: skip
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("short", 256, 64, 2, 2, cap=200, median=100),
-        Shape("medium", 64, 256, 4, 4, cap=2048, median=500),
-        Shape("short, biases", 256, 64, 2, 2, cap=200, median=100, biases=True),
-        Shape("medium, biases", 64, 256, 4, 4, cap=2048, median=500, biases=True),
-        Shape("long", 16, 512, 8, 4, cap=16_384, median=3000, batches=24, windows=3, warmup=20),
-        Shape("wide", 32, 1024, 8, 8, cap=4096, median=9500, batches=12, windows=2, warmup=10),
+        *_HEADLINES,
+        *(
+            replace(shape, name=f"{shape.name}, SASRec", encoder="sasrec", biases=False)
+            for shape in _HEADLINES[:2]
+        ),
+        *(replace(shape, name=f"{shape.name}, no biases", biases=False) for shape in _HEADLINES),
         Shape(
             "nvidia fixed", 32, 1024, 8, 4,
             cap=4099, lengths="fixed", batches=8, windows=2, warmup=10,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freescale.balance.cost import AdaptiveCost, CostModel, features
+from freescale.balance.cost import AdaptiveCost, CostModel
 from freescale.balance.division import Division, divide
 from freescale.balance.partitioners.greedy import greedy
 from freescale.balance.partitioners.local import local
@@ -125,7 +125,7 @@ class Balancer:
         if division is None:
             rows, tokens = self._measure(table)
         else:
-            (rows, tokens), home = division.measure(table), home[division.sample]
+            (rows, tokens), home = division.measure(table, self.cost.visible), home[division.sample]
         cap = self.cap
         if cap is None and self.partitioner in _CAPPED:
             cap = -(-int(tokens.sum()) // ranks) + int(tokens.max(initial=0))
@@ -171,7 +171,7 @@ class Balancer:
 
     def _measure(self, table: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """[n, 4] features and [n] tokens of the samples of a table."""
-        return features(table[:, 0], table[:, 1]), table[:, 2]
+        return self.cost.measure(table[:, 0], table[:, 1]), table[:, 2]
 
     def _remember(
         self, step: int, assignment: Assignment, of_sample: NDArray[Any], ranks: int

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.visible import Visible
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -27,6 +29,7 @@ class CostModel:
         linear: what an event costs whatever the others are.
         candidate: what a candidate of a ranking model costs.
         constant: what a sample costs, however long.
+        visible: what an event attends to; twice the pairs of events then replace L^2.
 
     Raises:
         ValueError: a coefficient is negative or not finite, or all are 0.
@@ -36,6 +39,7 @@ class CostModel:
     linear: float
     candidate: float = 0.0
     constant: float = 0.0
+    visible: Visible | None = None
 
     def __post_init__(self) -> None:
         values = np.array(self.coefficients)
@@ -53,10 +57,19 @@ class CostModel:
         self, lengths: NDArray[Any], candidates: NDArray[Any] | None = None
     ) -> NDArray[Any]:
         """lengths [n], candidates [n] -> costs [n] float64."""
-        return self.of(features(lengths, candidates))
+        return self.of(self.measure(lengths, candidates))
+
+    def measure(
+        self, lengths: NDArray[Any], candidates: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """[n, 4]: what the coefficients multiply: L^2, L, candidates, 1."""
+        rows = features(lengths, candidates)
+        if self.visible is not None:
+            rows[:, 0] = square(rows[:, 1], self.visible)
+        return rows
 
     def of(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """rows [n, 4] of `features` -> costs [n] float64."""
+        """rows [n, 4] of `measure` -> costs [n] float64."""
         return _product(rows, np.array(self.coefficients))
 
     def with_prefix(self, tokens: int) -> CostModel:
@@ -117,6 +130,12 @@ class CostModel:
             # The token count in L^2 covers a candidate's attention; this is its projections.
             candidate=3.0 * (projections + 2 * tasks * width),
         )
+
+
+def square(lengths: NDArray[Any], visible: Visible | None) -> NDArray[Any]:
+    """L^2 of lengths [n], or twice the pairs of events that see each other."""
+    found: NDArray[Any] = lengths * lengths if visible is None else 2 * visible.count_pairs(lengths)
+    return found
 
 
 def features(lengths: NDArray[Any], candidates: NDArray[Any] | None = None) -> NDArray[Any]:

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.balance.cost import CostModel, features
+from freescale.balance.cost import CostModel, square
 from freescale.batch import Jagged, Nested, Parts, SequenceBatch
+from freescale.visible import Visible
 
 Numbers = NDArray[np.int64]
 
@@ -47,12 +48,15 @@ class Division:
         """[pieces]: whether it is one of several."""
         return ~self.is_last | (self.start > 0)
 
-    def measure(self, table: NDArray[Any]) -> tuple[NDArray[Any], Numbers]:
-        """[pieces, 4] features of the cost, which add up to those of `features`, but for the
-        constant; and [pieces] tokens. table [n, 3] as of `Balancer.plan`."""
+    def measure(
+        self, table: NDArray[Any], visible: Visible | None = None
+    ) -> tuple[NDArray[Any], Numbers]:
+        """[pieces, 4] features of the cost, which add up to those of `CostModel.measure`, but for
+        the constant; and [pieces] tokens. table [n, 3] as of `Balancer.plan`."""
         start, stop = self.start.astype(np.float64), self.stop.astype(np.float64)
         candidates = np.where(self.is_last, table[self.sample, 1], 0).astype(np.float64)
-        rows = [stop * stop - start * start, stop - start, candidates, np.ones_like(start)]
+        squares = square(stop, visible) - square(start, visible)
+        rows = [squares, stop - start, candidates, np.ones_like(start)]
         further = np.where(self.is_last, (table[:, 2] - table[:, 0])[self.sample], 0)
         return np.stack(rows, 1), self.stop - self.start + further
 
@@ -104,7 +108,7 @@ def divide(
         least_gain: How much a sample has to cost beyond a rank's share.
     """
     events = table[:, 0].astype(np.int64)
-    costs = cost.of(features(events, table[:, 1]))
+    costs = cost(events, table[:, 1])
     share = float(costs.sum()) / ranks
     if not share:
         return None
@@ -128,13 +132,18 @@ def divide(
 
 def _cut(events: int, count: int, cost: CostModel, candidates: float) -> Numbers:
     """[count + 1] edges between parts of about equal cost, each with an event."""
-    square, line = cost.quadratic, cost.linear
-    if not square and not line:
+    factor, line = cost.quadratic, cost.linear
+    if not factor and not line:
         line = 1.0
-    total = square * events * events + line * events + cost.candidate * candidates
+    whole = float(square(np.array(float(events)), cost.visible))
+    total = factor * whole + line * events + cost.candidate * candidates
     goals = total * np.arange(1, count) / count
-    # the root of square * x^2 + line * x = goal, in a form that also holds without squares
-    root = 2 * goals / (line + np.sqrt(line * line + 4 * square * goals))
+    # the root of factor * x^2 + line * x = goal, in a form that also holds without squares
+    root = 2 * goals / (line + np.sqrt(line * line + 4 * factor * goals))
+    if cost.visible is not None:
+        each = np.arange(events + 1.0)
+        costs = factor * square(each, cost.visible) + line * each
+        root = np.searchsorted(costs, goals).astype(np.float64)
     grain = _GRAIN if events >= 4 * _GRAIN * count else 1
     inner = np.rint(root / grain).astype(np.int64) * grain
     steps = np.arange(1, count)

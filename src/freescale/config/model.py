@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from freescale.config.options import Checked, option
+from freescale.visible import Visible
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class ModelConfig(Checked):
     time_bias: bool | None = option(
         None, "relative time bias in attention, with --encoder hstu  [default: on]"
     )
+    attend: str | None = option(
+        None,
+        "what an event sees of the history before it: first=64,last=1024 for its first 64 and the "
+        "last 1,024 events, itself among them (default: all)",
+    )
     temperature: float = option(0.1, "softmax temperature (retrieval)", above=0.0)
     recompute: bool = option(
         False, "activation checkpointing: recompute layers in backward to save memory"
@@ -108,10 +114,16 @@ class ModelConfig(Checked):
                     f"--encoder {self.encoder} has no {flag}: leave it out, or choose "
                     f"--encoder {owner}"
                 )
+        if self.attend is not None:
+            Visible.parse(self.attend)
         if self.head == "dlrm":
             self._check_dlrm()
         else:
             self._refuse_sizes_of_dlrm()
+
+    @property
+    def visible(self) -> Visible | None:
+        return None if self.attend is None else Visible.parse(self.attend)
 
     def _check_dlrm(self) -> None:
         if self.task != "ranking":
@@ -120,6 +132,7 @@ class ModelConfig(Checked):
             "--encoder sasrec": self.encoder != "hstu",
             "--position-bias": self.position_bias,
             "--time-bias": self.time_bias,
+            "--attend": self.attend is not None,
         }
         for flag, there in given.items():
             if there:

@@ -68,6 +68,9 @@ class SimulateConfig(Checked):
     width: int = option(512, "width of embeddings and layers (assumed)", minimum=1)
     layers: int = option(8, "HSTU layers (assumed)", minimum=1)
     heads: int = option(4, "attention heads (assumed)", minimum=1)
+    attend: str | None = option(
+        None, "what an event sees of its history, as of `freescale train` (first=64,last=1024)"
+    )
     schedule: str | None = option(
         None,
         "one schedule only (default: all techniques, alone and together)",

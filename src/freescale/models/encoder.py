@@ -15,6 +15,7 @@ from freescale.kernels.attention.plan import AttentionPlan
 from freescale.kernels.attention.triton_plan import TilePlan
 from freescale.kernels.dispatch.layer import add_positions
 from freescale.sequences import mark_positions
+from freescale.visible import Visible
 
 
 class Encoder(nn.Module, ABC):
@@ -39,6 +40,7 @@ class Encoder(nn.Module, ABC):
         input_scale: float | None,
         input_dropout: float | None,
         checkpoint: bool = False,  # recompute each layer's activations in backward
+        visible: Visible | None = None,  # what an event sees of those before it; None: all
         **sizes: int | None,  # sizes of the layers
     ) -> None:
         super().__init__()
@@ -52,6 +54,8 @@ class Encoder(nn.Module, ABC):
         self.width = width
         self.max_length = max_length
         self.checkpoint = checkpoint
+        # what sees everything anyway has no window; candidates stand after the longest history
+        self.visible = None if visible is None or visible.last > max_length else visible
         self.dropout = dropout
         self.input_dropout = input_dropout
         self.input_scale = float(width**0.5 if input_scale is None else input_scale)

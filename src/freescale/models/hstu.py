@@ -18,6 +18,7 @@ from freescale.kernels.dispatch.layer import fits_fused_layer, run_layers
 from freescale.models.encoder import Encoder
 from freescale.models.hstu_layer import EPS, HSTULayer, get_product_dtype
 from freescale.models.prefix import Prefix
+from freescale.visible import Visible
 
 
 class HSTU(Encoder):
@@ -26,7 +27,8 @@ class HSTU(Encoder):
 
     Histories go up to `max_length`. `checkpoint` recomputes each layer's activations in backward;
     gradients are the same to the bit. Dropout applies in training mode and needs the samples' keys.
-    `wide` layers are those of DLRM models (`HSTULayer`).
+    `wide` layers are those of DLRM models (`HSTULayer`). With `visible`, an event sees the first
+    events and the last ones, and all of a prefix.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class HSTU(Encoder):
         num_time_buckets: int = 128,
         checkpoint: bool = ModelConfig.recompute,
         wide: bool = False,
+        visible: Visible | None = None,
     ) -> None:
         d_qk = width // heads if d_qk is None and heads > 0 else d_qk
         d_v = width // heads if d_v is None and heads > 0 else d_v
@@ -56,6 +59,7 @@ class HSTU(Encoder):
             input_scale=input_scale,
             input_dropout=input_dropout,
             checkpoint=checkpoint,
+            visible=visible,
             layers=layers,
             **shape,
         )
@@ -123,7 +127,7 @@ class HSTU(Encoder):
         x, _ = self._prepare_inputs(plan, x, None)
         for layer in self.layers[:-1]:
             x = layer(x, lengths, None, timestamps, None, plan)
-        return cast(HSTULayer, self.layers[-1]).compute_last(x, lengths, timestamps)
+        return cast(HSTULayer, self.layers[-1]).compute_last(x, lengths, timestamps, self.visible)
 
     def _check_inputs(self, x: Tensor, timestamps: Tensor | None) -> Tensor | None:
         """Returns the timestamps if they are used."""
@@ -149,6 +153,7 @@ class HSTU(Encoder):
             timestamps=timestamps,
             buckets=self.num_time_buckets if self.has_time_bias else 0,
             distances=self.has_position_bias,
+            visible=self.visible,
             host=host,
             widths=self.widths,
             dtype=get_product_dtype(self.position),

@@ -15,6 +15,7 @@ from freescale.kernels.dispatch.attention import hstu_attention
 from freescale.kernels.dispatch.layer import gated_norm, layer_norm, silu_split
 from freescale.kernels.layer.parameters import LayerParameters
 from freescale.kernels.layer.reference import wide_gate
+from freescale.visible import Visible
 
 EPS = 1e-6  # of both norms
 # Initial std of the projection. Small gates and values let the residual stream dominate at first,
@@ -197,7 +198,9 @@ class HSTULayer(nn.Module):
         )
         return x + project(self.output, gated)  # gated is [tokens, heads * d_v], or three times
 
-    def compute_last(self, x: Tensor, lengths: Tensor, timestamps: Tensor | None) -> Tensor:
+    def compute_last(
+        self, x: Tensor, lengths: Tensor, timestamps: Tensor | None, visible: Visible | None = None
+    ) -> Tensor:
         """[samples, width]: as `forward` in evaluation mode, for the last token of each sample
         alone. Its query meets the keys and values of all. Samples have tokens."""
         d_qk, d_v = self.heads * self.d_qk, self.heads * self.d_v
@@ -212,6 +215,8 @@ class HSTULayer(nn.Module):
         # [samples, longest]: how far before the last token, and which token of the batch
         distance = torch.arange(int(lengths.max()), device=x.device).expand(len(lengths), -1)
         there = distance < lengths[:, None]
+        if visible is not None:
+            there &= ~visible.hides(distance, lengths[:, None] - 1 - distance)
         token = torch.where(there, ends[:, None] - 1 - distance, 0)
         shape = *token.shape, self.heads, -1
         scores = (k[token].view(shape) * q.view(len(q), 1, self.heads, -1)).sum(3)

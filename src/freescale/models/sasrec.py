@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from freescale.batch import HostSizes, compute_offsets
 from freescale.config import ModelConfig
 from freescale.kernels.attention.plan import AttentionPlan
-from freescale.kernels.attention.softmax import (
-    WeightDropout,
-    plan_softmax_attention,
-    softmax_attention,
-)
+from freescale.kernels.attention.triton import WeightDropout
+from freescale.kernels.attention.triton_plan import TilePlan
+from freescale.kernels.dispatch.attention import plan_softmax_attention, softmax_attention
+from freescale.kernels.dispatch.layer import drop
 from freescale.models.encoder import Encoder
+from freescale.models.hstu_layer import get_product_dtype
 from freescale.models.prefix import prepare_prefix
-from freescale.random import derive, draw_keep_mask
+from freescale.visible import Visible
 
 EPS = 1e-8  # of the norms
 DRAWS = 3  # streams of a layer's dropout: weights of the attention, hidden values, result
@@ -34,7 +34,8 @@ class SASRec(Encoder):
 
     Histories go up to `max_length`. `hidden` is the width inside the feed-forward networks, `width`
     by default. `checkpoint` recomputes each layer's activations in backward; gradients are the same
-    to the bit. Dropout applies in training mode and needs the samples' keys.
+    to the bit. Dropout applies in training mode and needs the samples' keys. With `visible`, an
+    event sees the first events and the last ones, and all of a prefix.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SASRec(Encoder):
         input_scale: float | None = ModelConfig.input_scale,
         input_dropout: float | None = ModelConfig.input_dropout,
         checkpoint: bool = ModelConfig.recompute,
+        visible: Visible | None = None,
     ) -> None:
         hidden = width if hidden is None else hidden
         super().__init__(
@@ -59,6 +61,7 @@ class SASRec(Encoder):
             input_scale=input_scale,
             input_dropout=input_dropout,
             checkpoint=checkpoint,
+            visible=visible,
             layers=layers,
             hidden=hidden,
         )
@@ -81,9 +84,7 @@ class SASRec(Encoder):
         prefix: Tensor | None = None,  # [samples, count, width]: tokens that all others see
     ) -> Tensor:  # [tokens, width]
         self._check_width(x)
-        plan = plan_softmax_attention(
-            lengths, self.heads, candidate_counts=candidate_counts, host=host
-        )
+        plan = self._plan_attention(lengths, candidate_counts, host)
         self._check_sizes(x, plan.tokens, plan.longest_history)
         x, token_keys = self._prepare_inputs(plan, x, keys)
         if prefix is None or not x.shape[0]:
@@ -109,11 +110,30 @@ class SASRec(Encoder):
         longer = None
         if host is not None:
             longer = replace(host, lengths=host.lengths + count, plans=None)
-        plan = plan_softmax_attention(
-            lengths + count, self.heads, candidate_counts=candidate_counts, host=longer
-        )
+        plan = self._plan_attention(lengths + count, candidate_counts, longer, count)
         outputs = self._run_each(x, (token_keys if self.dropout > 0 else None, plan))
         return outputs.index_select(0, places)
+
+    def _plan_attention(
+        self,
+        lengths: Tensor,
+        candidate_counts: Tensor | None,
+        host: HostSizes | None,
+        prefix: int = 0,
+    ) -> AttentionPlan | TilePlan:
+        return plan_softmax_attention(
+            lengths,
+            self.heads,
+            candidate_counts=candidate_counts,
+            visible=self.visible and self.visible.with_prefix(prefix),
+            host=host,
+            width=self.width // self.heads,
+            dtype=get_product_dtype(self.position),
+        )
+
+    @property
+    def capturable(self) -> bool:
+        return type(self) is SASRec and not self.checkpoint
 
 
 class SASRecLayer(nn.Module):
@@ -141,7 +161,7 @@ class SASRecLayer(nn.Module):
         self,
         x: Tensor,  # [tokens, width]
         token_keys: Tensor | None,  # [tokens] int64; None: nothing is dropped
-        plan: AttentionPlan,
+        plan: AttentionPlan | TilePlan,
     ) -> Tensor:
         queries = normalize(x)
         shape = x.shape[0], self.heads, x.shape[1] // self.heads
@@ -151,22 +171,14 @@ class SASRecLayer(nn.Module):
             self.query(queries).view(shape),
             k,
             v,
-            plan,
+            plan=plan,
             alpha=shape[2] ** -0.5,
             dropout=None if token_keys is None else WeightDropout(token_keys, stream, keep),
         )
         middle = normalize(queries + self.output(attended.flatten(1)))
-        hidden = _drop(F.relu(self.hidden(middle)), token_keys, stream + 1, keep)
-        return middle + _drop(self.result(hidden), token_keys, stream + 2, keep)
+        hidden = drop(plan, self.hidden(middle), token_keys, stream + 1, keep, relu=True)
+        return middle + drop(plan, self.result(hidden), token_keys, stream + 2, keep)
 
 
 def normalize(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPS)
-
-
-def _drop(x: Tensor, keys: Tensor | None, stream: int, keep: float) -> Tensor:
-    """x [tokens, width] with dropout that is a function of the tokens' keys."""
-    if keys is None:
-        return x
-    mask = draw_keep_mask(derive(keys, stream), x.shape[1], keep)
-    return x * mask.to(x.dtype).mul_(1 / keep)

@@ -69,7 +69,7 @@ class PaddedEncoder(nn.Module):
         self.position = encoder.position
         self.scale, self.longest = encoder.input_scale, encoder.max_length
         self.buckets = encoder.num_time_buckets if isinstance(encoder, HSTU) else 0
-        self.has_time_bias = encoder.has_time_bias
+        self.has_time_bias, self.visible = encoder.has_time_bias, encoder.visible
         make: Any = _PaddedHSTULayer if isinstance(encoder, HSTU) else _PaddedSASRecLayer
         self.layers = nn.ModuleList(make(layer) for layer in encoder.layers)
 
@@ -114,6 +114,8 @@ class PaddedEncoder(nn.Module):
             logarithm = elapsed.clamp(min=1).to(torch.float64).log() / BUCKET_WIDTH
             bucket = logarithm.clamp(max=self.buckets).to(torch.int64)
         distance = torch.where(biased, slot - at, 0)
+        if self.visible is not None:
+            before = before & ~self.visible.hides(distance, at)
         return Relation(before & there[:, None], biased, rows.slot >= 0, distance, bucket)
 
 

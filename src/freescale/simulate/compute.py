@@ -31,8 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freescale.balance.cost import square
 from freescale.config import SimulateConfig
 from freescale.simulate.shipped import check_number, find_file
+from freescale.visible import Visible
 
 CALIBRATIONS = Path(__file__).parent / "calibrations"
 WAYS = ("forward", "backward", "head_forward", "head_backward")  # curves of a shape
@@ -44,12 +46,14 @@ class Load:
 
     samples: NDArray[Any]
     tokens: NDArray[Any]
-    squares: NDArray[Any]  # sum of L^2
+    squares: NDArray[Any]  # sum of L^2, or of twice the pairs that see each other
 
     @staticmethod
-    def from_assignment(lengths: NDArray[Any], rank_of: NDArray[Any], ranks: int) -> Load:
+    def from_assignment(
+        lengths: NDArray[Any], rank_of: NDArray[Any], ranks: int, visible: Visible | None = None
+    ) -> Load:
         length = lengths.astype(np.float64)
-        powers = np.ones_like(length), length, length * length
+        powers = np.ones_like(length), length, square(length, visible)
         return Load(*(np.bincount(rank_of, weights, ranks) for weights in powers))
 
     def with_prefix(self, tokens: int) -> Load:
@@ -187,6 +191,7 @@ class Model:
     negatives: int = 0  # per position, for the balancer's cost model
     entry_bytes: int = 4  # of an entry of a row or gradient in a message
     prefix: int = 0  # tokens before each history: a feature of the users each
+    visible: Visible | None = None  # what an event attends to
 
     @property
     def parameters(self) -> int:

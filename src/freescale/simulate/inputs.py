@@ -30,6 +30,7 @@ from freescale.train.build import (
     load_features,
     prepare_data,
 )
+from freescale.visible import Visible
 
 _LONGEST = 21_000  # history that training takes (DataConfig.max_length)
 
@@ -59,8 +60,9 @@ def build_model(config: SimulateConfig, network: Network, trained: RunConfig | N
     """Builds the model of the options; that of a run has the dense parameters of its module."""
     usual = "bf16" if network.device == "cuda" else "fp32"
     shape = (config.width, config.layers, config.heads)
+    visible = Visible.parse(config.attend) if config.attend else None
     if trained is None:
-        return Model(*shape, usual, config.cap, row_optimizer=config.row_optimizer)
+        return Model(*shape, usual, config.cap, row_optimizer=config.row_optimizer, visible=visible)
     precision, data = trained.train.precision, trained.data
     heads = len(trained.label_names) * (config.width + 1)
     if trained.model.head == "dlrm":
@@ -80,6 +82,7 @@ def build_model(config: SimulateConfig, network: Network, trained: RunConfig | N
         negatives=negatives if trained.model.task == "retrieval" else 0,
         entry_bytes=2 if trained.train.wire_precision == "bf16" else 4,
         prefix=prefix,
+        visible=visible,
     )
 
 
@@ -99,7 +102,8 @@ def describe_training(config: SimulateConfig, base: RunConfig | None = None) -> 
             f"{config.data}: the run's data is not there; name it with --data, or go to the folder "
             "in which the run was started"
         )
-    given = {name: getattr(config, name) for name in ("data", "cache", "width", "layers", "heads")}
+    names = ("data", "cache", "width", "layers", "heads", "attend")
+    given = {name: getattr(config, name) for name in names}
     if config.rows:
         given |= {"rows": config.rows, "in_batch_share": 1.0}  # a dynamic table has no others
     given |= {"max_length": config.cap, "row_optimizer": config.row_optimizer, "seed": config.seed}
@@ -235,6 +239,7 @@ def list_settings(run: TrainedRun) -> dict[str, Any]:
         "width": model.width,
         "layers": model.layers,
         "heads": model.heads,
+        "attend": model.attend,
         "batch": -(-train.global_batch // (run.ranks or 1)),
         "adapt": train.balance_adapt,
         "split_histories": train.split_histories,
@@ -260,7 +265,7 @@ def compare_with_run(run: TrainedRun, config: SimulateConfig) -> dict[str, Any] 
     network = _choose_own_network(run, config)
     if network is None:
         return None
-    names = ("cap", "width", "layers", "heads", "row_optimizer", "split_histories")
+    names = ("cap", "width", "layers", "heads", "attend", "row_optimizer", "split_histories")
     decided = list_settings(run)
     shape = replace(config, **{name: decided[name] for name in names})
     calibration = None if network.device == "cpu" else config.calibration

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freescale.balance.balancer import Balancer
-from freescale.balance.cost import CostModel
+from freescale.balance.cost import CostModel, square
 from freescale.balance.partitioners.lookup import find_partitioner
 from freescale.balance.problem import Assignment
 from freescale.embedding.placement import CHOICES
@@ -155,6 +155,7 @@ class _AssignedBatches:
             d_v=head,
             negatives=model.negatives,
         ).with_prefix(model.prefix)
+        cost = replace(cost, visible=model.visible)
         nodes = cluster.network.assign_nodes(cluster.gpus)
         split = cluster.split_histories if self._balanced and not adapt else "off"
         self._balancer = Balancer(
@@ -191,11 +192,13 @@ class _AssignedBatches:
         sizes = lengths[moving] * source.bytes_per_token + source.bytes_per_sample
         out = np.bincount(home[moving], sizes, self._gpus)
         into = np.bincount(assignment.rank_of[moving], sizes, self._gpus)
-        load = Load.from_assignment(lengths, assignment.rank_of, self._gpus)
+        visible = self._balancer.cost.visible
+        load = Load.from_assignment(lengths, assignment.rank_of, self._gpus, visible)
         longest, parts = int(lengths.max(initial=0)), None
         if (division := assignment.division) is not None:
             longest = int(division.stop.max())
-            squares = division.stop.astype(np.float64) ** 2 - division.start.astype(np.float64) ** 2
+            stop, start = division.stop.astype(np.float64), division.start.astype(np.float64)
+            squares = square(stop, visible) - square(start, visible)
             load = replace(load, squares=np.bincount(assignment.rank_of, squares, self._gpus))
             parts = np.array(
                 [

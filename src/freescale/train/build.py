@@ -208,6 +208,7 @@ def build_encoder(config: RunConfig, context: int = 0) -> Encoder:
         "input_dropout": model.input_dropout,
         "input_scale": model.input_scale,
         "checkpoint": model.recompute,
+        "visible": model.visible,
     }
     if model.encoder == "sasrec":
         return SASRec(**shared, hidden=model.hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -45,6 +47,7 @@ def build_balancer(
             wide=model.head == "dlrm",
         )
     )
+    cost = replace(cost, visible=model.visible)
     partitioner = find_partitioner(config.train.balance, device)
     return Balancer(
         partitioner,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import HostSizes
+from freescale.visible import Visible
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Plan:
     distances: bool  # whether there is a position bias
     longest_history: int
     longest_distance: int  # between two positions
+    visible: Visible | None  # None: everything before a token
 
     @property
     def timed(self) -> bool:

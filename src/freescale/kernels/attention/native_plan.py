@@ -12,6 +12,7 @@ from freescale.kernels.attention.pairs import Pairs
 from freescale.kernels.attention.plan import BUCKET_WIDTH, AttentionPlan
 from freescale.kernels.groups import Groups
 from freescale.kernels.native import address, load_native, require_native
+from freescale.visible import Visible
 
 # Scores (heads * pairs of tokens) up to which a list of pairs pays in C. Above, matrix products of
 # padded groups take less time per score.
@@ -26,7 +27,7 @@ def is_available(tensor: Tensor, dtype: torch.dtype) -> bool:
 def plan_attention(
     lengths: Tensor, heads: int, listed_scores: int, *, candidate_counts: Tensor | None = None,
     timestamps: Tensor | None = None, buckets: int = 0, distances: bool = False,
-    host: HostSizes | None = None,
+    host: HostSizes | None = None, visible: Visible | None = None,
 ) -> AttentionPlan | None:  # fmt: skip
     """As the reference, on a CPU. Returns None if there are too many pairs for a list, and for
     arguments that the reference refuses."""
@@ -37,7 +38,8 @@ def plan_attention(
     if not fits or not all(c is None or _is_column(c, samples) for c in columns):
         return None
     library, found = require_native(), (c_int64 * 4)()
-    sizes = samples, *map(address, columns[:2])
+    seen = (0, 0) if visible is None else (visible.first, visible.last)
+    sizes = samples, *map(address, columns[:2]), *seen
     if not library.measure_samples(*sizes, found) or heads * found[1] > listed_scores:
         return None
     tokens, number, longest_history, longest_distance = found
@@ -51,7 +53,8 @@ def plan_attention(
     )  # fmt: skip
     return AttentionPlan(
         lengths, heads, tokens, counts, timestamps, buckets, distances, longest_history,
-        longest_distance, Groups((), lengths, lengths.numpy(), tokens), pairs=pairs, bucket=bucket,
+        longest_distance, visible, Groups((), lengths, lengths.numpy(), tokens), pairs=pairs,
+        bucket=bucket,
     )  # fmt: skip
 
 

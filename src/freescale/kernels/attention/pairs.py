@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from freescale.kernels.attention.checks import Sizes
+from freescale.visible import Visible
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,29 @@ class Pairs:
     distance: Tensor  # [pairs] int64: difference of positions
 
 
-def count_pairs(sizes: Sizes) -> int:
+def count_pairs(sizes: Sizes, visible: Visible | None = None) -> int:
     """The number of pairs (query, visible key), including each token with itself."""
     history, candidates = sizes.history, sizes.lengths - sizes.history
+    if visible is not None:
+        return int(visible.count_pairs(history, candidates).sum())
     return int((history * (history + 1) // 2 + candidates * (history + 1)).sum())
 
 
-def list_pairs(sizes: Sizes) -> Pairs:
+def list_pairs(sizes: Sizes, visible: Visible | None = None) -> Pairs:
     """Lists all pairs of a batch, on the CPU."""
     lengths, numbers = sizes.lengths, np.arange(sizes.lengths.sum())
     start = np.repeat(np.cumsum(lengths) - lengths, lengths)  # [tokens], like the two below
     history = np.repeat(sizes.history, lengths)
     position = np.minimum(numbers - start, history)  # candidates come right after the history
     seen = position + 1  # the history up to the token, and the token itself
+    if visible is not None:
+        seen = np.minimum(seen, visible.first + visible.last)
     ends = np.cumsum(seen)
     first = start - (ends - seen)
     key = np.repeat(first, seen) + np.arange(seen.sum())
+    if visible is not None:  # those behind the first ones come later
+        skipped = np.repeat(position + 1 - seen, seen)
+        key += np.where(key - np.repeat(start, seen) < visible.first, 0, skipped)
     key[ends - 1] = numbers  # a candidate sees itself, not the first candidate
     query = np.repeat(numbers, seen)
     distance = position[query] - position[key]

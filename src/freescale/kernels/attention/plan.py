@@ -12,6 +12,7 @@ from freescale.batch import HostSizes
 from freescale.kernels.attention.checks import Plan, read_batch
 from freescale.kernels.attention.pairs import Pairs, count_pairs, list_pairs
 from freescale.kernels.groups import Group, Groups
+from freescale.visible import Visible
 
 TILE_BUDGET = 1 << 20  # scores (samples * heads * queries * keys) at a time
 TILE_ROWS = 128  # queries at a time: fewer skip more of the upper triangle, in more operations
@@ -81,13 +82,18 @@ class AttentionPlan(Plan):
         if times is not None:
             bucket = find_buckets(times[:, start:stop, None] - times[:, None, :stop], self.buckets)
         blocked = None
+        slots = torch.arange(stop, device=positions.device)
         if self.candidate_counts is not None:
-            slots = torch.arange(stop, device=positions.device)
             history = self.lengths[group.samples] - self.candidate_counts[group.samples]
             after = slots[None, :] > slots[start:stop, None]  # [queries, keys]
             other = slots[None, :] != slots[start:stop, None]
             candidate = slots[None, :] >= history[:, None]  # [n, keys]
             blocked = (after | (other & candidate[:, None]))[:, None]
+        if self.visible is not None:
+            if blocked is None:
+                blocked = (slots[None, :] > slots[start:stop, None])[None, None]
+            apart = positions[:, start:stop, None] - positions[:, None, :stop]
+            blocked = blocked | self.visible.hides(apart, slots)[:, None]
         return Relation(start, stop, distance, bucket, blocked)
 
 
@@ -111,6 +117,7 @@ def plan_attention(
     host: HostSizes | None = None,
     list_few: bool = True,
     listed_scores: int | None = None,
+    visible: Visible | None = None,
     first: Sequence[int] | None = None,
 ) -> AttentionPlan:
     """Plans the attention for these lengths. Reads the device unless `host` has the sizes.
@@ -127,6 +134,7 @@ def plan_attention(
         host: The sizes on the host.
         list_few: Whether a CPU lists the pairs of tokens, if they have few scores.
         listed_scores: What counts as few; by default `LISTED_SCORES`.
+        visible: What a token sees of those before it; None: all.
         first: [samples] the first query of each that counts.
     """
     if rows < 1:
@@ -134,21 +142,23 @@ def plan_attention(
     sizes = read_batch(lengths, heads, candidate_counts, timestamps, host)
     tokens = int(sizes.lengths.sum())
     few = min(LISTED_SCORES if listed_scores is None else listed_scores, budget)
-    listed = list_few and lengths.device.type == "cpu" and heads * count_pairs(sizes) <= few
+    listed = (
+        list_few and lengths.device.type == "cpu" and heads * count_pairs(sizes, visible) <= few
+    )
     groups = (
         Groups((), lengths, sizes.lengths, tokens)
         if listed
         else Groups.of(lengths, lambda length: heads * length * length, budget, sizes.lengths)
     )
-    pairs = list_pairs(sizes) if listed else None
+    pairs = list_pairs(sizes, visible) if listed else None
     bucket = None
     if pairs is not None and timestamps is not None:
         elapsed = timestamps.index_select(0, pairs.query) - timestamps.index_select(0, pairs.key)
         bucket = find_buckets(elapsed, buckets)
     plan = AttentionPlan(
         lengths, heads, tokens, candidate_counts, timestamps, buckets, distances,
-        sizes.longest_history, sizes.longest_distance, groups, rows, budget, {}, pairs, bucket,
-        first,
+        sizes.longest_history, sizes.longest_distance, visible, groups, rows, budget, {}, pairs,
+        bucket, first,
     )  # fmt: skip
     if sum(len(group) * group.length**2 for group in groups.groups) <= RELATION_BUDGET:
         plan.kept.update((n, list(plan.tiles(n))) for n in range(len(groups.groups)))

@@ -20,6 +20,7 @@ class TileColumn(IntEnum):
     ROW = 3  # the tile's first token in the sample
     PAIRS = 4  # the sample's first block in the table of pair biases
     FIRST = 5  # queries before it are left out: a multiple of PAIR_QUERIES
+    SUMS = 6  # numbers that the tiles before it have in a part of the sums by distance
 
 
 class SampleColumn(IntEnum):
@@ -28,31 +29,6 @@ class SampleColumn(IntEnum):
     START = 0  # the sample's first token in the batch
     LENGTH = 1  # tokens of the sample
     HISTORY = 2  # tokens before its candidates
-
-
-class WalkColumn(IntEnum):
-    """Columns of a table of walks. A walk crosses the tiles whose queries lie ROW tokens behind
-    their keys. If STOP is -1, it crosses all queries of the candidates for one tile of keys."""
-
-    START = 0  # as in a table of tiles
-    LENGTH = 1
-    HISTORY = 2
-    ROW = 3
-    SLOT = 4  # the walk's row in the partial sums
-    KEY = 5  # its first key in the sample
-    STOP = 6  # the end of its keys
-    PAIRS = 7  # as in a table of tiles
-    FIRST = 8  # as in a table of tiles
-
-
-class PieceColumn(IntEnum):
-    """Columns of a table of pieces. A piece is a run of a sample's keys; its walks write
-    consecutive slots."""
-
-    SLOT = 0  # of the piece's first walk
-    TILES = 1  # number of walks that cross the piece
-    START = 2  # the sample's first token in the batch
-    HISTORY = 3  # tokens before its candidates, at the sample's first piece; 0 at the others
 
 
 class NewEventColumn(IntEnum):
@@ -64,5 +40,6 @@ class NewEventColumn(IntEnum):
     SLOTS = 2
     PREFIX = 3  # tokens before the history
     LENGTH = 4  # events before the new one
-    TIMES = 5  # address of the events' times
-    OUTPUT = 6  # address of the last output [width]
+    SKIPPED = 5  # events after the first visible ones without keys and values
+    TIMES = 6  # address of the events' times
+    OUTPUT = 7  # address of the last output [width]

@@ -9,8 +9,6 @@ key and of the position of the attended token in the sample.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -29,20 +27,14 @@ from freescale.kernels.attention.reference import (
     split_heads_transposed,
     write_heads,
 )
+from freescale.kernels.attention.triton import WeightDropout
 from freescale.kernels.groups import Group
 from freescale.random import derive, draw_keep_mask
+from freescale.visible import Visible
 
 # Few large tiles suit a GPU better. Scores (samples * heads * queries * keys) of one.
 GPU_TILE_BUDGET = 1 << 25
 GPU_TILE_ROWS = 1024
-
-
-class WeightDropout(NamedTuple):
-    """Dropout of an attention's weights."""
-
-    keys: Tensor  # [tokens] int64: random keys
-    stream: int  # number of the draw from a key; each layer has its own
-    keep: float  # share of the weights that is kept
 
 
 def plan_softmax_attention(
@@ -51,11 +43,13 @@ def plan_softmax_attention(
     *,
     candidate_counts: Tensor | None = None,  # [samples] int64
     host: HostSizes | None = None,
+    visible: Visible | None = None,
 ) -> AttentionPlan:
     """Groups and tiles for the layers of a step. Reads the device unless `host` has the sizes."""
     on_cpu = lengths.device.type == "cpu"
     return plan_attention(
         lengths, heads, candidate_counts=candidate_counts, host=host, list_few=False,
+        visible=visible,
         budget=TILE_BUDGET if on_cpu else GPU_TILE_BUDGET,
         rows=TILE_ROWS if on_cpu else GPU_TILE_ROWS,
     )  # fmt: skip

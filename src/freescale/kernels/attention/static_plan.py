@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.kernels.attention.plan_columns import PAIR_QUERIES, TileColumn, WalkColumn
-from freescale.kernels.attention.triton_plan import MAX_PIECES, MIN_WALK, TilePlan, subtract_first
+from freescale.kernels.attention.plan_columns import PAIR_QUERIES, TileColumn
+from freescale.kernels.attention.triton_plan import TilePlan, subtract_first
 from freescale.kernels.upload import upload
 
 
@@ -51,12 +51,11 @@ class StaticPlan(TilePlan):
         (of, size), samples = key, len(self.host)
         if of == "samples":
             return (samples,)
-        tiles = self.tokens // size + samples
-        if of != "walks":
-            return (tiles,)
-        of_longest = -(-self.longest_history // size)
-        pieces = 1 if of_longest <= MIN_WALK else MAX_PIECES
-        return pieces * tiles, pieces * samples, of_longest
+        return (self.tokens // size + samples,)
+
+    def count_sums(self, size: int) -> int:
+        of_longest = -(-self.longest_history // size) * size
+        return (self.tokens // size + len(self.host)) * of_longest
 
     def refill(self, lengths: np.ndarray) -> None:
         """Refills the tables for a batch of the same size whose tokens are in place, on the current
@@ -73,14 +72,12 @@ class StaticPlan(TilePlan):
     def _write(
         self, key: tuple[str, int], tables: tuple[Tensor, ...], made: tuple[np.ndarray, ...]
     ) -> None:
-        for number, (table, values) in enumerate(zip(tables, made, strict=True)):
+        for table, values in zip(tables, made, strict=True):
             whole = np.zeros(table.shape, np.int32)
             whole[: len(values)] = values
             lacking = whole[len(values) :]
             if key[0] in ("queries", "keys"):
                 lacking[:, TileColumn.START] = 1  # kernels read the time at START + LENGTH - 1
-            elif key[0] == "walks" and number == 0:
-                lacking[:, WalkColumn.SLOT] = len(whole) - 1  # unused, if any are lacking
             table.copy_(upload(whole, table.device), non_blocking=True)
 
 

@@ -7,13 +7,18 @@ from the tables of a `TilePlan`, made once per batch; nothing synchronizes after
 fixed order: the same inputs give the same bits, including gradients.
 
 Memory is linear in the tokens, except for tables with an entry per pair of tokens. With 16-bit
-inputs a call makes these if they fit PAIR_BUDGET: the biases of pairs, and in some backwards the
-scores of each head. Above the budget the kernels compute both, several times each.
+inputs a call makes one of the biases of pairs if it fits PAIR_BUDGET. Above the budget the kernels
+compute them, several times each. Backward reads the table of forward if it fits KEPT_PAIRS. The
+gradient of a bias by distance takes two numbers for every 64 pairs of each head.
+
+`softmax_attention` has the same kernels. Its dropout draws from the queries' keys, as the reference
+does, in forward and again in backward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +26,17 @@ from torch import Tensor
 from freescale.kernels.attention.checks import check_or_plan
 from freescale.kernels.attention.plan_columns import PAIR_KEYS, PAIR_QUERIES
 from freescale.kernels.attention.triton_launch import (
-    BIAS_SUMS,
     FLOAT32_PRECISION,
+    KEPT_PAIRS,
     PAIR_BIAS,
     PAIR_BUDGET,
-    STORED_SUMS,
     AttentionLaunch,
     KeyLaunch,
     choose_launches,
 )
 from freescale.kernels.attention.triton_plan import TilePlan, plan_attention
 from freescale.kernels.jit.launch import (
+    count_blocks,
     is_interpreted,
     is_recording,
     launch_kernel,
@@ -39,10 +44,16 @@ from freescale.kernels.jit.launch import (
     use_device,
 )
 from freescale.kernels.jit.launch_plan import Block
+from freescale.random import compute_keep_threshold
 
 WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32_WIDTHS = WIDTHS[:-1]  # tiles of wider heads do not fit on an SM
+OUTPUT_ELEMENTS = 4096  # that a program multiplies
+# Sums by distance: distances and tiles of a program, and programs that share the tiles.
+SUM_DISTANCES, SUM_TILES, SUM_SPLIT = 64, 32, 8
+
+Biases = tuple[Tensor | None, Tensor | None]  # by position, by time
 
 
 def find_kernel_width(width: int, dtype: torch.dtype) -> int | None:
@@ -91,6 +102,18 @@ def hstu_attention(
     return cut_heads(out, v.shape[2])
 
 
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, *, alpha: float,
+    dropout: WeightDropout | None = None,
+) -> Tensor:  # fmt: skip
+    """As `attention.softmax`, with scores, softmax and sums in float32."""
+    padded = (pad_heads(x) for x in (q, k, v))
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        *padded, None, None, plan, float(alpha), 1.0, Softmax(dropout)
+    )
+    return cut_heads(out, v.shape[2])
+
+
 def make_readable(x: Tensor) -> Tensor:
     """Copies x [tokens, heads, d] unless descriptors can read it: adjacent heads, rows aligned to
     16 bytes. A slice of a wider projection is not copied."""
@@ -127,16 +150,39 @@ def choose_constants(q: Tensor, v: Tensor) -> dict[str, Any]:
     }
 
 
+class WeightDropout(NamedTuple):
+    """Dropout of an attention's weights."""
+
+    keys: Tensor  # [tokens] int64: random keys
+    stream: int  # number of the draw from a key; each layer has its own
+    keep: float  # share of the weights that is kept
+
+
+class Softmax(NamedTuple):
+    """Softmax instead of SiLU."""
+
+    dropout: WeightDropout | None
+
+
+class Forward(NamedTuple):
+    """What backward reads of a forward."""
+
+    out: Tensor  # [tokens, heads, d_v]; read by the backward of a softmax alone
+    pairs: Tensor | None  # the table of pair biases
+    logarithms: Tensor | None  # [heads, tokens] float32: of a softmax's sums, in powers of two
+
+
 class _Call:
     """The launches of one attention and their common arguments."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor | None, Tensor | None],
-        plan: TilePlan, alpha: float, budget: int,  # most pairs of a table
+        self, q: Tensor, k: Tensor, v: Tensor, biases: Biases, plan: TilePlan, alpha: float,
+        budget: int,  # most pairs of a table
+        softmax: Softmax | None = None, pairs: Tensor | None = None,
     ):  # fmt: skip
-        self.q, self.k, self.v, self.plan = q, k, v, plan
+        self.q, self.k, self.v, self.plan, self.softmax = q, k, v, plan, softmax
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
-        self.half_alpha = alpha / 2
+        self.factor = alpha if softmax else alpha / 2  # of the gradients of queries and keys
         self.bias: dict[str, Any] = {
             "position_bias": position,
             "farthest": None if position is None else plan.longest_distance,
@@ -149,14 +195,31 @@ class _Call:
             "INLINE": not is_interpreted(),  # assembly
             "CANDIDATES": plan.candidate_counts is not None,
         }
+        visible = plan.visible
+        self.seen: dict[str, Any] = {
+            "first": None if visible is None else visible.first,
+            "last": None if visible is None else visible.last,
+        }
+        dropout = softmax and softmax.dropout
+        self.shared: dict[str, Any] = {
+            **self.bias, **self.constants, **self.seen,
+            "SOFTMAX": softmax is not None,
+            "score_factor": alpha * math.log2(math.e) if softmax else self.factor,
+            "tokens": plan.tokens,
+            "keys": dropout.keys if dropout else None,
+            "layer": dropout.stream if dropout else None,
+            "threshold": compute_keep_threshold(dropout.keep) if dropout else None,
+            "share": 1 / dropout.keep if dropout else None,
+        }  # fmt: skip
         self.width = max(q.shape[2], v.shape[2])
-        narrow, pairs = q.dtype != torch.float32, plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS
+        narrow, size = q.dtype != torch.float32, plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS
         self.launches = choose_launches(
             self.width, narrow=narrow, biased=position is not None or time is not None,
-            timed=time is not None, tabled=pairs <= budget,
+            timed=time is not None, tabled=size <= budget, softmax=softmax is not None,
         )  # fmt: skip
-        self.pairs = self._compute_pair_biases() if self.launches.tabled else None
-        self.stores = narrow and q.shape[1] * pairs <= budget  # whether scores fit
+        self.pairs = pairs
+        if pairs is None and self.launches.tabled:
+            self.pairs = self._compute_pair_biases()
 
     def _compute_pair_biases(self) -> Tensor:
         """Half the bias of every pair of tokens [blocks * PAIR_QUERIES, PAIR_KEYS] float16,
@@ -168,68 +231,63 @@ class _Call:
         launch = PAIR_BIAS
         tiles = self.plan.query_tiles(launch.queries)
         launch_kernel(
-            pair_bias_kernel, (len(tiles), launch.split), pairs, tiles, **self.bias,
+            pair_bias_kernel, (len(tiles), launch.split), pairs, tiles, **self.bias, **self.seen,
             M=launch.queries, INLINE=self.constants["INLINE"], SPLIT=launch.split,
             num_warps=launch.warps,
         )  # fmt: skip
         return pairs
 
-    def forward(self, out: Tensor, scale: float) -> None:
+    def forward(self, scale: float) -> Forward:
         from freescale.kernels.attention.triton_kernels import forward_kernel
 
-        launch = self.launches.forward
+        launch, v = self.launches.forward, self.v
         tiles = self.plan.query_tiles(launch.tile)
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        logarithms = self._allocate_of_queries() if self.softmax else None
         launch_kernel(
             forward_kernel, (len(tiles) * self.plan.heads,), build_descriptor(self.q, launch.tile),
-            build_descriptor(self.k, launch.inner), build_descriptor(self.v, launch.inner),
-            _describe_table(self.pairs, launch.tile, launch.inner), out, tiles,
-            half_alpha=self.half_alpha, inverse_scale=1 / scale, M=launch.tile, N=launch.inner,
+            build_descriptor(self.k, launch.inner), build_descriptor(v, launch.inner),
+            _describe_table(self.pairs, launch.tile, launch.inner), out, logarithms, tiles,
+            inverse_scale=1 / scale, M=launch.tile, N=launch.inner,
             **self._build_arguments(launch),
         )  # fmt: skip
+        pairs = self.pairs
+        if pairs is not None and pairs.numel() > KEPT_PAIRS:
+            pairs = None
+        return Forward(out, pairs, logarithms)
+
+    def _allocate_of_queries(self) -> Tensor:
+        return self.q.new_empty(self.plan.heads, self.plan.tokens, dtype=torch.float32)
 
     def backward(
-        self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float, *,
-        need_biases: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        self, grad: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float,
+        forward: Forward, *, need_biases: bool,
+    ) -> Biases:  # fmt: skip
         """Writes the gradients of q, k and v. Returns those of both biases in float32, if they are
-        needed."""
-        stored = self.launches.stored if self.stores else None
-        changes = self._allocate_stored() if stored or need_biases and self.stores else None
-        if stored is not None and changes is not None:
-            weights = self._allocate_stored()
-            self.backward_q(stored.q, grad, grad_q, scale, weights, changes)
-            self.backward_stored(stored.kv, weights, grad, grad_v, 1 / scale)
-            del weights
-            self.backward_stored(stored.kv, changes, self.q, grad_k, self.half_alpha / scale)
-        else:
-            for launch in self.launches.of_keys:
-                self.backward_kv(launch, grad, grad_k, grad_v, scale)
-            self.backward_q(self.launches.of_queries, grad, grad_q, scale, None, changes)
-        return self.backward_bias(grad, scale, changes) if need_biases else (None, None)
+        needed. `forward`: of a softmax."""
+        of_queries: Biases = (None, None)
+        if forward.logarithms is not None:
+            of_queries = forward.logarithms, self._multiply_outputs(grad, forward.out)
+        for launch in self.launches.of_keys:
+            self.backward_kv(launch, grad, grad_k, grad_v, scale, of_queries)
+        return self.backward_q(grad, grad_q, scale, of_queries, need_biases=need_biases)
 
-    def _allocate_stored(self) -> Tensor:
-        """Allocates one number per head and pair of tokens, in square blocks."""
-        rows = self.plan.pair_blocks // 2 * self.plan.heads * PAIR_QUERIES
-        return torch.empty(rows, PAIR_QUERIES, dtype=self.q.dtype, device=self.q.device)
+    def _multiply_outputs(self, grad: Tensor, out: Tensor) -> Tensor:
+        from freescale.kernels.attention.triton_kernels import output_products_kernel
 
-    def backward_stored(
-        self, launch: AttentionLaunch, stored: Tensor, rows: Tensor, out: Tensor, factor: float
-    ) -> None:
-        from freescale.kernels.attention.triton_kernels import backward_stored_kernel
-
-        tiles = self.plan.key_tiles(launch.tile)
+        along, width = self._allocate_of_queries(), out.shape[2]
+        rows = OUTPUT_ELEMENTS // width
         launch_kernel(
-            backward_stored_kernel, (len(tiles) * self.plan.heads,),
-            _describe_table(stored, launch.inner, launch.tile),
-            build_descriptor(rows, launch.inner), out, tiles, factor, HEADS=self.constants["HEADS"],
-            D=rows.shape[2], M=launch.inner, N=launch.tile, CANDIDATES=self.constants["CANDIDATES"],
-            STAGES=launch.stages, MASKED_STAGES=launch.masked_stages, STRIDE=out.stride(0),
-            num_warps=launch.warps, maxnreg=launch.registers,
+            output_products_kernel, (count_blocks(self.plan.tokens, rows), self.plan.heads),
+            grad.contiguous(), out, along, self.plan.tokens, HEADS=self.plan.heads, D=width, M=rows,
+            num_warps=4,
         )  # fmt: skip
+        return along
 
     def backward_kv(
-        self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float
-    ) -> None:
+        self, launch: KeyLaunch, grad: Tensor, grad_k: Tensor, grad_v: Tensor, scale: float,
+        of_queries: Biases,
+    ) -> None:  # fmt: skip
         from freescale.kernels.attention.triton_kernels import backward_kv_kernel
 
         tiles = self.plan.key_tiles(launch.tile)
@@ -237,115 +295,100 @@ class _Call:
             backward_kv_kernel, (len(tiles) * self.plan.heads,),
             build_descriptor(self.q, launch.inner), build_descriptor(self.k, launch.tile),
             build_descriptor(self.v, launch.tile), build_descriptor(grad, launch.inner),
-            _describe_table(self.pairs, launch.inner, launch.tile), grad_k, grad_v, tiles,
-            half_alpha=self.half_alpha, factor=self.half_alpha / scale, inverse_scale=1 / scale,
-            M=launch.inner, N=launch.tile, KEYS=launch.keys, VALUES=launch.values,
-            STRIDE_K=grad_k.stride(0), STRIDE_V=grad_v.stride(0),
-            **self._build_arguments(launch),
+            _describe_table(self.pairs, launch.inner, launch.tile), *of_queries, grad_k, grad_v,
+            tiles, factor=self.factor / scale, inverse_scale=1 / scale, M=launch.inner,
+            N=launch.tile, KEYS=launch.keys, VALUES=launch.values, STRIDE_K=grad_k.stride(0),
+            STRIDE_V=grad_v.stride(0), **self._build_arguments(launch),
         )  # fmt: skip
 
     def backward_q(
-        self, launch: AttentionLaunch, grad: Tensor, grad_q: Tensor, scale: float,
-        weights: Tensor | None, changes: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, grad: Tensor, grad_q: Tensor, scale: float, of_queries: Biases, *, need_biases: bool
+    ) -> Biases:
+        """Returns the gradients of both biases in float32, if they are needed."""
         from freescale.kernels.attention.triton_kernels import backward_q_kernel
 
-        tiles = self.plan.query_tiles(launch.tile)
+        plan, constants, launch = self.plan, self.constants, self.launches.of_queries
+        position, time = (
+            self.bias[name] if need_biases else None for name in ("position_bias", "time_bias")
+        )
+        tiles = plan.query_tiles(launch.tile)
+        programs = len(tiles) * plan.heads
+        parts = launch.tile // launch.inner + 1 + constants["CANDIDATES"]
+        plane = parts * plan.count_sums(launch.tile)
+        by_distance = by_self = by_bucket = None
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": grad.device}
+        if position is not None:
+            # tiles that are not visited have no sums
+            whole = parts == 2 and plan.visible is None
+            make = torch.empty if whole else torch.zeros
+            by_distance = make(plan.heads * plane, **wide)
+            if constants["CANDIDATES"]:
+                by_self = torch.zeros(plan.heads, plan.tokens, **wide)
+        bins = 0
+        if time is not None:
+            bins = 1 << plan.buckets.bit_length()  # at least buckets + 1
+            by_bucket = torch.empty(programs, bins, **wide)
         launch_kernel(
-            backward_q_kernel, (len(tiles) * self.plan.heads,),
+            backward_q_kernel, (programs,),
             build_descriptor(self.q, launch.tile), build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner), build_descriptor(grad, launch.tile),
-            _describe_table(self.pairs, launch.tile, launch.inner),
-            _describe_table(weights, launch.tile, launch.inner),
-            _describe_table(changes, launch.tile, launch.inner), grad_q, tiles,
-            half_alpha=self.half_alpha, factor=self.half_alpha / scale, M=launch.tile,
-            N=launch.inner, STRIDE=grad_q.stride(0), **self._build_arguments(launch),
+            _describe_table(self.pairs, launch.tile, launch.inner), *of_queries, by_distance,
+            by_self, by_bucket, plane, grad_q, tiles, factor=self.factor / scale, M=launch.tile,
+            N=launch.inner, BUCKETS=bins, STRIDE=grad_q.stride(0), **self._build_arguments(launch),
         )  # fmt: skip
+        half = 0.5 / scale
+        grad_time = None if by_bucket is None else by_bucket.sum(0)[: plan.buckets + 1] * half
+        if by_distance is None or position is None:
+            return None, grad_time
+        from freescale.kernels.attention.triton_bias_sums_kernels import sum_distances_kernel
+
+        size = position.numel()
+        sums = torch.empty(plan.heads * SUM_SPLIT, size, **wide)
+        launch_kernel(
+            sum_distances_kernel, (count_blocks(size, SUM_DISTANCES), len(sums)), by_distance,
+            tiles, plane, len(tiles), sums, size, half, HEADS=plan.heads, M=launch.tile,
+            N=launch.inner, CANDIDATES=constants["CANDIDATES"], SPLIT=SUM_SPLIT, S=SUM_TILES,
+            D=SUM_DISTANCES, num_warps=4,
+        )  # fmt: skip
+        grad_position = sums.sum(0)
+        if by_self is not None:
+            grad_position[:1] += by_self.sum() * half
+        return grad_position, grad_time
 
     def _build_arguments(self, launch: AttentionLaunch) -> dict[str, Any]:
         """The arguments of the kernels over tiles that are not tensors."""
         return {
-            **self.bias,
-            **self.constants,
+            **self.shared,
             "STAGES": launch.stages,
             "MASKED_STAGES": launch.masked_stages,
             "num_warps": launch.warps,
             "maxnreg": launch.registers,
         }
 
-    def backward_bias(
-        self, grad: Tensor, scale: float, changes: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of both biases in float32: partial sums in memory, added in a fixed order."""
-        from freescale.kernels.attention.triton_bias_kernels import (
-            backward_bias_kernel,
-            sum_distances_kernel,
-        )
 
-        position, time = self.bias["position_bias"], self.bias["time_bias"]
-        launch = BIAS_SUMS[self.width] if changes is None else STORED_SUMS
-        size = launch.tile
-        walks, pieces, counts = self.plan.walks(size)
-        bins = 1 << self.plan.buckets.bit_length()  # at least buckets + 1
-        inputs: list[Block | None] = [None] * 4
-        if changes is None:
-            inputs = [build_descriptor(x, size) for x in (self.q, self.k, self.v, grad)]
-        by_distance = by_key = by_self = by_bucket = None
-        if position is not None:
-            by_distance = grad.new_empty(len(walks), 2 * size, dtype=torch.float32)
-            if self.plan.candidate_counts is not None:
-                by_key = grad.new_empty(self.plan.tokens, dtype=torch.float32)
-                by_self = grad.new_zeros(len(walks), dtype=torch.float32)
-        if time is not None:
-            by_bucket = grad.new_empty(len(walks), bins, dtype=torch.float32)
-        launch_kernel(
-            backward_bias_kernel, (len(walks),), *inputs,
-            _describe_table(self.pairs if changes is None else None, size, size),
-            _describe_table(changes, size, size), walks, by_distance, by_key, by_self, by_bucket,
-            half_alpha=self.half_alpha, factor=0.5 / scale, B=size, BUCKETS=bins,
-            STAGES=launch.stages, num_warps=launch.warps, maxnreg=launch.registers,
-            **self.bias, **self.constants,
-        )  # fmt: skip
-        grad_position = grad_time = None
-        if position is not None:
-            grad_position = torch.zeros_like(position)
-            launch_kernel(
-                sum_distances_kernel, (len(counts),), by_distance, by_key, pieces, counts,
-                grad_position, position.numel(), B=size, S=32, num_warps=4,
-            )  # fmt: skip
-            if by_self is not None:
-                grad_position[:1] += by_self.sum()
-        if by_bucket is not None:
-            grad_time = by_bucket.sum(0)[: self.plan.buckets + 1]
-        return grad_position, grad_time
-
-
-def _list_budgets(plan: TilePlan) -> tuple[int, ...]:
-    """Most pairs of a table. When recording, all the cases that a batch may meet: memory for all
-    tables, only for the biases of pairs, and for none."""
-    if not is_recording():
-        return (PAIR_BUDGET,)
-    return PAIR_BUDGET, plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS, 0
+def _list_budgets() -> tuple[int, ...]:
+    """Most pairs of a table. When recording, both cases that a batch may meet: memory for the
+    table, and none."""
+    return (PAIR_BUDGET, 0) if is_recording() else (PAIR_BUDGET,)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor,
-    biases: tuple[Tensor | None, Tensor | None],  # by position, by time
-    plan: TilePlan, alpha: float, scale: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, biases: Biases, plan: TilePlan, alpha: float, scale: float,
+    softmax: Softmax | None = None,
+) -> Forward:  # fmt: skip
     """The attention without checks and without autograd, for inputs that `make_readable` does not
     copy."""
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    found = Forward(torch.empty(v.shape, dtype=v.dtype, device=v.device), None, None)
     if plan.tokens:
         with use_device(q.device):
-            for budget in _list_budgets(plan):
-                _Call(q, k, v, biases, plan, alpha, budget).forward(out, scale)
-    return out
+            for budget in _list_budgets():
+                found = _Call(q, k, v, biases, plan, alpha, budget, softmax).forward(scale)
+    return found
 
 
 def differentiate_attention(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, biases: tuple[Tensor | None, Tensor | None],
-    plan: TilePlan, alpha: float, scale: float, *, need_biases: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, biases: Biases, plan: TilePlan, alpha: float,
+    scale: float, softmax: Softmax | None = None, *, forward: Forward, need_biases: bool,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v and both biases from that of the output of `attend`. Writes the first
@@ -358,9 +401,11 @@ def differentiate_attention(
     if not plan.tokens:
         return grad_q, grad_k, grad_v, grad_position, grad_time
     with use_device(q.device):
-        for budget in _list_budgets(plan):
-            call = _Call(q, k, v, biases, plan, alpha, budget)
-            sums = call.backward(grad, grad_q, grad_k, grad_v, scale, need_biases=need_biases)
+        for budget in _list_budgets():
+            pairs = None if is_recording() else forward.pairs
+            call = _Call(q, k, v, biases, plan, alpha, budget, softmax, pairs)
+            grads = grad_q, grad_k, grad_v
+            sums = call.backward(grad, *grads, scale, forward, need_biases=need_biases)
         grad_position, grad_time = (
             zeros if x is None or zeros is None else x.to(zeros.dtype)
             for x, zeros in zip(sums, (grad_position, grad_time), strict=True)
@@ -370,17 +415,20 @@ def differentiate_attention(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, position_bias, time_bias, plan, alpha, scale):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, position_bias, time_bias, *options):  # type: ignore[no-untyped-def]
         q, k, v = make_readable(q), make_readable(k), make_readable(v)
-        ctx.save_for_backward(q, k, v, position_bias, time_bias)
-        ctx.options = plan, alpha, scale
-        return attend(q, k, v, (position_bias, time_bias), plan, alpha, scale)
+        found = attend(q, k, v, (position_bias, time_bias), *options)
+        read = found.out if found.logarithms is not None else q  # out is not kept for SiLU
+        ctx.save_for_backward(q, k, v, position_bias, time_bias, read, *found[1:])
+        ctx.options = options
+        return found.out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, v, *biases = ctx.saved_tensors
+        q, k, v, position_bias, time_bias, *found = ctx.saved_tensors
         need = any(ctx.needs_input_grad[3:5])
         grads = differentiate_attention(
-            grad, q, k, v, tuple(biases), *ctx.options, need_biases=need
-        )
-        return *grads, None, None, None
+            grad, q, k, v, (position_bias, time_bias), *ctx.options, forward=Forward(*found),
+            need_biases=need,
+        )  # fmt: skip
+        return *grads, *[None] * len(ctx.options)

@@ -16,6 +16,7 @@ from freescale.kernels.jit.launch import (
     use_device,
 )
 from freescale.packed import view_bytes
+from freescale.visible import Visible
 
 MAX_WIDTH, MAX_HEAD = 4096, 256  # widest values of all heads, widest head
 PARTS = 32  # programs that share the keys of a head: one user with 8 heads keeps a GPU busy
@@ -34,6 +35,7 @@ def attend(
     time_bias: Tensor | None,
     edges: Tensor | None,  # [buckets + 1] int64: the shortest time of each bucket
     max_length: int,
+    visible: Visible | None = None,
 ) -> Tensor:
     """Writes the new keys and values, and returns the gated attention: [users, heads * d_v]."""
     require_gpu(rows.device, "models.incremental.layers")
@@ -44,12 +46,13 @@ def attend(
     out = rows.new_empty(users, heads * d_v)
     farthest = 0 if position_bias is None else len(position_bias) - 1
     buckets = 0 if time_bias is None else len(time_bias) - 1
+    seen = (None, None) if visible is None else (visible.first, visible.last)
     with use_device(rows.device):
         launch_kernel(
             _kernels.sum_keys_kernel, (users * heads * PARTS,), rows, table, sums, layer,
             position_bias, farthest, time_bias, None if time_bias is None else edges, buckets,
-            d_qk**-0.5, 1 / max_length, COLUMNS=table.shape[1], HEADS=heads, D_QK=d_qk, D_V=d_v,
-            QK=padded[0], V=padded[1], N=max(16, BLOCK // max(padded)), PARTS=PARTS,
+            d_qk**-0.5, 1 / max_length, *seen, COLUMNS=table.shape[1], HEADS=heads, D_QK=d_qk,
+            D_V=d_v, QK=padded[0], V=padded[1], N=max(16, BLOCK // max(padded)), PARTS=PARTS,
             num_warps=SUM_WARPS,
         )  # fmt: skip
         launch_kernel(

@@ -21,6 +21,7 @@ VALUES = tl.constexpr(NewEventColumn.VALUES.value)
 SLOTS = tl.constexpr(NewEventColumn.SLOTS.value)
 PREFIX = tl.constexpr(NewEventColumn.PREFIX.value)
 LENGTH = tl.constexpr(NewEventColumn.LENGTH.value)
+SKIPPED = tl.constexpr(NewEventColumn.SKIPPED.value)
 TIMES = tl.constexpr(NewEventColumn.TIMES.value)
 
 
@@ -44,10 +45,10 @@ def _point(memory, slot, lanes, D: tl.constexpr):
     return pointers
 
 
-@triton.jit(do_not_specialize=["layer", "farthest", "buckets"])
+@triton.jit(do_not_specialize=["layer", "farthest", "buckets", "first_keys", "last_keys"])
 def sum_keys_kernel(
     rows, table, sums, layer, position_bias, farthest, time_bias, edges, buckets,
-    key_scale, value_scale,
+    key_scale, value_scale, first_keys, last_keys,
     COLUMNS: tl.constexpr, HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr,
     QK: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -69,12 +70,17 @@ def sum_keys_kernel(
     prefix, length = tl.load(entry + PREFIX).to(tl.int32), tl.load(entry + LENGTH).to(tl.int32)
     of_qk, of_v = tl.arange(0, QK), tl.arange(0, V)
     q = _read_part(row, HEADS * 2 * D_V + head * D_QK, of_qk, D_QK)
-    seen = tl.where(address != 0, prefix + length, 0)
+    skipped = tl.load(entry + SKIPPED).to(tl.int32)
+    seen = tl.where(address != 0, prefix + length - skipped, 0)
     span = tl.cdiv(tl.cdiv(seen, PARTS), N) * N
     total = tl.zeros([V], tl.float32)
     for start in range(part * span, tl.minimum(part * span + span, seen), N):
         slot = start + tl.arange(0, N)
         there, event = (slot < seen)[:, None], tl.maximum(slot - prefix, 0)
+        if last_keys is not None:
+            event = tl.where(event < first_keys, event, event + skipped)
+            near = (length - event < last_keys) | (event < first_keys) | (slot < prefix)
+            there = there & near[:, None]
         k = tl.load(_point(keys, slot, of_qk, D_QK), mask=there & (of_qk < D_QK), other=0.0)
         v = tl.load(_point(values, slot, of_v, D_V), mask=there & (of_v < D_V), other=0.0)
         score = tl.sum(k * q[None, :], 1)
@@ -92,7 +98,7 @@ def sum_keys_kernel(
     if part == 0:
         k = _read_part(row, HEADS * (2 * D_V + D_QK) + head * D_QK, of_qk, D_QK) * key_scale
         v = _read_part(row, HEADS * D_V + head * D_V, of_v, D_V) * value_scale
-        last = (prefix + length).to(tl.int64)
+        last = (prefix + length - skipped).to(tl.int64)
         tl.store(keys + last * D_QK + of_qk, k, mask=(of_qk < D_QK) & (address != 0))
         tl.store(values + last * D_V + of_v, v, mask=(of_v < D_V) & (address != 0))
         score = tl.sum(k * q, 0)

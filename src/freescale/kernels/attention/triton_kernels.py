@@ -1,4 +1,4 @@
-"""The Triton kernels of `attention.triton`: forward and backward.
+"""The Triton kernels of `attention.triton`: forward and backward, with SiLU or a softmax.
 
 One program works on one tile of one head: queries in forward, queries or keys in backward. Tiles
 without a mask run in a separate loop with the same body. TMA descriptors span the whole batch, so a
@@ -10,14 +10,19 @@ unit instead of two:
     SiLU(score) = h * (1 + t)        2 * SiLU'(score) = (1 + t) * (1 + h * (1 - t))
 The factor 1/2 of the slope, alpha and 1 / scale_length are applied once, to the finished sums.
 
+A softmax keeps the highest score and the sum of each query while it goes over the keys. Backward
+recomputes the weights from the logarithms of the sums, all in powers of two.
+
 Backward takes seven products instead of five: the kernel for keys and the one for queries both
 compute the scores and their gradients. A single kernel that adds to the queries' gradient in a
 fixed order is half as fast (223 TFLOP/s against 444 for heads of 128): its programs wait for their
-turns. In wide heads products cost more than memory: there the kernel for queries stores the weights
-and the gradients of the scores, and the gradients of keys and values are two plain products.
+turns. Storing the scores instead of recomputing them is slower at every width.
 
 The bias of a score is read from a table of all pairs or computed here. `triton_bias_kernels` has
-the kernel that fills the table and those for the gradients of the biases.
+the kernel that fills the table, and the sums of the biases' gradients.
+
+With `first` and `last`, a query sees the first keys and the last ones; tiles between are not
+visited.
 """
 
 # mypy: ignore-errors
@@ -27,19 +32,29 @@ import triton
 import triton.language as tl
 
 from freescale.kernels.attention.plan_columns import PAIR_KEYS, PAIR_QUERIES, TileColumn
+from freescale.kernels.attention.triton_bias_sums_kernels import (
+    BUCKETS_PER_OCTAVE,
+    TILE_COLUMNS,
+    TILE_HISTORY,
+    TILE_LENGTH,
+    TILE_ROW,
+    TILE_SUMS,
+    _add_to_buckets,
+    _finish_buckets,
+    _store_distances,
+)
+from freescale.kernels.draw_kernels import _derive, _draw_quads
 
-BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / 0.301)
+LOWEST = tl.constexpr(-1e30)  # a score below all others; differences to it are finite
 ROWS_OF_PAIRS = tl.constexpr(PAIR_QUERIES)
 COLUMNS_OF_PAIRS = tl.constexpr(PAIR_KEYS)
 
+VARYING = ["tokens", "first", "last", "layer", "threshold", "farthest", "buckets"]
+
 # Columns of the plan's tables: kernels read only globals that are constexpr.
 TILE_START = tl.constexpr(TileColumn.START.value)
-TILE_LENGTH = tl.constexpr(TileColumn.LENGTH.value)
-TILE_HISTORY = tl.constexpr(TileColumn.HISTORY.value)
-TILE_ROW = tl.constexpr(TileColumn.ROW.value)
 TILE_PAIRS = tl.constexpr(TileColumn.PAIRS.value)
 TILE_FIRST = tl.constexpr(TileColumn.FIRST.value)
-TILE_COLUMNS = tl.constexpr(len(TileColumn))
 
 
 @triton.jit
@@ -53,12 +68,40 @@ def _tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _allowed(i, j, length, history, CANDIDATES: tl.constexpr):
+def _allowed(i, j, length, history, visible, CANDIDATES: tl.constexpr):
     """Whether query i sees key j. Rows past the sample's end see nothing."""
+    first, last = visible
     seen = (j <= i) & (i < length)
     if CANDIDATES:
         seen = seen & ((j < history) | (j == i))
+    if last is not None:
+        near = tl.minimum(i, history) - tl.minimum(j, history) < last
+        seen = seen & (near | (j < first))
     return seen
+
+
+@triton.jit
+def _derive_keys(dropout, start, i, length, head):
+    """[M]: the keys of the dropout of the queries i of a head; anything without dropout."""
+    keys, layer, _, _ = dropout
+    own = i
+    if keys is not None:
+        own = tl.load(keys + start + i, mask=i < length, other=0).to(tl.uint64, bitcast=True)
+        own = _derive(_derive(own, layer), head)
+    return own
+
+
+@triton.jit
+def _drop(weights, own, key, dropout, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr):
+    """weights [M, N] (TURNED: [N, M]) of the keys [key, key + N) with dropout; `own` [M] are the
+    keys of the queries' draws."""
+    keys, _, threshold, share = dropout
+    if keys is not None:
+        kept = _draw_quads(own, key // 4 + tl.arange(0, N // 4), threshold, M, N)
+        if TURNED:
+            kept = kept.T
+        weights = tl.where(kept, weights * share, 0.0)
+    return weights
 
 
 @triton.jit
@@ -125,16 +168,6 @@ def _find_pairs(pairs, query, key):
 
 
 @triton.jit
-def _find_stored(pairs, query, key, head, HEADS: tl.constexpr):
-    """Row and column in a table of stored scores for queries from `query` and keys from `key` of
-    one head. Its blocks are square: two blocks of pair biases side by side."""
-    above, before = query // ROWS_OF_PAIRS, key // ROWS_OF_PAIRS
-    block = pairs // 2 + above * (above + 1) // 2 + before
-    row = (block * HEADS + head - above) * ROWS_OF_PAIRS + query
-    return row, key - before * ROWS_OF_PAIRS
-
-
-@triton.jit
 def _half_scores(
     products, half_alpha, i, j, query, key, sample, bias, pairs_desc, INLINE: tl.constexpr,
     TURNED: tl.constexpr,
@@ -189,77 +222,164 @@ def _store(pointer, stride, start, rows, length, column, values, WIDTH: tl.const
 
 
 @triton.jit
-def _split_keys(row, length, history, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Queries [row, row + M) see the keys [0, full) without a mask, then `edge` tiles from `full`
-    and the diagonal with one. Returns full, edge and the number of tiles with a mask."""
+def _split_keys(
+    row, length, history, visible, M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr
+):
+    """How the queries [row, row + M) see keys: (head, near, full, partial, start, edge, masked).
+
+    They see the keys [0, head) and [near, full) without a mask. With one, in `masked` tiles: those
+    of [head, first), if `partial` is 1; those of [start, near); `edge` tiles from `full`; and the
+    diagonal."""
+    first, last = visible
     full = row
     edge = 0
     if CANDIDATES:
         full = tl.minimum(row, history) // N * N
         # else the diagonal starts at full
         edge = tl.where(row > full, tl.cdiv(history - full, N), 0)
-    return full, edge, edge + tl.cdiv(tl.minimum(M, length - row), N)
+    masked = edge + tl.cdiv(tl.minimum(M, length - row), N)
+    head, near, partial, start = 0, 0, 0, 0
+    if last is not None:
+        # tiles that some, and that all queries see because they are near
+        lowest = tl.maximum(tl.minimum(row, history) - last + 1, 0)
+        highest = tl.maximum(tl.minimum(row + M - 1, history) - last + 1, 0)
+        start = tl.minimum(lowest // N * N, full)
+        near = tl.minimum(tl.cdiv(highest, N) * N, full)
+        early = tl.minimum(first, start)
+        head = early // N * N
+        partial = (early > head).to(tl.int32)
+        masked += (near - start) // N + partial
+    return head, near, full, partial, start, edge, masked
+
+
+@triton.jit
+def _find_unmasked(number, head, near, visible, N: tl.constexpr):
+    """The first key of a tile without a mask."""
+    key = number * N
+    if visible[1] is not None:
+        key = tl.where(key < head, key, near + key - head)
+    return key
+
+
+@triton.jit
+def _find_masked(number, row, parts, visible, N: tl.constexpr):
+    """The first key of a tile with a mask."""
+    head, near, full, partial, start, edge, _ = parts
+    before = partial + (near - start) // N
+    later = number - before
+    key = tl.where(later < edge, full + later * N, row + (later - edge) * N)
+    if visible[1] is not None:
+        early = tl.where(number < partial, head, start + (number - partial) * N)
+        key = tl.where(number < before, early, key)
+    return key
 
 
 @triton.jit
 def _add_values(
-    total, q, k_desc, v_desc, pairs_desc, i, row, key, head, sample, bias, half_alpha,
-    D_QK: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr,
-    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
+    state, q, own, k_desc, v_desc, pairs_desc, i, row, key, head, sample, visible, dropout, bias,
+    factor,
+    D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr,
+    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, SOFTMAX: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """total [M, D_V] plus the values of the keys [key, key + N), weighted for the queries i."""
+    """state: total [M, D_V] plus the values of the keys [key, key + N), weighted for the queries i;
+    with a softmax also the highest scores and the sums of weights [M]."""
+    total, top, sums = state
     start, length, history, _ = sample
     k = k_desc.load([start + key, head * D_QK])
     products = tl.dot(q, k.T, input_precision=PRECISION)
     j = key + tl.arange(0, N)
-    half = _half_scores(
-        products, half_alpha, i[:, None], j[None, :], row, key, sample, bias, pairs_desc, INLINE,
-        TURNED=False,
-    )  # fmt: skip
-    weights = half * _tanh(half, FAST) + half
     if MASKED:
-        weights = tl.where(
-            _allowed(i[:, None], j[None, :], length, history, CANDIDATES), weights, 0.0
-        )
+        seen = _allowed(i[:, None], j[None, :], length, history, visible, CANDIDATES)
+    if SOFTMAX:
+        scores = products * factor
+        if MASKED:
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - highest[:, None])
+        rescale = tl.exp2(top - highest)
+        sums = sums * rescale + tl.sum(weights, 1)
+        total *= rescale[:, None]
+        top = highest
+        weights = _drop(weights, own, key, dropout, M, N, TURNED=False)
+    else:
+        half = _half_scores(
+            products, factor, i[:, None], j[None, :], row, key, sample, bias, pairs_desc, INLINE,
+            TURNED=False,
+        )  # fmt: skip
+        weights = half * _tanh(half, FAST) + half
+        if MASKED:
+            weights = tl.where(seen, weights, 0.0)
     v = v_desc.load([start + key, head * D_V])
     if MASKED:
         v = tl.where((j < length)[:, None], v, 0.0)
-    return tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION)
+    return tl.dot(weights.to(v.dtype), v, total, input_precision=PRECISION), top, sums
 
 
-@triton.jit(do_not_specialize=["farthest", "buckets"])
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q_desc, k_desc, v_desc, pairs_desc, out, tiles,
-    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, inverse_scale,
+    q_desc, k_desc, v_desc, pairs_desc, out, logarithms, tiles, tokens, first, last,
+    keys, layer, threshold, share,
+    position_bias, farthest, time_bias, edges, times, buckets, score_factor, inverse_scale,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
-    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
+    SOFTMAX: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The output of the queries [row, row + M), summed over the keys in their order."""
+    """The output of the queries [row, row + M), summed over the keys in their order. score_factor:
+    of the products; half of alpha, or alpha in powers of two for a softmax, whose `logarithms`
+    [HEADS, tokens] are those of its sums."""
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
+    visible, dropout = (first, last), (keys, layer, threshold, share)
     bias = (position_bias, farthest, time_bias, edges, times, buckets)
     i = row + tl.arange(0, M)
-    full, edge, masked = _split_keys(row, length, history, M, N, CANDIDATES)
+    parts = _split_keys(row, length, history, visible, M, N, CANDIDATES)
     q = q_desc.load([start + row, head * D_QK])
-    total = tl.zeros([M, D_V], tl.float32)
-    for key in tl.range(0, full, N, num_stages=STAGES):
-        total = _add_values(
-            total, q, k_desc, v_desc, pairs_desc, i, row, key, head, sample, bias, half_alpha,
-            D_QK, D_V, N, FAST, INLINE, PRECISION, CANDIDATES, MASKED=False,
+    own = _derive_keys(dropout, start, i, length, head)
+    total, top, sums = tl.zeros([M, D_V], tl.float32), 0.0, 0.0
+    if SOFTMAX:
+        top, sums = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    for number in tl.range(0, (parts[0] + parts[2] - parts[1]) // N, num_stages=STAGES):
+        key = _find_unmasked(number, parts[0], parts[1], visible, N)
+        total, top, sums = _add_values(
+            (total, top, sums), q, own, k_desc, v_desc, pairs_desc, i, row, key, head, sample,
+            visible, dropout, bias, score_factor, D_QK, D_V, M, N, FAST, INLINE, PRECISION,
+            CANDIDATES, SOFTMAX, MASKED=False,
         )  # fmt: skip
-    for number in tl.range(0, masked, num_stages=MASKED_STAGES):
-        key = tl.where(number < edge, full + number * N, row + (number - edge) * N)
-        total = _add_values(
-            total, q, k_desc, v_desc, pairs_desc, i, row, key, head, sample, bias, half_alpha,
-            D_QK, D_V, N, FAST, INLINE, PRECISION, CANDIDATES, MASKED=True,
+    for number in tl.range(0, parts[6], num_stages=MASKED_STAGES):
+        key = _find_masked(number, row, parts, visible, N)
+        total, top, sums = _add_values(
+            (total, top, sums), q, own, k_desc, v_desc, pairs_desc, i, row, key, head, sample,
+            visible, dropout, bias, score_factor, D_QK, D_V, M, N, FAST, INLINE, PRECISION,
+            CANDIDATES, SOFTMAX, MASKED=True,
         )  # fmt: skip
-    _store(out, HEADS * D_V, start, i, length, head * D_V, total * inverse_scale, D_V)
+    if SOFTMAX:
+        total = total / sums[:, None]
+        place = logarithms + head.to(tl.int64) * tokens + start + i
+        tl.store(place, top + tl.log2(sums), mask=i < length)
+    else:
+        total *= inverse_scale
+    _store(out, HEADS * D_V, start, i, length, head * D_V, total, D_V)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def output_products_kernel(
+    grad, out, along, tokens, HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr
+):
+    """along [HEADS, tokens]: the products of outputs and their gradients, which a softmax subtracts
+    from the gradient of each of its weights."""
+    head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    place = row[:, None] * (HEADS * D) + head * D + tl.arange(0, D)[None, :]
+    there = (row < tokens)[:, None]
+    products = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)
+    products *= tl.load(out + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(along + head.to(tl.int64) * tokens + row, tl.sum(products, 1), mask=row < tokens)
 
 
 @triton.jit
 def _split_queries(
-    tiles, row, length, history, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    tiles, row, length, history, visible, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Keys [row, row + N) are seen by `diagonal` tiles of queries from `row` with a mask, by the
@@ -275,16 +395,38 @@ def _split_queries(
         rest = tl.where(
             mixed, tl.where(row < history, tl.cdiv(tl.maximum(length - first, 0), M), 0), rest
         )
+    if visible[1] is not None:
+        keys, reach = visible
+        # queries from `stop` on see none of these keys, those from `near` on not all of them
+        stop = tl.minimum(row + N - 1 + reach, length)
+        near = first + tl.maximum(row + reach - first, 0) // M * M
+        if CANDIDATES:  # their position is that after the history
+            stop = tl.where(history - (row + N - 1) < reach, length, stop)
+            near = tl.where(history - row < reach, length, near)
+        stop = tl.where(row < keys, length, stop)
+        near = tl.where(row + N <= keys, length, near)
+        last = tl.minimum(last, tl.maximum(near, first))
+        rest = tl.where(row < history, tl.cdiv(tl.maximum(stop - last, 0), M), 0)
     return diagonal, first, last, rest
 
 
 @triton.jit
+def _load_of_queries(values, tokens, head, start, i, length, SOFTMAX: tl.constexpr):
+    """[M]: of [HEADS, tokens], for the queries i of a softmax."""
+    found = 0.0
+    if SOFTMAX:
+        place = values + head.to(tl.int64) * tokens + start + i
+        found = tl.load(place, mask=i < length, other=0.0)
+    return found
+
+
+@triton.jit
 def _add_key_gradients(
-    total_k, total_v, k, v, q_desc, grad_desc, pairs_desc, j, row, query, head, sample, bias,
-    half_alpha,
-    D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, FAST: tl.constexpr,
-    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, MASKED: tl.constexpr,
+    total_k, total_v, k, v, q_desc, grad_desc, pairs_desc, logarithms, along, tokens, j, row, query,
+    head, sample, visible, dropout, bias, factor,
+    D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr,
+    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, SOFTMAX: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """total_k [N, D_QK] and total_v [N, D_V] plus the contributions of the queries
     [query, query + M) to the keys j.
@@ -299,50 +441,66 @@ def _add_key_gradients(
         grad = grad_desc.load([start + query, head * D_V])
         q = tl.where((i < length)[:, None], q, 0.0)
         grad = tl.where((i < length)[:, None], grad, 0.0)
-        seen = _allowed(i[None, :], j[:, None], length, history, CANDIDATES)
+        seen = _allowed(i[None, :], j[:, None], length, history, visible, CANDIDATES)
     products = tl.dot(k, q.T, input_precision=PRECISION)  # [N, M]
-    half = _half_scores(
-        products, half_alpha, i[None, :], j[:, None], query, row, sample, bias, pairs_desc, INLINE,
-        TURNED=True,
-    )  # fmt: skip
+    if SOFTMAX:
+        of_query = _load_of_queries(logarithms, tokens, head, start, i, length, SOFTMAX)
+        half = products * factor - of_query[None, :]
+    else:
+        half = _half_scores(
+            products, factor, i[None, :], j[:, None], query, row, sample, bias, pairs_desc, INLINE,
+            TURNED=True,
+        )  # fmt: skip
     if not MASKED:
         grad = grad_desc.load([start + query, head * D_V])
         if KEYS:
             change = tl.dot(v, grad.T, input_precision=PRECISION)
-    t = _tanh(half, FAST)
-    if VALUES:
+    own = _derive_keys(dropout, start, i, length, head)
+    if SOFTMAX:
+        t = tl.exp2(half)
+        weights = _drop(t, own, row, dropout, M, N, TURNED=True)
+    else:
+        t = _tanh(half, FAST)
         weights = half * t + half
+    if VALUES:
         if MASKED:
             weights = tl.where(seen, weights, 0.0)
         total_v = tl.dot(weights.to(grad.dtype), grad, total_v, input_precision=PRECISION)
     if KEYS:
         if MASKED:
             change = tl.dot(v, grad.T, input_precision=PRECISION)
-        change = change * _double_slope(half, t)
+        if SOFTMAX:
+            change = _drop(change, own, row, dropout, M, N, TURNED=True)
+            change -= _load_of_queries(along, tokens, head, start, i, length, SOFTMAX)[None, :]
+            change = change * t
+        else:
+            change = change * _double_slope(half, t)
         if MASKED:
             change = tl.where(seen, change, 0.0)
         total_k = tl.dot(change.to(q.dtype), q, total_k, input_precision=PRECISION)
     return total_k, total_v
 
 
-@triton.jit(do_not_specialize=["farthest", "buckets"])
+@triton.jit(do_not_specialize=VARYING)
 def backward_kv_kernel(
-    q_desc, k_desc, v_desc, grad_desc, pairs_desc, grad_k, grad_v, tiles,
-    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor, inverse_scale,
+    q_desc, k_desc, v_desc, grad_desc, pairs_desc, logarithms, along, grad_k, grad_v, tiles,
+    tokens, first, last, keys, layer, threshold, share,
+    position_bias, farthest, time_bias, edges, times, buckets, score_factor, factor, inverse_scale,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
-    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,  # of the gradients
+    SOFTMAX: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr,
+    MASKED_STAGES: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,  # of the gradients
 ):  # fmt: skip
     """Gradients of the keys [row, row + N) and of their values, summed over the queries: tiles with
     a mask first, then the others, each in order. Wide heads have registers for the sums of only one
     of the two: KEYS or VALUES is then not set."""
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
+    visible, dropout = (first, last), (keys, layer, threshold, share)
     bias = (position_bias, farthest, time_bias, edges, times, buckets)
     j = row + tl.arange(0, N)
-    diagonal, first, last, rest = _split_queries(
-        tiles, row, length, history, HEADS, M, N, CANDIDATES
+    diagonal, begin, end, rest = _split_queries(
+        tiles, row, length, history, visible, HEADS, M, N, CANDIDATES
     )
     k = k_desc.load([start + row, head * D_QK])
     v = k
@@ -351,17 +509,17 @@ def backward_kv_kernel(
     total_k = tl.zeros([N, D_QK], tl.float32)
     total_v = tl.zeros([N, D_V], tl.float32)
     for number in tl.range(0, diagonal + rest, num_stages=MASKED_STAGES):
-        query = tl.where(number < diagonal, row + number * M, last + (number - diagonal) * M)
+        query = tl.where(number < diagonal, row + number * M, end + (number - diagonal) * M)
         total_k, total_v = _add_key_gradients(
-            total_k, total_v, k, v, q_desc, grad_desc, pairs_desc, j, row, query, head, sample,
-            bias, half_alpha, D_QK, D_V, M, FAST, INLINE, PRECISION, CANDIDATES, KEYS, VALUES,
-            MASKED=True,
+            total_k, total_v, k, v, q_desc, grad_desc, pairs_desc, logarithms, along, tokens, j,
+            row, query, head, sample, visible, dropout, bias, score_factor, D_QK, D_V, M, N, FAST,
+            INLINE, PRECISION, CANDIDATES, SOFTMAX, KEYS, VALUES, MASKED=True,
         )  # fmt: skip
-    for query in tl.range(first, last, M, num_stages=STAGES):
+    for query in tl.range(begin, end, M, num_stages=STAGES):
         total_k, total_v = _add_key_gradients(
-            total_k, total_v, k, v, q_desc, grad_desc, pairs_desc, j, row, query, head, sample,
-            bias, half_alpha, D_QK, D_V, M, FAST, INLINE, PRECISION, CANDIDATES, KEYS, VALUES,
-            MASKED=False,
+            total_k, total_v, k, v, q_desc, grad_desc, pairs_desc, logarithms, along, tokens, j,
+            row, query, head, sample, visible, dropout, bias, score_factor, D_QK, D_V, M, N, FAST,
+            INLINE, PRECISION, CANDIDATES, SOFTMAX, KEYS, VALUES, MASKED=False,
         )  # fmt: skip
     if KEYS:
         _store(grad_k, STRIDE_K, start, j, length, head * D_QK, total_k * factor, D_QK)
@@ -371,121 +529,110 @@ def backward_kv_kernel(
 
 @triton.jit
 def _add_query_gradients(
-    total, q, grad, k_desc, v_desc, pairs_desc, weights_desc, changes_desc, i, row, key, head,
-    sample, bias, half_alpha,
-    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, N: tl.constexpr, FAST: tl.constexpr,
-    INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
+    total, buckets_seen, q, grad, own, of_query, along, k_desc, v_desc, pairs_desc, distances,
+    by_self, i, row, key, head, sample, visible, dropout, bias, factor,
+    later, tokens,
+    HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BUCKETS: tl.constexpr, FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr,
+    CANDIDATES: tl.constexpr, SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """total [M, D_QK] plus the contributions of the keys [key, key + N) to the queries i."""
+    """total [M, D_QK] plus the contributions of the keys [key, key + N) to the queries i; and the
+    sums of the gradients of their scores by distance and by bucket, if there is room for them."""
     start, length, history, pairs = sample
     k = k_desc.load([start + key, head * D_QK])
     if MASKED:
         k = tl.where((key + tl.arange(0, N) < length)[:, None], k, 0.0)
     products = tl.dot(q, k.T, input_precision=PRECISION)
     j = key + tl.arange(0, N)
-    half = _half_scores(
-        products, half_alpha, i[:, None], j[None, :], row, key, sample, bias, pairs_desc, INLINE,
-        TURNED=False,
-    )  # fmt: skip
+    if SOFTMAX:
+        half = products * factor - of_query[:, None]
+    else:
+        half = _half_scores(
+            products, factor, i[:, None], j[None, :], row, key, sample, bias, pairs_desc, INLINE,
+            TURNED=False,
+        )  # fmt: skip
     change = tl.dot(grad, v_desc.load([start + key, head * D_V]).T, input_precision=PRECISION)
-    t = _tanh(half, FAST)
-    change = change * _double_slope(half, t)
+    if SOFTMAX:
+        change = _drop(change, own, key, dropout, M, N, TURNED=False)
+        change = (change - along[:, None]) * tl.exp2(half)
+    else:
+        t = _tanh(half, FAST)
+        change = change * _double_slope(half, t)
     if MASKED:
-        seen = _allowed(i[:, None], j[None, :], length, history, CANDIDATES)
+        seen = _allowed(i[:, None], j[None, :], length, history, visible, CANDIDATES)
         change = tl.where(seen, change, 0.0)
     narrow = change.to(k.dtype)
-    at, column = _find_stored(pairs, row, key, head, HEADS)
-    if weights_desc is not None:
-        weights = half * t + half
-        if MASKED:
-            weights = tl.where(seen, weights, 0.0)
-        weights_desc.store([at, column], weights.to(k.dtype))
-    if changes_desc is not None:
-        changes_desc.store([at, column], narrow)
-    return tl.dot(narrow, k, total, input_precision=PRECISION)
+    if distances is not None:
+        _store_distances(
+            narrow, distances, by_self, i, j, row, key, head, sample, tokens, M, N, CANDIDATES,
+            MASKED,
+        )  # fmt: skip
+    if BUCKETS > 0:
+        buckets_seen = _add_to_buckets(
+            buckets_seen, tl.where((i < length)[:, None], change, 0.0), bias, start, length, later,
+            j, BUCKETS,
+        )  # fmt: skip
+    return tl.dot(narrow, k, total, input_precision=PRECISION), buckets_seen
 
 
-@triton.jit(do_not_specialize=["farthest", "buckets"])
+@triton.jit(do_not_specialize=[*VARYING, "plane"])
 def backward_q_kernel(
-    q_desc, k_desc, v_desc, grad_desc, pairs_desc, weights_desc, changes_desc, grad_q, tiles,
-    position_bias, farthest, time_bias, edges, times, buckets, half_alpha, factor,
+    q_desc, k_desc, v_desc, grad_desc, pairs_desc, logarithms, along,
+    by_distance, by_self, by_bucket, plane, grad_q, tiles,
+    tokens, first, last, keys, layer, threshold, share,
+    position_bias, farthest, time_bias, edges, times, buckets, score_factor, factor,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
-    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr, STRIDE: tl.constexpr,  # of the gradient
+    BUCKETS: tl.constexpr, FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr,
+    CANDIDATES: tl.constexpr, SOFTMAX: tl.constexpr, STAGES: tl.constexpr,
+    MASKED_STAGES: tl.constexpr, STRIDE: tl.constexpr,  # of the gradient
 ):  # fmt: skip
-    """Gradients of the queries [row, row + M), summed over the keys in their order. Stores the
-    weights and the gradients of the scores of all pairs that it visits, if there are tables for
-    them. Rows past a sample's end have arbitrary values."""
+    """Gradients of the queries [row, row + M), summed over the keys in their order. Rows past a
+    sample's end have arbitrary values.
+
+    Sums the gradients of the scores for those of the biases: `by_distance` has `plane` numbers for
+    each head, of which a tile has the parts of `_store_distances`; `by_bucket` a row of BUCKETS for
+    each program.
+    """
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
+    visible, dropout = (first, last), (keys, layer, threshold, share)
     bias = (position_bias, farthest, time_bias, edges, times, buckets)
     i = row + tl.arange(0, M)
-    full, edge, masked = _split_keys(row, length, history, M, N, CANDIDATES)
+    parts = _split_keys(row, length, history, visible, M, N, CANDIDATES)
     q = q_desc.load([start + row, head * D_QK])
     grad = grad_desc.load([start + row, head * D_V])
+    own = _derive_keys(dropout, start, i, length, head)
+    of_query = _load_of_queries(logarithms, tokens, head, start, i, length, SOFTMAX)
+    of_output = _load_of_queries(along, tokens, head, start, i, length, SOFTMAX)
+    distances = None
+    if by_distance is not None:
+        slot = tl.load(tiles + tl.program_id(0) // HEADS * TILE_COLUMNS + TILE_SUMS).to(tl.int64)
+        distances = by_distance + head.to(tl.int64) * plane + slot * (M // N + 1 + CANDIDATES)
+    later = 0
+    state = (0, 0.0, 0.0, 0.0)
+    if BUCKETS > 0:
+        later = tl.load(times + start + tl.minimum(i, length - 1))
+        state = (-2, tl.zeros([M], tl.float32), tl.zeros([M], tl.float32),
+                 tl.zeros([BUCKETS], tl.float32))  # fmt: skip
     total = tl.zeros([M, D_QK], tl.float32)
-    for key in tl.range(0, full, N, num_stages=STAGES):
-        total = _add_query_gradients(
-            total, q, grad, k_desc, v_desc, pairs_desc, weights_desc, changes_desc, i, row, key,
-            head, sample, bias, half_alpha, HEADS, D_QK, D_V, N, FAST, INLINE, PRECISION,
-            CANDIDATES, MASKED=False,
+    for number in tl.range(0, (parts[0] + parts[2] - parts[1]) // N, num_stages=STAGES):
+        key = _find_unmasked(number, parts[0], parts[1], visible, N)
+        total, state = _add_query_gradients(
+            total, state, q, grad, own, of_query, of_output, k_desc, v_desc, pairs_desc,
+            distances, by_self, i, row, key, head, sample, visible,
+            dropout, bias, score_factor, later, tokens, HEADS, D_QK, D_V, M, N, BUCKETS, FAST,
+            INLINE, PRECISION, CANDIDATES, SOFTMAX, MASKED=False,
         )  # fmt: skip
-    for number in tl.range(0, masked, num_stages=MASKED_STAGES):
-        key = tl.where(number < edge, full + number * N, row + (number - edge) * N)
-        total = _add_query_gradients(
-            total, q, grad, k_desc, v_desc, pairs_desc, weights_desc, changes_desc, i, row, key,
-            head, sample, bias, half_alpha, HEADS, D_QK, D_V, N, FAST, INLINE, PRECISION,
-            CANDIDATES, MASKED=True,
+    for number in tl.range(0, parts[6], num_stages=MASKED_STAGES):
+        key = _find_masked(number, row, parts, visible, N)
+        total, state = _add_query_gradients(
+            total, state, q, grad, own, of_query, of_output, k_desc, v_desc, pairs_desc,
+            distances, by_self, i, row, key, head, sample, visible,
+            dropout, bias, score_factor, later, tokens, HEADS, D_QK, D_V, M, N, BUCKETS, FAST,
+            INLINE, PRECISION, CANDIDATES, SOFTMAX, MASKED=True,
         )  # fmt: skip
+    if BUCKETS > 0:
+        histogram = _finish_buckets(state, BUCKETS)
+        place = by_bucket + tl.program_id(0).to(tl.int64) * BUCKETS + tl.arange(0, BUCKETS)
+        tl.store(place, histogram)
     _store(grad_q, STRIDE, start, i, length, head * D_QK, total * factor, D_QK)
-
-
-@triton.jit
-def _add_stored(
-    total, stored_desc, rows_desc, j, row, query, head, sample,
-    HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, CANDIDATES: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """total [N, D] plus the rows of the queries [query, query + M), with stored weights for the
-    keys j."""
-    start, length, history, pairs = sample
-    at, column = _find_stored(pairs, query, row, head, HEADS)
-    stored = stored_desc.load([at, column])
-    rows = rows_desc.load([start + query, head * D])
-    if MASKED:
-        i = query + tl.arange(0, M)
-        seen = _allowed(i[:, None], j[None, :], length, history, CANDIDATES)
-        stored = tl.where(seen, stored, 0.0)
-        rows = tl.where((i < length)[:, None], rows, 0.0)
-    return tl.dot(stored.T, rows, total)
-
-
-@triton.jit
-def backward_stored_kernel(
-    stored_desc, rows_desc, out, tiles, factor,
-    HEADS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    CANDIDATES: tl.constexpr, STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
-    STRIDE: tl.constexpr,  # of `out`
-):  # fmt: skip
-    """Sums of the queries' rows for the keys [row, row + N), weighted by a stored table, in the
-    order of `backward_kv_kernel`. The gradients of values are sums of the output's gradient with
-    the weights, those of keys sums of the queries with the scores' gradients."""
-    head, sample, row = _load_tile(tiles, HEADS)
-    start, length, history, _ = sample
-    j = row + tl.arange(0, N)
-    diagonal, first, last, rest = _split_queries(
-        tiles, row, length, history, HEADS, M, N, CANDIDATES
-    )
-    total = tl.zeros([N, D], tl.float32)
-    for number in tl.range(0, diagonal + rest, num_stages=MASKED_STAGES):
-        query = tl.where(number < diagonal, row + number * M, last + (number - diagonal) * M)
-        total = _add_stored(
-            total, stored_desc, rows_desc, j, row, query, head, sample, HEADS, D, M, CANDIDATES,
-            MASKED=True,
-        )  # fmt: skip
-    for query in tl.range(first, last, M, num_stages=STAGES):
-        total = _add_stored(
-            total, stored_desc, rows_desc, j, row, query, head, sample, HEADS, D, M, CANDIDATES,
-            MASKED=False,
-        )  # fmt: skip
-    _store(out, STRIDE, start, j, length, head * D, total * factor, D)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -24,15 +24,6 @@ class KeyLaunch(AttentionLaunch):
 
     keys: bool = True
     values: bool = True
-
-
-@dataclass(frozen=True)
-class StoredLaunch:
-    """A backward whose kernel for queries stores the weights and the gradients of the scores. The
-    gradients of keys and values are then products with these."""
-
-    q: AttentionLaunch
-    kv: AttentionLaunch  # tiles of at most PAIR_QUERIES keys
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,6 @@ BACKWARD_Q = {
     128: AttentionLaunch(128, 64, 8, 3, 2),
     256: AttentionLaunch(64, 64, 4, 2, 2),
 }
-# Without biases, storing the scores is slower at every width: 9.7 ms against 9.1 at 256.
-STORED: dict[int, StoredLaunch] = {}
 # With a table of pair biases. The kernels for keys read at most PAIR_KEYS keys of it at a time.
 BIASED_FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3),
@@ -79,21 +68,10 @@ BIASED_KV: dict[int, tuple[KeyLaunch, ...]] = {
     256: (KeyLaunch(64, 64, 4, 1, values=False), KeyLaunch(64, 64, 4, 1, keys=False)),
 }
 BIASED_Q = {
-    32: AttentionLaunch(64, 64, 4, 2, registers=168),
-    64: AttentionLaunch(64, 64, 4, 3, registers=168),
-    128: AttentionLaunch(128, 64, 8, 3, 2),
-    # Stores nothing; `BIASED_STORED` does, in tiles of 32 keys. With 64, the kernel compiled by
-    # Triton 3.6 writes a wrong table.
-    256: AttentionLaunch(64, 64, 4, 1),
-}
-BIASED_STORED = {256: StoredLaunch(AttentionLaunch(64, 32, 4, 1), AttentionLaunch(128, 64, 8, 3))}
-# The sums of the biases' gradients, with stored gradients of the scores and without.
-STORED_SUMS = AttentionLaunch(32, 32, 2, 3)
-BIAS_SUMS = {
     32: AttentionLaunch(64, 64, 4, 2),
-    64: AttentionLaunch(64, 64, 4, 2),
-    128: AttentionLaunch(64, 64, 4, 1, registers=168),
-    256: AttentionLaunch(64, 64, 4, 1),
+    64: AttentionLaunch(64, 64, 4, 3),
+    128: AttentionLaunch(64, 64, 4, 2),
+    256: AttentionLaunch(64, 32, 4, 1),
 }
 # Without a table of pair biases: computing a bias, above all that of time, takes registers.
 COMPUTED_FORWARD = AttentionLaunch(64, 64, 4, 2)
@@ -107,10 +85,17 @@ FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = (
     AttentionLaunch(64, 64, 4, 1),
 )
 FLOAT32_PRECISION = "bf16x6"
-# Most pairs of tokens, in whole blocks, in a table that a call makes: 4 GiB at 2 bytes each. Stored
-# scores have an entry per pair and head.
+# Most pairs of tokens, in whole blocks, in a table that a call makes: 4 GiB at 2 bytes each.
 PAIR_BUDGET = 1 << 31
 PAIR_BIAS = PairLaunch(32, 2, 2)
+KEPT_PAIRS = 1 << 27  # most pairs of a table that forward keeps for backward: 256 MiB a layer
+# A softmax has the launches without biases; forward keeps more in registers.
+SOFTMAX_FORWARD = {
+    32: AttentionLaunch(64, 64, 4, 3),
+    64: AttentionLaunch(128, 64, 4, 3),
+    128: AttentionLaunch(128, 64, 8, 3),
+    256: AttentionLaunch(128, 32, 8, 2),
+}
 
 
 class Launches(NamedTuple):
@@ -119,12 +104,11 @@ class Launches(NamedTuple):
     forward: AttentionLaunch
     of_keys: tuple[KeyLaunch, ...]
     of_queries: AttentionLaunch
-    stored: StoredLaunch | None = None  # instead of the two above, if there is memory for scores
     tabled: bool = False  # whether they read a table of pair biases
 
 
 def choose_launches(
-    width: int, *, narrow: bool, biased: bool, timed: bool, tabled: bool
+    width: int, *, narrow: bool, biased: bool, timed: bool, tabled: bool, softmax: bool = False
 ) -> Launches:
     """Chooses the launches for heads of this width.
 
@@ -134,14 +118,17 @@ def choose_launches(
         biased: Whether there is a bias.
         timed: Whether there is a bias by time.
         tabled: Whether there is memory for a table of pair biases.
+        softmax: Whether weights are those of a softmax, which has no biases.
     """
     if not narrow:
         return Launches(FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q)
+    if softmax:  # dropout takes registers
+        of_keys = tuple(replace(launch, registers=None) for launch in BACKWARD_KV[width])
+        return Launches(SOFTMAX_FORWARD[width], of_keys, BACKWARD_Q[width])
     if not biased:
-        own = FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width]
-        return Launches(*own, STORED.get(width))
+        return Launches(FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width])
     if tabled:
         own = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
-        return Launches(*own, BIASED_STORED.get(width), tabled=True)
+        return Launches(*own, tabled=True)
     of_keys = TIMED_KV if timed else COMPUTED_KV
     return Launches(COMPUTED_FORWARD, COMPUTED_WIDE_KV if width == 256 else of_keys, COMPUTED_Q)

@@ -16,12 +16,12 @@ from torch import Tensor
 from freescale.batch import HostSizes, compute_offsets
 from freescale.kernels.attention.checks import Plan, read_batch
 from freescale.kernels.attention.plan import BUCKET_WIDTH
-from freescale.kernels.attention.plan_columns import PAIR_QUERIES, TileColumn, WalkColumn
+from freescale.kernels.attention.plan_columns import PAIR_QUERIES, TileColumn
 from freescale.kernels.upload import upload
+from freescale.visible import Visible
 
 MAX_BUCKETS = 4095
 BAND = 4096  # keys; see TilePlan.query_tiles
-MIN_WALK, MAX_PIECES = 32, 8  # see TilePlan.walks
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TilePlan(Plan):
         if of == "samples":
             starts = np.cumsum(self.host) - self.host
             return (np.column_stack([starts, self.host, self.history]),)
-        return self._compute_walks(size) if of == "walks" else (self._compute_tiles(size, of),)
+        return (self._compute_tiles(size, of),)
 
     def query_tiles(self, size: int) -> Tensor:
         """[tiles, TileColumn] int32: tiles of `size` queries, those with most keys first."""
@@ -62,15 +62,19 @@ class TilePlan(Plan):
         return self._keep(("keys", size))[0]
 
     def _compute_tiles(self, size: int, of: str) -> np.ndarray:
-        table, _ = self._build_rows(size)
+        table = self._build_rows(size)
         if of == "queries" and self.first is not None:
             table = table[table[:, TileColumn.ROW] >= table[:, TileColumn.FIRST]]
-        start, length, history, row, _, first = table.T
+        start, length, history, row, _, least, _ = table.T
         cost = (
             np.minimum(row, history) + size
             if of == "queries"
-            else np.where(row < history, length - np.maximum(row, first), size)
+            else np.where(row < history, length - np.maximum(row, least), size)
         )
+        if self.visible is not None:
+            first, last = self.visible.first, self.visible.last
+            most = np.where((of == "keys") & (row < first), cost, last + size)
+            cost = np.minimum(cost, most + (first if of == "queries" else 0))
         # Longest first: the last programs to start are the shortest, and no SM is left running
         # alone at the end. Within a band of costs, tiles of the same sample run together and share
         # their keys in the cache.
@@ -82,56 +86,10 @@ class TilePlan(Plan):
         ordered: np.ndarray = table[order]
         return ordered
 
-    def walks(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tables for the sums of the biases' gradients.
-
-        A walk along a whole diagonal would run long after all others, so samples are cut into
-        pieces by their keys. The number of pieces does not grow with the length.
-
-        Returns:
-            walks [programs, WalkColumn] int32, longest first; pieces [pieces, PieceColumn] int32,
-            those with most tiles first; counts [blocks] int32: the number of pieces with more tiles
-            than the block's number.
-        """
-        walks, pieces, counts = self._keep(("walks", size))
-        return walks, pieces, counts
-
-    def _compute_walks(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        table, tiles = self._build_rows(size)
-        start = np.cumsum(self.host) - self.host
-        span = np.maximum(MIN_WALK, -(-tiles // MAX_PIECES))  # tiles of keys per piece
-        per_sample = -(-tiles // span)
-        sample = np.repeat(np.arange(len(tiles)), per_sample)
-        piece = np.arange(len(sample)) - (np.cumsum(per_sample) - per_sample)[sample]
-        left = tiles[sample] - piece * span[sample]  # diagonals that cross the piece
-        slots = np.cumsum(left) - left
-        owner = np.repeat(np.arange(len(sample)), left)  # [walks]: the piece of each
-        slot = np.arange(len(owner))
-        diagonal = (slot - slots[owner]) * size
-        of, key = sample[owner], piece[owner] * span[sample[owner]] * size
-        stop = np.minimum(key + span[of] * size, self.host[of])
-        walks = np.column_stack(
-            [start[of], self.host[of], self.history[of], diagonal, slot, key, stop,
-             self._find_first_blocks()[of], self._list_first()[of]]
-        )  # fmt: skip
-        history = walks[:, WalkColumn.HISTORY]
-        begin = np.maximum(key, walks[:, WalkColumn.FIRST] - diagonal)
-        cost = np.maximum(np.minimum(walks[:, WalkColumn.STOP], history - diagonal) - begin, 0)
-        cost *= np.where(diagonal <= size, 4, 1)  # short times fall into many buckets
-        if self.candidate_counts is not None:
-            _, length, history, row, pairs, first = table.T
-            column = np.column_stack(
-                [table[:, :4], np.arange(len(table)), row, np.full(len(table), -1), pairs, first]
-            )
-            several = np.where(row < history, length - history, size) * (length > history)
-            walks, cost = np.concatenate([walks, column]), np.concatenate([cost, several])
-        order = np.argsort(-left, kind="stable")
-        pieces = np.column_stack(
-            [slots, left, start[sample], np.where(piece == 0, self.history[sample], 0)]
-        )[order]
-        counts = np.searchsorted(-left[order], -np.arange(left.max(initial=0)), side="left")
-        walks = walks[np.argsort(-cost, kind="stable")]
-        return walks, pieces, counts
+    def count_sums(self, size: int) -> int:
+        """Numbers of a part of the sums by distance, over all tiles of `size` queries."""
+        tiles = -(-self.host // size)
+        return int((tiles * (tiles + 1) // 2 * size).sum())
 
     def edges(self) -> Tensor:
         """[buckets + 1]: the shortest time of each bucket, in the dtype of the times."""
@@ -143,7 +101,7 @@ class TilePlan(Plan):
             edges = self.kept["edges"] = upload(host.numpy(), self.lengths.device)
         return edges
 
-    def _build_rows(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _build_rows(self, size: int) -> np.ndarray:
         per_sample = -(-self.host // size)
         sample = np.repeat(np.arange(len(self.host)), per_sample)
         first = np.cumsum(per_sample) - per_sample
@@ -152,7 +110,8 @@ class TilePlan(Plan):
         pairs = self._find_first_blocks()
         columns = [start, self.host, self.history, pairs, self._list_first()]
         start, length, history, pairs, before = (column[sample] for column in columns)
-        return np.column_stack([start, length, history, row, pairs, before]), per_sample
+        sums = np.minimum(np.cumsum(row + size) - row - size, 2**31 - 1)
+        return np.column_stack([start, length, history, row, pairs, before, sums])
 
     def _list_first(self) -> np.ndarray:
         return np.zeros_like(self.host) if self.first is None else self.first
@@ -200,7 +159,8 @@ def find_bucket_edges(buckets: int) -> Tensor:
 def plan_attention(
     lengths: Tensor, heads: int, *, candidate_counts: Tensor | None = None,
     timestamps: Tensor | None = None, buckets: int = 0, distances: bool = False,
-    host: HostSizes | None = None, first: Sequence[int] | None = None,
+    host: HostSizes | None = None, visible: Visible | None = None,
+    first: Sequence[int] | None = None,
 ) -> TilePlan:  # fmt: skip
     """As the reference, for the kernels."""
     if not 0 <= buckets <= MAX_BUCKETS:
@@ -214,7 +174,7 @@ def plan_attention(
         times = subtract_first(timestamps, lengths, None if host is None else host.time_span)
     return TilePlan(
         lengths, heads, tokens, candidate_counts, times, buckets, distances,
-        sizes.longest_history, sizes.longest_distance, sizes.lengths, sizes.history,
+        sizes.longest_history, sizes.longest_distance, visible, sizes.lengths, sizes.history,
         first=None if first is None else np.array(first) // PAIR_QUERIES * PAIR_QUERIES,
     )  # fmt: skip
 

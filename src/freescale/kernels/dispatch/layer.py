@@ -76,6 +76,12 @@ def gated_norm(plan: Plan, x: Tensor, gate: Tensor, *parameters: Any, **options:
     return compute(x, gate, *parameters, **options)
 
 
+def drop(plan: Plan, x: Tensor, *options: Any, relu: bool = False) -> Tensor:
+    """`layer.reference.drop`, in the version that fits `plan` and x."""
+    compute = triton.drop if _fits_triton(plan, x) else reference.drop
+    return compute(x, *options, relu=relu)
+
+
 def fits_fused_layer(
     plan: Plan, x: Tensor, gate_width: int, dtype: torch.dtype, wide: bool = False
 ) -> bool:

@@ -126,7 +126,14 @@ def add_encodings(
 
 def drop_inputs(x: Tensor, token_keys: Tensor | None, keep: float) -> Tensor:
     """x [tokens, width] with dropout as a function of the tokens' random keys."""
-    if token_keys is None or keep == 1:
+    return drop(x, None if keep == 1 else token_keys, STREAM, keep)
+
+
+def drop(x: Tensor, keys: Tensor | None, stream: int, keep: float, *, relu: bool = False) -> Tensor:
+    """x [tokens, width], after ReLU if `relu`, with dropout that is a function of the tokens'
+    keys; None: nothing is dropped."""
+    x = F.relu(x) if relu else x
+    if keys is None:
         return x
-    mask = draw_keep_mask(derive(token_keys, STREAM), x.shape[1], keep)
+    mask = draw_keep_mask(derive(keys, stream), x.shape[1], keep)
     return x * mask.to(x.dtype).mul_(1 / keep)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from freescale.kernels.attention.checks import check_same_device
 from freescale.kernels.jit.launch import (
+    KernelModule,
     RowLaunch,
     count_blocks,
     launch_kernel,
@@ -35,6 +36,7 @@ SILU_ROWS, SILU_COLUMNS = 8, 256  # of a program
 # tile in registers. At least four columns: a hash of the dropout yields four draws.
 FORWARD, BACKWARD = RowLaunch(2048, 4, 4), RowLaunch(2048, 4, 4)
 WIDE = 2048  # rows at least this wide get more warps
+_kernels = KernelModule("freescale.kernels.layer.triton_kernels")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -96,6 +98,12 @@ def gated_norm(
     out: Tensor = _GatedNorm.apply(  # type: ignore[no-untyped-call]
         x, gate, weight, bias, float(eps), dtype, keys, stream, float(keep)
     )
+    return out
+
+
+def drop(x: Tensor, keys: Tensor | None, stream: int, keep: float, *, relu: bool = False) -> Tensor:
+    """As the reference."""
+    out: Tensor = _Drop.apply(x, keys, stream, keep, relu)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -233,6 +241,33 @@ class _GatedNorm(torch.autograd.Function):
                 parts.steps, gate.stride(0), **ctx.drawn, **parts.shape,
             )  # fmt: skip
         return grad_x, grad_gate, *parts.sum_up(weight, bias), None, None, None, None, None
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, keys, stream, keep, relu):  # type: ignore[no-untyped-def]
+        x = x.contiguous()
+        ctx.save_for_backward(x if relu else None, keys)
+        ctx.drawn = choose_draws(stream, keep)
+        return _launch_drop(x, x if relu else None, keys, ctx.drawn)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        sign, keys = ctx.saved_tensors
+        return _launch_drop(grad.contiguous(), sign, keys, ctx.drawn), None, None, None, None
+
+
+def _launch_drop(
+    x: Tensor, sign: Tensor | None, keys: Tensor | None, drawn: dict[str, float]
+) -> Tensor:
+    out, shape = torch.empty_like(x), choose_shape(FORWARD, x.shape[1])
+    if out.numel():
+        with use_device(x.device):
+            launch_kernel(
+                _kernels.drop_kernel, (count_blocks(x.shape[0], shape["R"]),), x, sign, keys, out,
+                x.shape[0], **drawn, **shape,
+            )  # fmt: skip
+    return out
 
 
 class _SiluSplit(torch.autograd.Function):

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from freescale.kernels.attention.triton import (
+    Forward,
     attend,
     cut_heads,
     differentiate_attention,
@@ -206,7 +207,8 @@ class _Layer(torch.autograd.Function):
                 silu_kernel, grid, projected, active, tokens, FIRST=gated_width, TOTAL=total, **silu
             )
         inputs = *_split_heads(active, options), (position_bias, time_bias)
-        attended = cut_heads(attend(*inputs, *options.attention), options.d_v)
+        found = attend(*inputs, *options.attention)
+        attended = cut_heads(found.out, options.d_v)
         gated = _empty((tokens, (3 if options.wide else 1) * gated_width), dtype, x)
         shape = choose_shape(FORWARD, gated_width)
         launch_kernel(
@@ -219,6 +221,7 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(
             total_x, normal, projected, active, attended, gated, statistics,
             input_weight, gate_weight, gate_bias, position_bias, time_bias, *copied[::2],
+            found.pairs,
         )  # fmt: skip
         ctx.options, ctx.number = options, number
         ctx.added = None if added is None else added.dtype
@@ -236,7 +239,7 @@ class _Layer(torch.autograd.Function):
         )
 
         x, normal, projected, active, attended, gated, statistics, *rest = ctx.saved_tensors
-        input_weight, gate_weight, gate_bias, *biases, projection, output = rest
+        input_weight, gate_weight, gate_bias, *biases, projection, output, pairs = rest
         means, inverses, gate_means, gate_inverses = statistics.unbind()
         options, (tokens, width) = ctx.options, x.shape
         columns = options.columns
@@ -268,7 +271,8 @@ class _Layer(torch.autograd.Function):
                 into = q, k, v
             grad_q, grad_k, grad_v, *grad_biases = differentiate_attention(
                 pad_heads(grad_attended), *_split_heads(active, options), tuple(biases),
-                *options.attention, need_biases=any(ctx.needs_input_grad[10:12]), into=into,
+                *options.attention, forward=Forward(attended, pairs, None),
+                need_biases=any(ctx.needs_input_grad[10:12]), into=into,
             )  # fmt: skip
             if options.wide:
                 launch_kernel(

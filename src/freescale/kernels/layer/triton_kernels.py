@@ -12,25 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freescale.kernels.draw_kernels import _draw_kept
+
 INLINE = tl.constexpr(not triton.knobs.runtime.interpret)  # PTX
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of freescale.random
-FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-SECOND = tl.constexpr(0x94D049BB133111EB)
-
-
-# ---- the draws of freescale.random, in unsigned 64-bit arithmetic
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * FIRST
-    x = (x ^ (x >> 27)) * SECOND
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _derive(key, counter):
-    return _mix(key * GOLDEN + counter.to(tl.uint64) + 1)
 
 
 @triton.jit
@@ -38,16 +22,6 @@ def _kept(keys, row, tokens, layer, threshold, R: tl.constexpr, W: tl.constexpr)
     """[R, W]: draw_keep_mask(derive(keys, layer), ...) for the tokens `row`, bit for bit."""
     key = tl.load(keys + row, mask=row < tokens, other=0).to(tl.uint64, bitcast=True)
     return _draw_kept(key, layer, threshold, R, W)
-
-
-@triton.jit
-def _draw_kept(key, layer, threshold, R: tl.constexpr, W: tl.constexpr):
-    """[R, W], from keys [R]. Each hash gives four 16-bit draws, one per column."""
-    key = _derive(key, layer)
-    draws = _derive(key[:, None], tl.arange(0, W // 4)[None, :])
-    shifts = (16 * tl.arange(0, 4)).to(tl.uint64)
-    draws = (draws[:, :, None] >> shifts[None, None, :]).to(tl.uint16).to(tl.int16, bitcast=True)
-    return tl.reshape(draws < threshold, [R, W])
 
 
 # ---- rows
@@ -223,6 +197,24 @@ def gated_norm_backward_kernel(
         bias_sum += slope
     tl.store(weight_parts + part * WIDTH + column, tl.sum(weight_sum, 0), mask=column < WIDTH)
     tl.store(bias_parts + part * WIDTH + column, tl.sum(bias_sum, 0), mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["tokens", "layer", "threshold"])
+def drop_kernel(
+    x, sign, keys, out, tokens, layer, threshold, share,
+    WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """x where `sign` is positive, if it is given, with dropout. Forward and backward."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, W)
+    there = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    place = row[:, None] * WIDTH + column[None, :]
+    values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    if sign is not None:
+        values = tl.where(tl.load(sign + place, mask=there, other=0.0) > 0, values, 0.0)
+    if keys is not None:
+        values = tl.where(_kept(keys, row, tokens, layer, threshold, R, W), values * share, 0.0)
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=there)
 
 
 # ---- SiLU

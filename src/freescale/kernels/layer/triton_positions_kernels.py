@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from freescale.kernels.attention.plan_columns import SampleColumn
-from freescale.kernels.layer.triton_kernels import _derive, _draw_kept, _kept
+from freescale.kernels.draw_kernels import _derive, _draw_kept
+from freescale.kernels.layer.triton_kernels import _kept
 
 START = tl.constexpr(int(SampleColumn.START))
 LENGTH = tl.constexpr(int(SampleColumn.LENGTH))

@@ -6,17 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # the constants of freescale.random
-FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-SECOND = tl.constexpr(0x94D049BB133111EB)
-
-
-@triton.jit
-def _derive(key, counter):
-    x = key * GOLDEN + counter + 1
-    x = (x ^ (x >> 30)) * FIRST
-    x = (x ^ (x >> 27)) * SECOND
-    return x ^ (x >> 31)
+from freescale.kernels.draw_kernels import _derive
 
 
 @triton.jit

@@ -38,6 +38,18 @@ def _find_first(rows, row, at, steps):
     return low
 
 
+@triton.jit
+def _add_halves(x, R: tl.constexpr, W: tl.constexpr):
+    """[W]: the sum of the rows of x [R, W], half to half. The order of tl.sum follows the layout,
+    and the layout follows the dtype that was loaded."""
+    if R > 1:
+        first, second = tl.split(tl.permute(tl.reshape(x, [2, R // 2, W]), (1, 2, 0)))
+        total = _add_halves(first + second, R // 2, W)
+    else:
+        total = tl.reshape(x, [W])
+    return total
+
+
 @triton.jit(do_not_specialize=["n", "steps"])
 def chunk_sums_kernel(
     values, rows, order, partial, n, steps,
@@ -70,7 +82,8 @@ def chunk_sums_kernel(
                     values + value[:, None] * WIDTH + columns, mask=there, other=0.0
                 ).to(tl.float32)
             column = tl.arange(0, W)
-            tl.store(partial + program * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
+            total = _add_halves(total, R, W)
+            tl.store(partial + program * WIDTH + column, total, mask=column < WIDTH)
 
 
 @triton.jit

@@ -205,13 +205,14 @@ def _append_any(
         state.write(piece, count)
         positions.append(encoder.position[state.length : state.length + count])
         if count:
-            parts.append(NewTokens(state, state.prefix + state.length, count))
+            parts.append(NewTokens(state, state.used, count))
     x = x.to(encoder.position.dtype) * encoder.input_scale + join(positions)
     outputs, stop = run_layers(encoder, x, parts), 0
     for state, count in zip(states, counts, strict=True):
         stop += count
         if count:
             state.length, state.output = state.length + count, outputs[stop - 1].clone()
+            state.trim()
 
 
 def _read_columns(model: Retrieval, events: SequenceBatch) -> tuple[dict[str, Tensor], list[int]]:

@@ -86,27 +86,31 @@ class _Tile:
         self.keys, self.values = keys.unbind(), values.unbind()  # a layer has [heads, seen, d]
         self.new_keys = keys[:, :, part.slot :].unbind()  # [heads, count, d]
         self.new_values = values[:, :, part.slot :].unbind()
-        biases = _compute_biases(encoder, part)
+        events = part.state.find_events(seen, keys.device)
+        biases = _compute_biases(encoder, part, events)
         self.biases = None if biases is None else biases.unbind()  # [count, seen]
-        self.mask: Tensor | None = None  # a softmax needs one
-        if isinstance(encoder, SASRec) and part.count > 1:
+        visible = encoder.visible
+        self.mask: Tensor | None = None  # [count, seen] bool; a softmax needs one
+        if part.count > 1 and isinstance(encoder, SASRec) or visible is not None:
             self.mask = torch.ones(part.count, seen, dtype=torch.bool, device=keys.device)
             self.mask.tril_(part.slot)
+            if visible is not None:
+                apart = events[part.slot :, None] - events
+                self.mask &= (events < 0) | ~visible.hides(apart, events)
 
 
-def _compute_biases(encoder: HSTU | SASRec, part: NewTokens) -> Tensor | None:
-    """[layers, queries, keys]. The prefix has none."""
-    first, seen = (number - part.state.prefix for number in (part.slot, part.seen))
+def _compute_biases(encoder: HSTU | SASRec, part: NewTokens, events: Tensor) -> Tensor | None:
+    """[layers, queries, keys], for keys of these events. The prefix has none."""
+    first = part.slot - part.state.prefix
     if not isinstance(encoder, HSTU) or first < 0:
         return None
     total: Tensor | None = None
-    device = encoder.position.device
+    events = events[part.state.prefix :]
     if encoder.has_position_bias:
-        queries = torch.arange(first, seen, device=device)
-        distance = (queries[:, None] - torch.arange(seen, device=device)).clamp_(min=0)
+        distance = (events[first:, None] - events).clamp_(min=0)
         total = _read_biases(encoder, "position_bias", distance)
     if encoder.has_time_bias:
-        times = part.state.columns["timestamps"][:seen]
+        times = part.state.columns["timestamps"][events]
         bucket = find_buckets(times[first:, None] - times, encoder.num_time_buckets)
         by_time = _read_biases(encoder, "time_bias", bucket)
         total = by_time if total is None else total.add_(by_time)
@@ -142,7 +146,9 @@ def _attend(layer: HSTULayer, number: int, tile: _Tile, q: Tensor, k: Tensor, v:
     if tile.biases is not None:
         scores.add_(tile.biases[number])
     weights = F.silu(scores, inplace=True)
-    if tile.count > 1:
+    if tile.mask is not None:
+        weights *= tile.mask
+    elif tile.count > 1:
         weights.tril_(tile.slot)
     return _join_heads(torch.bmm(weights, tile.values[number]))
 

@@ -31,6 +31,7 @@ from freescale.models.incremental.inputs import embed_events
 from freescale.models.incremental.state import HistoryState
 from freescale.packed import Packed
 from freescale.streams import current_stream, record_event_on
+from freescale.visible import Visible
 
 Columns = dict[str, Tensor]  # each [users, ...]
 
@@ -153,13 +154,13 @@ class _Step:
         entries = []
         for state in states:
             state.reserve(1)
-            slots, length = state.prefix + state.capacity, state.length
+            slots, length = state.keys.shape[2], state.length
             kept = [state.columns[name] for name in columns]
             times = state.columns["timestamps"].data_ptr() if "timestamps" in columns else 0
             entries.append(
                 [  # in the order of NewEventColumn
                     *(state.keys.data_ptr(), state.values.data_ptr(), slots, state.prefix),
-                    *(length, times, state.output.data_ptr()),
+                    *(length, state.skipped, times, state.output.data_ptr()),
                     *(rows.data_ptr() + length * rows.stride(0) * rows.itemsize for rows in kept),
                 ]
             )
@@ -183,11 +184,13 @@ class _Step:
         # before the attention, which reads the new event's time
         triton_decode.scatter([*self._columns.values()], table, len(NewEventColumn))
         for number, layer in enumerate(encoder.layers):
-            x = self._run_layer(layer, number, x)
+            x = self._run_layer(layer, number, x, encoder.visible)
         triton_decode.scatter([x], table, NewEventColumn.OUTPUT)
         return model.make_queries(x, None)
 
-    def _run_layer(self, layer: HSTULayer, number: int, x: Tensor) -> Tensor:
+    def _run_layer(
+        self, layer: HSTULayer, number: int, x: Tensor, visible: Visible | None
+    ) -> Tensor:
         norm, after, projection = layer.input_norm, layer.attention_norm, layer.projection
         normed = torch.layer_norm(x, x.shape[1:], norm.weight, norm.bias, EPS)
         gated = triton_decode.attend(
@@ -200,6 +203,7 @@ class _Step:
             layer.time_bias,
             self._edges,
             layer.max_length,
+            visible,
         )
         return F.linear(gated, layer.output.weight, layer.output.bias).add_(x)
 
