@@ -1,7 +1,6 @@
 """Calls of object stores through fsspec, repeated with backoff after errors that may pass.
 
-Credentials come from where the store's own library finds them (environment, profiles, roles). None
-are kept here, and none are in a URL.
+Credentials come from where the store's own library finds them (environment, profiles, roles).
 """
 
 from __future__ import annotations

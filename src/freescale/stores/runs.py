@@ -18,9 +18,8 @@ from freescale.file_lock import lock
 from freescale.folders import find_cache_folder
 from freescale.stores.path import StorePath, as_path, download, upload
 
-CHECKPOINTS = "checkpoints"
 _MARK = ".store"  # where the files belong, and which of them are as they are there
-_LOCAL = {_MARK, ".lock", ".attempt", ".sync", "ended", CHECKPOINTS}
+_LOCAL = {_MARK, ".lock", ".attempt", ".sync", "ended", "checkpoints"}
 
 
 def open_run(folder: Path | str, trains: bool = False) -> Path:
@@ -77,7 +76,7 @@ def find_store(local: Path) -> StorePath | None:
 
 def find_checkpoints(run: Path) -> Path:
     """The folder of a run's checkpoints."""
-    return (find_store(run) or run) / CHECKPOINTS
+    return (find_store(run) or run) / "checkpoints"
 
 
 def _measure(path: Path) -> list[int]:

@@ -39,8 +39,7 @@ def open_folder(folder: Path) -> CheckpointFolder:
 
 
 class StoredFolder(CheckpointFolder):
-    """A folder of checkpoints in a store. Whatever changes it claims it first, for this object;
-    `close` ends that."""
+    """Whatever changes the folder claims it first, for this object; `close` ends that."""
 
     def __init__(self, folder: StorePath) -> None:
         super().__init__(folder)
@@ -51,8 +50,6 @@ class StoredFolder(CheckpointFolder):
         self._ended: threading.Event | None = None  # of that thread
         self._id = secrets.token_hex(8)
         self._writing: dict[int, str] = {}  # names of folders, by step
-
-    # ---- for any process
 
     def _read(self) -> Manifest:
         with self._lock:
