@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("kills", "soak", "shift"))
     parser.add_argument("--source", choices=("folder", "kafka"), default="folder", help="kills")
     parser.add_argument("--kills", type=int, default=100, help="kills: how many, at least (100)")
-    parser.add_argument("--events", type=int, default=3_000_000, help="soak (3,000,000), 1,000 of them in a window")
+    parser.add_argument("--events", type=int, default=3_000_000, help="soak (3,000,000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trial", action="store_true", help="tiny sizes; writes no result")
     options = parser.parse_args(arguments)
