@@ -46,7 +46,8 @@ def bench_kills(source: str, kills: int, seed: int, trial: bool, to: Destination
         rows.append(row)
         print(row, flush=True)
     total = sum(row["kills"] for row in rows)
-    what = f"{total} kills at random moments, following a {source}: "
+    followed = "a folder" if source == "folder" else "a Kafka topic"
+    what = f"{total} kills at random moments, following {followed}: "
     claims = [
         at_most(f"{what}{name}", 0, sum(row[key] for row in rows), unit)
         for name, key, unit in (

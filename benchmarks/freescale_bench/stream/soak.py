@@ -23,7 +23,7 @@ from freescale_bench.common.results import (
 )
 from freescale_bench.stream.events import make_events, write_file
 
-_EACH = 5000  # events of a file; two files are a window
+_EACH = 500  # events of a file; two files are a window
 _USERS, _ITEMS = 5000, 3000
 _WAITING = 3  # files that wait to be trained, at most: the sender is as fast as the run
 _WARM_UP = 0.3  # of the windows

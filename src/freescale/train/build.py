@@ -84,15 +84,23 @@ def load_features(
     statistics = None if trained is None else trained / FOLDER
     if statistics is not None and not statistics.is_dir():
         return None
-    store = prepare_features(
-        config.data,
-        histories,
-        find_cache(config),
-        find_split(config, histories, fits=True),
-        any_ids="item" in config.dynamic_tables,
-        trained=statistics,
-        continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
-    )
+    try:
+        store = prepare_features(
+            config.data,
+            histories,
+            find_cache(config),
+            find_split(config, histories, fits=True),
+            any_ids="item" in config.dynamic_tables,
+            trained=statistics,
+            continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
+        )
+    except KeyError as error:
+        if config.data.follow is None:
+            raise
+        raise ValueError(
+            f"--features {config.data.features} with --follow: {error}; features of events do not "
+            "come with a stream: name columns of --items alone"
+        ) from None
     if store is not None:
         columns = {label.column for label in config.labels}
         refuse_leaks([each.feature for each in store.context], config.model.task, columns)

@@ -70,12 +70,13 @@ class Follower:
     def find_next(self, after: int | None) -> Manifest | None:
         """The window that comes after one, by its number, as soon as it is over; None: the run
         ends. Errors of reading raise on all ranks."""
+        begun = time.monotonic()  # of the wait: while a window is trained, nothing is read
         while True:
             found, ended = None, False
             if self._transport.rank == 0 and self._error is None:
                 found = self._find_known(after)
                 if found is None:
-                    ended = self._read_more()
+                    ended = self._read_more(begun)
             error = None if self._error is None else str(self._error)
             message = {"found": found, "end": ended or self.stopping, "error": error}
             answers = gather_json(self._transport, message)
@@ -103,7 +104,7 @@ class Follower:
             del recent[old]
         return recent[number]
 
-    def _read_more(self) -> bool:
+    def _read_more(self, begun: float) -> bool:
         """On rank 0: reads in a thread, for a moment. Returns whether nothing more is to come."""
         stream, idle = self._stream, self._config.data.stop_when_idle
         assert stream is not None
@@ -121,7 +122,7 @@ class Follower:
         if self._reading.is_alive():
             return False
         self._reading = None
-        return idle is not None and time.monotonic() - stream.last_read > idle
+        return idle is not None and time.monotonic() - max(begun, stream.last_read) > idle
 
     def begin(self, data: Histories) -> None:
         """Goes to the first window with samples, from the first one on."""

@@ -104,15 +104,18 @@ class Stream:
 
     def advance(self, seconds: float) -> bool:
         """Reads what comes next. True: windows have closed, and are on disk."""
-        for chunk in self._source.poll(seconds):
+        chunks = self._source.poll(seconds)
+        for chunk in chunks:
             self._add(chunk)
         closed = self._list_closed()
         if closed:
             self._commit(closed)
+        if chunks or closed:  # however long that took
+            self.last_read = time.monotonic()
         return bool(closed)
 
     def _add(self, chunk: Chunk) -> None:
-        self.last_read = self._heard[chunk.clock] = time.monotonic()
+        self._heard[chunk.clock] = time.monotonic()
         self._arrived = max(self._arrived, chunk.arrived)
         if not self._rule.length:
             unit = self._parser.unit
