@@ -146,7 +146,10 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "features-step": (("features-step-*",), format_claims),
     "features-preparation": (("features-preparation-cpu",), format_preparation),
     "store": (("store-cpu",), format_claims),
-    "stream-deltas": (("stream-deltas-*", "stream-freshness-*"), format_claims),
+    "stream-deltas": (
+        ("stream-deltas-*", "stream-freshness-*"),
+        format_claims,
+    ),
     "dlrm": (("dlrm-*",), format_claims),
     "dlrm-step": (("dlrm-step-h200",), format_dlrm),
     "checkpoint-training": (("checkpoint-training-*",), format_claims),
