@@ -148,7 +148,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "features-preparation": (("features-preparation-cpu",), format_preparation),
     "store": (("store-cpu",), format_claims),
     "stream-deltas": (
-        ("stream-deltas-*", "stream-freshness-*", "stream-publish-*"),
+        ("stream-deltas-*", "stream-freshness-*"),
         format_claims,
     ),
     "stores": (("stores-*",), format_claims),

@@ -17,7 +17,7 @@ from freescale.recommend.serving_folder import remove_serving, write_serving
 from freescale.stores.path import StorePath, writing
 from freescale.stores.runs import open_run
 from freescale.train.export import export_checkpoint, refuse_export
-from freescale.train.export_folder import EXPORT, write_about, write_description
+from freescale.train.export_folder import EXPORT, write_about
 
 _MEASURED = 1000  # users whose ten best items an index is compared on
 
@@ -65,7 +65,8 @@ def export_run(
     remove_serving(out)
     for name in (INDEX, ABOUT):
         (out / name).unlink(missing_ok=True)
-    yield from write_description(out, folder, loaded.catalogue, loaded.texts, loaded.features)
+    assert loaded.described is not None
+    yield from loaded.described.write(out, loaded.catalogue, found.state["progress"])
     if least_recall is not None:
         yield from _make_index(loaded, least_recall).write(out)
     if serving:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +51,7 @@ class Loaded:
         histories: of a run, those of its data; None for an export, and a run that follows a source.
         time_unit: of timestamps; None if it is not known.
         checkpoint: of a run; None for an export.
-        texts: of a run, what the vocabulary held at the checkpoint.
+        described: of a run, its data.
     """
 
     folder: Path
@@ -64,7 +63,7 @@ class Loaded:
     histories: HistoriesFile | None
     time_unit: str | None
     checkpoint: Intact | None
-    texts: pa.Table | None = None
+    described: RunData | None = None
 
 
 def load_model(folder: Path, checkpoint: str | None = None, data: str | None = None) -> Loaded:
@@ -106,11 +105,10 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
         ) from None
     features, weights = load_features(config, path, folder), dict(read_weights(found))
     described, progress = RunData(config, folder, path, features), found.state["progress"]
-    texts = described.read_texts(progress)
     catalogue = described.list_items(weights["table.item"], progress)
     module = build_plain(config, weights, catalogue, features)
     file = None if follows else described.file
-    more = described.vocabulary, file, described.time_unit, found, texts
+    more = described.vocabulary, file, described.time_unit, found, described
     return Loaded(folder, config, module, catalogue, features, *more)
 
 

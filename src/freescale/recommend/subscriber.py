@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import copyfile
+from shutil import copytree, ignore_patterns
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +19,7 @@ from freescale.data.ingest.ids import VOCABULARY
 from freescale.recommend.loading import Loaded, build_plain
 from freescale.recommend.recommender import Recommender
 from freescale.train.deltas.changes import apply_items, apply_table
+from freescale.train.deltas.folder import ABOUT as MANIFEST
 from freescale.train.deltas.folder import DeltaFolder, Manifest, Missing
 from freescale.train.export import write_tensors
 from freescale.train.export_folder import EXPORT, write_about
@@ -36,14 +37,8 @@ class _State:
 class Subscriber:
     """The model that a run publishes with `--deltas`, brought up to date with `update`.
 
-    Begins with the newest full export and the deltas after it. Everything is verified before it
-    counts: after an error the state is that of the last good delta.
-
-    Args:
-        folder: of the run, or its folder `deltas`.
-
-    Raises:
-        ValueError: the folder has no full export, or what it has is damaged.
+    `folder`: of the run, or its folder `deltas`; ValueError if it has no full export. Everything is
+    verified before it counts: after an error the state is that of the last good delta.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -51,10 +46,8 @@ class Subscriber:
         self._files = DeltaFolder(path / "deltas" if (path / "deltas").is_dir() else path)
         full, _ = self._files.list_numbers()
         if not full:
-            raise Missing(
-                f"{folder} has published nothing: train with --deltas, and wait for the first "
-                "checkpoint"
-            )
+            how = "train with --deltas, and wait for the first checkpoint"
+            raise Missing(f"{folder} has published nothing: {how}")
         self._state = self._begin(full[-1])
         self.update()
 
@@ -92,8 +85,7 @@ class Subscriber:
 
     def load(self, device: str | torch.device = "cpu") -> Recommender:
         """The model as it is now, of which later updates change nothing."""
-        full, _ = self._files.list_numbers()
-        folder, state = self._files.path(full[-1], full=True), self._state
+        folder, state = self._full, self._state
         has_features = (folder / FOLDER / ABOUT).is_file()
         features = FeatureStore(folder / FOLDER) if has_features else None
         config, weights = RunConfig.read(folder), dict(state.weights)
@@ -110,8 +102,7 @@ class Subscriber:
 
     def write(self, folder: str | Path) -> Path:
         """Writes the model as it is now as an export, equal to one of the run at this step."""
-        full, _ = self._files.list_numbers()
-        source, state, out = self._files.read(full[-1], full=True), self._state, Path(folder)
+        source, state, out = self._full, self._state, Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         (out / EXPORT).unlink(missing_ok=True)  # the last file: without it there is no export
         for name, tensors in state.weights.items():
@@ -119,10 +110,7 @@ class Subscriber:
         state.items.write(out)
         if state.vocabulary is not None:
             pq.write_table(state.vocabulary, out / VOCABULARY)
-        for name in source.about["files"]:  # settings and features, which stay
-            if name not in (ITEMS, VOCABULARY, EXPORT) and not name.endswith(".safetensors"):
-                (out / name).parent.mkdir(exist_ok=True)
-                copyfile(source.path / name, out / name)
+        copytree(source, out, dirs_exist_ok=True, ignore=_ignore_written)  # what stays the same
         write_about(out, self._time_unit, self.last.step)
         return out
 
@@ -138,10 +126,13 @@ class Subscriber:
         return self._files.finish(path, last.number, about).path
 
     @property
+    def _full(self) -> Path:
+        return self._files.path(self._files.list_numbers()[0][-1], full=True)
+
+    @property
     def _time_unit(self) -> str | None:
-        full, _ = self._files.list_numbers()
-        about = json.loads((self._files.path(full[-1], True) / EXPORT).read_text(encoding="utf-8"))
-        return about["time_unit"]  # type: ignore[no-any-return]
+        text = (self._full / EXPORT).read_text(encoding="utf-8")
+        return json.loads(text)["time_unit"]  # type: ignore[no-any-return]
 
     def _begin(self, number: int) -> _State:
         """The state of a full export."""
@@ -167,6 +158,9 @@ class Subscriber:
             parts = [] if vocabulary is None else [vocabulary]
             vocabulary = pa.concat_tables([*parts, pq.read_table(link.path / VOCABULARY)])
         return _State(link, weights, items, vocabulary)
+
+
+_ignore_written = ignore_patterns("*.safetensors", "*.parquet", EXPORT, MANIFEST)
 
 
 def load_file(path: Path) -> dict[str, Tensor]:

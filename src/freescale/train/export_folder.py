@@ -34,14 +34,8 @@ _BEFORE = -(1 << 63)  # before all times
 
 
 class RunData:
-    """What an export of a run says of its data, as of the progress of a checkpoint.
-
-    Attributes:
-        run: the folder of the run.
-        file: the histories; of a run that follows a source, those of its first window.
-        features: of items and events.
-        time_unit: of timestamps.
-    """
+    """What an export of a run holds besides weights, as of the progress of a checkpoint. `run`: its
+    folder; `histories`: of a run that follows a source, those of its first window."""
 
     def __init__(
         self, config: RunConfig, run: Path, histories: Path, features: FeatureStore | None
@@ -50,12 +44,10 @@ class RunData:
         self.file = open_file(config, histories)
         self.vocabulary = find_run_vocabulary(histories, features)
         self._stream = None if config.data.follow is None else histories.parent.parent
-        self.time_unit = (
-            guess_unit(self.file.find_largest("timestamp"))
-            if self._stream is None
-            else read_unit(self._stream)
-        )
-        self._counts: dict[int, int] = {}  # of a stream: events of items before a time
+        self.time_unit = None if self._stream is None else read_unit(self._stream)
+        if self._stream is None:
+            self.time_unit = guess_unit(self.file.find_largest("timestamp"))
+        self._counts: Counter[int] = Counter()  # of a stream: events of items before a time
         self._counted = _BEFORE
 
     def read_texts(self, progress: Mapping[str, Any]) -> pa.Table | None:
@@ -92,15 +84,14 @@ class RunData:
     def _count_streamed(self, keys: NDArray[np.int64], end: int) -> NDArray[np.int64]:
         """[n]: events of items [n] before the end of a window."""
         if self._counted > end:  # of a later checkpoint
-            self._counted, self._counts = _BEFORE, {}
-        while True:
-            try:
-                found = Counter(self._list_streamed(end))
-                break
-            except FileNotFoundError:  # segments were merged meanwhile
-                continue
-        self._counts, self._counted = Counter(self._counts) + found, end
-        return np.array([self._counts.get(key, 0) for key in keys.tolist()], np.int64)
+            self._counted, self._counts = _BEFORE, Counter()
+        try:
+            items = self._list_streamed(end)
+        except FileNotFoundError:  # segments were merged meanwhile
+            items = self._list_streamed(end)
+        self._counts.update(items)
+        self._counted = end
+        return np.array([self._counts[key] for key in keys.tolist()], np.int64)
 
     def _list_streamed(self, end: int) -> list[int]:
         assert self._stream is not None
@@ -112,28 +103,22 @@ class RunData:
                 items += segment.column("item_id")[new].tolist()
         return items
 
-
-def write_description(
-    out: Path,
-    run: Path,
-    catalogue: Catalogue,
-    texts: pa.Table | None,
-    features: FeatureStore | None,
-) -> Iterator[Path]:
-    """Writes everything but weights and `write_about`. Removes what an earlier export left."""
-    (out / VOCABULARY).unlink(missing_ok=True)
-    rmtree(out / FOLDER, ignore_errors=True)
-    if texts is not None:  # maps numbers in tables to texts
-        pq.write_table(texts, out / VOCABULARY)
-        yield out / VOCABULARY
-    if features is not None:
-        (out / FOLDER).mkdir()
-        for path in sorted(features.list_files()):
-            yield Path(copyfile(path, out / FOLDER / path.name))
-        if (run / KEPT_SCHEMA).is_file():
-            yield Path(copyfile(run / KEPT_SCHEMA, out / KEPT_SCHEMA))
-    yield catalogue.write(out)
-    yield Path(copyfile(run / "config.json", out / "config.json"))
+    def write(self, out: Path, items: Catalogue, progress: Mapping[str, Any]) -> Iterator[Path]:
+        """Writes all but `write_about`. Removes what an earlier export left."""
+        (out / VOCABULARY).unlink(missing_ok=True)
+        rmtree(out / FOLDER, ignore_errors=True)
+        if (texts := self.read_texts(progress)) is not None:  # maps numbers in tables to texts
+            pq.write_table(texts, out / VOCABULARY)
+            yield out / VOCABULARY
+        copied = {self.run / "config.json": out / "config.json"}
+        if self.features is not None:
+            (out / FOLDER).mkdir()
+            listed = sorted(self.features.list_files())
+            copied |= {path: out / FOLDER / path.name for path in listed}
+            if (self.run / KEPT_SCHEMA).is_file():
+                copied[self.run / KEPT_SCHEMA] = out / KEPT_SCHEMA
+        yield from (Path(copyfile(*pair)) for pair in copied.items())
+        yield items.write(out)
 
 
 def write_about(out: Path, time_unit: str | None, step: int) -> Path:

@@ -202,19 +202,13 @@ class Server:
         return JSONResponse({kind: await self._read(lambda: find(text, _SUGGESTIONS), True)})
 
     async def _show_metrics(self, request: Request) -> Response:
-        cache, length = self._version.reader.cache, self.batcher.length
-        figures = self._metrics.render(
-            *(length, len(cache), cache.nbytes, cache.dropped), *self._list_figures()
-        )
+        cache, follower = self._version.reader.cache, self._follower
+        found: list[float] = [self.batcher.length, len(cache), cache.nbytes, cache.dropped]
+        if follower is not None:
+            found += [self._version.about[name] for name in ("number", "step", "published")]
+            found += [follower.swaps, *follower.seconds.values(), follower.alarm is not None]
+        figures = self._metrics.render(*found)
         return Response(figures, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    def _list_figures(self) -> list[float]:
-        """Of the version that is served, in the order of `metrics.FOLLOWED`."""
-        follower, about = self._follower, self._version.about
-        if follower is None:
-            return []
-        figures = [about["number"], about["step"], about["published"], follower.swaps]
-        return [*figures, *follower.seconds.values(), follower.alarm is not None]
 
     async def _show_health(self, request: Request) -> Response:
         found: dict[str, Any] = {"status": "ok"}

@@ -19,7 +19,7 @@ from freescale.data.ingest.ids import VOCABULARY
 from freescale.train.deltas.changes import RowIds, compare_items, read_changes
 from freescale.train.deltas.folder import DeltaFolder, Manifest
 from freescale.train.export import export_checkpoint, write_tensors
-from freescale.train.export_folder import RunData, write_about, write_description
+from freescale.train.export_folder import RunData, write_about
 from freescale.train.state.disk import CheckpointFolder, read_state, sum_state
 from freescale.train.state.intact import Intact, verify_checkpoint
 from freescale.transport.local import LocalTransport
@@ -103,11 +103,10 @@ class Publisher:
         self._texts = 0 if texts is None else len(texts)
 
     def _write_full(self, found: Intact, number: int, stands_for: int | None = None) -> Manifest:
-        path, data = self.files.begin(number), self._data
+        path = self.files.begin(number)
         list(export_checkpoint(found, path))
-        texts = data.read_texts(found.state["progress"])
         assert self._items is not None
-        list(write_description(path, data.run, self._items, texts, data.features))
+        list(self._data.write(path, self._items, found.state["progress"]))
         more = {} if stands_for is None else {"stands_for": stands_for}
         return self._finish(path, number, found.state, {"parent": None, **more})
 
