@@ -27,10 +27,9 @@ class PartsExchange:
         encoder: Any = getattr(module, "encoder", module)
         count = encoder.count_exchanges() if hasattr(encoder, "count_exchanges") else None
         if count is None:
-            name = type(encoder).__name__
             raise ValueError(
-                f"histories cannot be divided over ranks with {name}, only with HSTU: "
-                "split_histories='off'"
+                f"histories cannot be divided over ranks with {type(encoder).__name__}, only with "
+                "HSTU: split_histories='off'"
             )
         self.about = (
             "layers of divided histories run one by one between the exchanges, not fused and "
@@ -43,10 +42,12 @@ class PartsExchange:
         # when the main thread began to wait for each exchange of the step, and when it had ended
         self._windows: list[tuple[Any, Any]] = []
         self._joined: list[Callable[[], Tensor]] = []
+        self._begun = 0  # exchanges of the step
 
     def attach(self, batch: SequenceBatch) -> SequenceBatch:
         """The batch as the model takes it. A rank without parts starts all its exchanges here."""
         parts = batch.divided
+        self._begun = 0 if parts is None else self._count
         if parts is None:
             return batch
         if parts.starts:
@@ -62,6 +63,11 @@ class PartsExchange:
             wait()
         self._joined = []
         windows, self._windows = self._windows, []
+        if len(windows) != self._begun:
+            raise ValueError(
+                "the model does not read the parts of divided histories (`SequenceBatch.divided`), "
+                "as Retrieval and Ranking do: split_histories='off'"
+            )
         for collective, window in zip(self._lane.side.take(), windows, strict=True):
             collective.window = window
             self._ledger.record(collective)
@@ -69,6 +75,7 @@ class PartsExchange:
     def rest(self) -> None:
         """Between runs: no thread is left."""
         self._windows, self._joined = [], []
+        self._lane.side.take()  # of a step that failed
         self._lane.rest()
 
     def close(self) -> None:
