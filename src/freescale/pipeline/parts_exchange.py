@@ -38,7 +38,6 @@ class PartsExchange:
         self._count: int = count
         self._lane = Lane("parts", transport, urgent=True)
         self._ledger = transport.ledger
-        self._world = transport.world
         # when the main thread began to wait for each exchange of the step, and when it had ended
         self._windows: list[tuple[Any, Any]] = []
         self._joined: list[Callable[[], Tensor]] = []
@@ -53,7 +52,7 @@ class PartsExchange:
         if parts.starts:
             exchange = partial(self._start, parts.send, parts.receive)
             return replace(batch, divided=replace(parts, exchange=exchange))
-        nothing, none = torch.empty(0, device=self._lane.device), [0] * self._world
+        nothing, none = torch.empty(0, device=self._lane.device), [0] * self._lane.transport.world
         self._joined = [self._start(none, none, nothing, False) for _ in range(self._count)]
         return replace(batch, divided=None)
 
