@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from freescale.embedding.dynamic_rules import Dynamic, Seen
 from freescale.embedding.host_tables.tiers import Host
 from freescale.ledger.merge import merge_step
 from freescale.models.hstu_layer import HSTULayer
+from freescale.models.sequence_head import SequenceHead
 from freescale.transport.connect import connect
 
 LENGTHS = [90, 5, 7, 3, 11, 2, 40, 6]
@@ -154,6 +156,21 @@ def _fail(transport):
         train_divided(transport, batches, split=3)
     finally:
         transport.close()  # as a process that ends
+
+
+def _ignore_parts(transport):
+    encode = SequenceHead._encode
+
+    def encode_whole(head, batch, *inputs, **options):
+        return encode(head, replace(batch, divided=None), *inputs, **options)
+
+    SequenceHead._encode = encode_whole
+    train_divided(transport, [make_batch(LENGTHS, "retrieval", 1)], split=3)
+
+
+def test_a_model_that_ignores_parts_is_refused():
+    for error, _ in gather_ranks(2, _ignore_parts, timeout=60):
+        assert error is not None and "does not read the parts of divided histories" in error
 
 
 def test_a_rank_that_fails_in_a_layer_ends_all():

@@ -112,10 +112,6 @@ class _Receive(torch.autograd.Function):
         return grad.new_empty(0), None, None
 
 
-def _keep(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class EarlierParts:
     """The attention of a batch's parts, to their own events and to those of earlier parts."""
 
@@ -128,7 +124,7 @@ class EarlierParts:
         histories up to the parts' ends. Returns [tokens, heads, d_v]."""
         rows, pending = self._rows, list[Callable[[], Tensor]]()
         k, v, link = _Send.apply(k, v, rows, pending)  # type: ignore[no-untyped-call]
-        with saved_tensors_hooks(_keep, _keep):  # what others save is not this layer's to recompute
+        with saved_tensors_hooks(lambda x: x, lambda x: x):  # theirs are not recomputed here
             next(self._compute, None)
         received = _Receive.apply(link, rows, pending)  # type: ignore[no-untyped-call]
         keys, values = received.tensor_split([k[0].numel()], dim=1)

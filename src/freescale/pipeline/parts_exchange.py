@@ -27,10 +27,9 @@ class PartsExchange:
         encoder: Any = getattr(module, "encoder", module)
         count = encoder.count_exchanges() if hasattr(encoder, "count_exchanges") else None
         if count is None:
-            name = type(encoder).__name__
             raise ValueError(
-                f"histories cannot be divided over ranks with {name}, only with HSTU: "
-                "split_histories='off'"
+                f"histories cannot be divided over ranks with {type(encoder).__name__}, only with "
+                "HSTU: split_histories='off'"
             )
         self.about = (
             "layers of divided histories run one by one between the exchanges, not fused and "
@@ -39,20 +38,21 @@ class PartsExchange:
         self._count: int = count
         self._lane = Lane("parts", transport, urgent=True)
         self._ledger = transport.ledger
-        self._world = transport.world
         # when the main thread began to wait for each exchange of the step, and when it had ended
         self._windows: list[tuple[Any, Any]] = []
         self._joined: list[Callable[[], Tensor]] = []
+        self._begun = 0  # exchanges of the step
 
     def attach(self, batch: SequenceBatch) -> SequenceBatch:
         """The batch as the model takes it. A rank without parts starts all its exchanges here."""
         parts = batch.divided
+        self._begun = 0 if parts is None else self._count
         if parts is None:
             return batch
         if parts.starts:
             exchange = partial(self._start, parts.send, parts.receive)
             return replace(batch, divided=replace(parts, exchange=exchange))
-        nothing, none = torch.empty(0, device=self._lane.device), [0] * self._world
+        nothing, none = torch.empty(0, device=self._lane.device), [0] * self._lane.transport.world
         self._joined = [self._start(none, none, nothing, False) for _ in range(self._count)]
         return replace(batch, divided=None)
 
@@ -62,6 +62,11 @@ class PartsExchange:
             wait()
         self._joined = []
         windows, self._windows = self._windows, []
+        if len(windows) != self._begun:
+            raise ValueError(
+                "the model does not read the parts of divided histories (`SequenceBatch.divided`), "
+                "as Retrieval and Ranking do: split_histories='off'"
+            )
         for collective, window in zip(self._lane.side.take(), windows, strict=True):
             collective.window = window
             self._ledger.record(collective)
@@ -69,6 +74,7 @@ class PartsExchange:
     def rest(self) -> None:
         """Between runs: no thread is left."""
         self._windows, self._joined = [], []
+        self._lane.side.take()  # of a step that failed
         self._lane.rest()
 
     def close(self) -> None:
