@@ -84,7 +84,7 @@ class Subscriber:
                 self._state = self._begin(full[-1])
 
     def load(self, device: str | torch.device = "cpu") -> Recommender:
-        """The model as it is now, of which later updates change nothing."""
+        """The model as it is now; later updates do not change it."""
         folder, state = self._full, self._state
         has_features = (folder / FOLDER / ABOUT).is_file()
         features = FeatureStore(folder / FOLDER) if has_features else None

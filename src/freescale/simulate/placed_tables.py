@@ -79,7 +79,7 @@ def place_tables(
     model: Model,
     source: Workload,
     ranks: int,
-    cache_miss: float = 100.0,  # with `host`: percent of a step's rows
+    cache_miss: float = 100.0,  # percent of a step's rows that are not cached, with `host`
     dynamic: Dynamic | None = None,
     steps: int = 1,
 ) -> PlacedTables:

@@ -44,7 +44,7 @@ class StorePath(PosixPath):
     there is something in them; a file is there when it is complete. Programs that open a path by
     themselves are refused, so none writes to a disk by mistake."""
 
-    _about: dict[str, Any] | None = None  # of a listing
+    _about: dict[str, Any] | None = None  # metadata of the entry, from a listing
 
     def __str__(self) -> str:
         first, *others = self.parts or (".",)

@@ -22,10 +22,10 @@ from freescale.train.run_folder import lock_folder
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import RemoteError, run_on_rank_0
 
-FOLDER = "stream"  # in that of a run
+FOLDER = "stream"  # name of the folder, in that of a run
 _POLL = 0.25  # seconds between two messages of the ranks, and two looks at the source
-_LONG = {"position", "partitions", "tops", "texts"}  # of a manifest, left out of logs
-_KEYS = ("window", "number", "digest", "from", "to", "position", "texts")  # of a manifest
+_LONG = {"position", "partitions", "tops", "texts"}  # fields of a manifest that logs leave out
+_KEYS = ("window", "number", "digest", "from", "to", "position", "texts")  # fields of a manifest
 
 
 class Follower:
