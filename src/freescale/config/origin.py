@@ -12,7 +12,7 @@ KEPT = "origin"  # folder in that of a run: what it needs of the run that it con
 class Origin:
     """The run that another one continues, and what data and model need to know of it."""
 
-    run: str  # its folder
+    run: str  # folder of the run
     step: int  # step of the checkpoint that the new run begins with
     checksum: int  # checksum of that checkpoint
     trained_until: int | None  # time of the last event that it was trained on, if known

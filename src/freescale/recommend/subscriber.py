@@ -29,7 +29,7 @@ from freescale.train.state.disk import Damaged
 @dataclass(frozen=True)
 class _State:
     last: Manifest
-    weights: dict[str, dict[str, Tensor]]  # by file of an export, without its ending
+    weights: dict[str, dict[str, Tensor]]  # weights by file of an export, without its ending
     items: Catalogue
     vocabulary: pa.Table | None
 
@@ -110,7 +110,7 @@ class Subscriber:
         state.items.write(out)
         if state.vocabulary is not None:
             pq.write_table(state.vocabulary, out / VOCABULARY)
-        copytree(source, out, dirs_exist_ok=True, ignore=_ignore_written)  # what stays the same
+        copytree(source, out, dirs_exist_ok=True, ignore=_ignore_written)  # unchanged files
         write_about(out, self._time_unit, self.last.step)
         return out
 

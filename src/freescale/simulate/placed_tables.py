@@ -135,8 +135,8 @@ class Growth:
     steps: int
     admitted: float  # ids, including evicted ones
     rows: float  # rows with an id
-    fill: float  # their share of the capacity
-    row_bytes: float  # their bytes with optimizer state
+    fill: float  # share of the capacity that has an id
+    row_bytes: float  # bytes of these rows with optimizer state
 
     @property
     def evicts(self) -> bool:

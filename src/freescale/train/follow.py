@@ -70,7 +70,7 @@ class Follower:
     def find_next(self, after: int | None) -> Manifest | None:
         """The window that comes after one, by its number, as soon as it is over; None: the run
         ends. Errors of reading raise on all ranks."""
-        begun = time.monotonic()  # of the wait: while a window is trained, nothing is read
+        begun = time.monotonic()  # start of the wait: while a window is trained, nothing is read
         while True:
             found, ended = None, False
             if self._transport.rank == 0 and self._error is None:

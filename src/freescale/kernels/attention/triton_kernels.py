@@ -400,7 +400,7 @@ def _split_queries(
         # queries from `stop` on see none of these keys, those from `near` on not all of them
         stop = tl.minimum(row + N - 1 + reach, length)
         near = first + tl.maximum(row + reach - first, 0) // M * M
-        if CANDIDATES:  # their position is that after the history
+        if CANDIDATES:  # candidates have the position after the history
             stop = tl.where(history - (row + N - 1) < reach, length, stop)
             near = tl.where(history - row < reach, length, near)
         stop = tl.where(row < keys, length, stop)
