@@ -50,7 +50,7 @@ class SequenceBatch:
     shared: Mapping[str, Tensor] = field(default_factory=dict)  # each [any, ...]
     # the buffer that holds all tensors, if the batch is packed
     packing: Packed | None = field(default=None, repr=False, compare=False)
-    # of divided histories, among the first samples; None: no history of the step is divided
+    # parts of divided histories, among the first samples; None: no history of the step is divided
     divided: Parts | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -73,7 +73,7 @@ class Division:
             return next((n for n in parts if n > piece and rank_of[n] == reader), None)
 
         sent, send, receive = [], [0] * ranks, [0] * ranks
-        arrived: dict[int, tuple[int, int]] = {}  # by piece: its range of the received rows
+        arrived: dict[int, tuple[int, int]] = {}  # range of the received rows, by piece
         for peer in range(ranks):
             for piece in pieces:
                 reader = find_reader(piece, peer)

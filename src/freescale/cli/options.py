@@ -72,7 +72,7 @@ def _make_option(entry: Field[Any], heading: str) -> Callable[[F], F]:
     name = f"--{flag}/--no-{flag}" if base == "bool" else f"--{flag}"
     choices, former = (entry.metadata.get(name, ()) for name in ("choices", "former_choices"))
     kind = None if base == "bool" else _Choice(choices, former) if choices else _TYPES[base]
-    alone = entry.metadata.get("flag_value")  # of the option without a value
+    alone = entry.metadata.get("flag_value")  # value of the option when it is given without one
     return grouped_option(
         name,
         entry.name,

@@ -16,10 +16,9 @@ from freescale.config.time_order import (
     refuse_split,
 )
 
-FORMATS = (
-    *("parquet", "csv", "jsonl", "pairs", "sequences", "user-sequences"),
-    *("movielens", "amazon", "kuairand", "yambda"),
-)
+_GENERAL = ("parquet", "csv", "jsonl", "pairs", "sequences", "user-sequences")
+_DATA_SETS = ("movielens", "amazon", "kuairand", "yambda")
+FORMATS = (*_GENERAL, *_DATA_SETS)
 # Settings of --order time, and those of them that are of ranking.
 OF_RANKING = ("anchor_actions", "min_history", "history_pools")
 OF_TIME = ("window", "windows", *OF_RANKING)

@@ -32,19 +32,19 @@ _PART = re.compile(r"(?:(item|user|event|context)\.)?([^=:]+?)\s*(?:=\s*(\w+)\s*
 class Feature:
     """One feature."""
 
-    name: str  # that of its column, unless it is a cross
+    name: str  # name of its column, or of the cross
     # `item`, `user` (columns of --items and --users), `event` or `context` (columns of the
     # interactions: what describes an event, and what is known before it)
     source: str
     kind: str | None  # one of KINDS; None: inferred from the values
-    # of the source; several of a cross. Those of a request that are not all columns of the
-    # interactions: `SOURCE:COLUMN`
+    # columns of the source; a cross has several. If the columns of a request are not all of the
+    # interactions, they are named `SOURCE:COLUMN`.
     columns: tuple[str, ...]
-    # of a cross: how many rows its combinations are hashed into; of ids: how many there are, 0: as
-    # the largest one of --items says
+    # number of rows that the combinations of a cross are hashed into, or number of ids; 0: that of
+    # the largest id in --items
     rows: int = 100_000
-    buckets: int = 32  # of a number, with about equally many training values
-    separator: str = "|"  # between the values of a multi feature that is text
+    buckets: int = 32  # buckets of a number, with about equally many training values
+    separator: str = "|"  # separator of the values of a multi feature that is text
     least: int = 1  # training items or events of a category, else it counts as unknown
 
     @property

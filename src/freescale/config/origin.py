@@ -12,12 +12,12 @@ KEPT = "origin"  # folder in that of a run: what it needs of the run that it con
 class Origin:
     """The run that another one continues, and what data and model need to know of it."""
 
-    run: str  # its folder
-    step: int  # of the checkpoint that the new run begins with
-    checksum: int  # of that checkpoint
+    run: str  # folder of the run
+    step: int  # step of the checkpoint that the new run begins with
+    checksum: int  # checksum of that checkpoint
     trained_until: int | None  # time of the last event that it was trained on, if known
     since: int | None  # only later events are trained on; None: all
-    rows: dict[str, int]  # of its tables of items and actions, by table
+    rows: dict[str, int]  # rows of its tables of items and actions, by table
     # the folder with its vocabulary and statistics of features: the run's own, later a copy in the
     # folder of the new run
     kept: str

@@ -298,7 +298,7 @@ def _find_parts(path: Path) -> list[Path]:
     if not path.exists():
         raise ValueError(f"{path}: no such file; give a histories file (`prepare` makes one)")
     parts = list_parts(path) if path.is_dir() else [path]
-    # of those in a store the first one: the others are like it
+    # in a store, only the first file is read: the others are like it
     for part in parts[:1] if isinstance(path, StorePath) else parts:
         if part.stat().st_size == 0 or not is_histories(part):
             raise ValueError(f"{part}: not a histories file; make one of it with `prepare`")

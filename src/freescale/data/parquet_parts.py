@@ -14,8 +14,8 @@ from freescale.data.parquet_ranges import Footers, Ranges, StoredFile, find_rang
 from freescale.stores.calls import get_pool
 from freescale.stores.path import StorePath
 
-_AHEAD = 8  # row groups that are requested before they are read, of a scan
-_MOST = 64  # that wait to be read
+_AHEAD = 8  # row groups that a scan requests before it reads them
+_MOST = 64  # requested row groups that wait to be read, at most
 
 
 class ParquetParts:

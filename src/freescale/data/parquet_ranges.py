@@ -17,7 +17,7 @@ from freescale.random import hash_name
 from freescale.stores.calls import get_pool
 from freescale.stores.path import StorePath
 
-Ranges = dict[int, bytes]  # by where they begin
+Ranges = dict[int, bytes]  # contents of ranges, by their first byte
 Footers = list[pq.FileMetaData]
 
 _FOOTER = 1 << 16  # bytes at the end of a file that are requested first

@@ -108,7 +108,7 @@ def compare_requests(
         by_owner, lists = torch.split(answer, [size for pair in sizes for size in pair]), []
         for place, one in enumerate(requests):
             whole, keys, pieces = one.whole, one.index.keys, one.pieces
-            # of one piece are all rows, whatever their numbers
+            # a single piece has all rows, whatever their numbers
             local = find_local(keys) if pieces > 1 else keys
             requested = torch.cat(by_owner[place::2])
             lists.append(MarkedRows(requested, local, whole.send, pieces))

@@ -238,7 +238,7 @@ class DynamicLayout:
 
     @property
     def local_dtype(self) -> torch.dtype:
-        return torch.int64  # of keys: only the owner knows the rows
+        return torch.int64  # type of keys: only the owner knows the rows
 
     def find_local(self, keys: Tensor) -> Tensor:
         return keys

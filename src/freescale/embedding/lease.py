@@ -54,7 +54,7 @@ class TableLease:
     """One schedule at a time has the tables."""
 
     def __init__(self) -> None:
-        self.storages: Sequence[Storage] = ()  # of the groups, once the tables are placed
+        self.storages: Sequence[Storage] = ()  # storages of the groups, once the tables are placed
         self._schedule: Deferring | None = None  # the last that trained
 
     def take_over(self, schedule: Deferring) -> Deferring | None:

@@ -50,7 +50,7 @@ class RankMemory:
     """What a rank finds on its machine before it allocates tables."""
 
     host: str  # names the machine
-    device: str  # of the rank; ranks with the same host and device share its memory
+    device: str  # device of the rank; ranks with the same host and device share its memory
     free: Mapping[str, int]  # bytes, by device: the rank's own, and the CPU
 
 

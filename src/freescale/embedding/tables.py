@@ -38,7 +38,7 @@ class Tables:
     ) -> None:
         if row_clip is not None and not row_clip > 0:
             raise ValueError(f"row_clip must be positive, got {row_clip}")
-        self.specs = {spec.name: spec for spec in specs}  # by name, as the optimizers
+        self.specs = {spec.name: spec for spec in specs}  # specs by name, like the optimizers
         self.optimizers = dict(optimizers)
         self.transport = transport
         self.row_clip = row_clip

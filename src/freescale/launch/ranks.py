@@ -137,7 +137,7 @@ def launch(arguments: Sequence[str], ranks: int, port: int | None = None, **opti
 def run_ranks(
     arguments: Sequence[str],
     ranks: int,
-    port: int | None = None,  # of the rendezvous; None finds a free one
+    port: int | None = None,  # port of the rendezvous; None finds a free one
     *,
     module: str = "freescale",
     # (rank) -> additional environment variables for that rank

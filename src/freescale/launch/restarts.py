@@ -24,9 +24,9 @@ from freescale.launch.ranks import Ended, report_end, run_ranks
 def launch_with_restarts(
     arguments: Sequence[str],  # without --resume
     ranks: int,
-    port: int | None,  # of the rendezvous; None finds a free one for each attempt
+    port: int | None,  # port of the rendezvous; None finds a free one for each attempt
     restarts: int,
-    folder: Path,  # of the run
+    folder: Path,  # folder of the run
     resume: str | None,  # --resume of the first attempt
     end_snapshots: Callable[[], object],  # drops the snapshots in this machine's memory
 ) -> int:

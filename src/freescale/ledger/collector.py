@@ -52,9 +52,9 @@ class Collector:
         # measures the clock offset to rank 0 and its uncertainty, in nanoseconds, of every rank;
         # called now and at the end
         offsets: Callable[[], tuple[list[int], list[int]]] | None = None,
-        trace_steps: int = TrainConfig.trace_steps,  # that the trace holds from here on
-        resumed: bool = False,  # goes on with the steps in the folder's `ledger.jsonl`
-        restarts: Sequence[Mapping[str, Any]] = (),  # of the run so far, for `ledger.json`
+        trace_steps: int = TrainConfig.trace_steps,  # steps that the trace holds from now on
+        resumed: bool = False,  # continue with the steps in the folder's `ledger.jsonl`
+        restarts: Sequence[Mapping[str, Any]] = (),  # restarts of the run so far, for `ledger.json`
     ) -> None:
         self._ledger, self._rank, self._world = ledger, rank, world
         self._gather, self._folder = gather, folder

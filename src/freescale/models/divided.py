@@ -44,7 +44,7 @@ class _Rows:
         ]
         self.lengths = [start + size for start, size in zip(parts.starts, tokens, strict=True)]
         lasts = list(accumulate(self.lengths))
-        # of each part, where its own tokens stand behind the earlier ones
+        # range of each part's own tokens, which follow those of the earlier parts
         self.places = [(last - size, last) for last, size in zip(lasts, tokens, strict=True)]
 
     def select_sent(self, rows: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class EarlierParts:
         histories up to the parts' ends. Returns [tokens, heads, d_v]."""
         rows, pending = self._rows, list[Callable[[], Tensor]]()
         k, v, link = _Send.apply(k, v, rows, pending)  # type: ignore[no-untyped-call]
-        with saved_tensors_hooks(lambda x: x, lambda x: x):  # theirs are not recomputed here
+        with saved_tensors_hooks(lambda x: x, lambda x: x):  # not recomputed here
             next(self._compute, None)
         received = _Receive.apply(link, rows, pending)  # type: ignore[no-untyped-call]
         keys, values = received.tensor_split([k[0].numel()], dim=1)

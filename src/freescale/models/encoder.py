@@ -40,7 +40,7 @@ class Encoder(nn.Module, ABC):
         input_scale: float | None,
         input_dropout: float | None,
         checkpoint: bool = False,  # recompute each layer's activations in backward
-        visible: Visible | None = None,  # what an event sees of those before it; None: all
+        visible: Visible | None = None,  # earlier events that an event attends to; None: all
         **sizes: int | None,  # sizes of the layers
     ) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Encoder(nn.Module, ABC):
         self.width = width
         self.max_length = max_length
         self.checkpoint = checkpoint
-        # what sees everything anyway has no window; candidates stand after the longest history
+        # no limit if it hides nothing; candidates stand after the longest history
         self.visible = None if visible is None or visible.last > max_length else visible
         self.dropout = dropout
         self.input_dropout = input_dropout

@@ -30,7 +30,7 @@ class Prefix:
         heads: int,
         widths: tuple[int, int],  # widths of queries and values
         tokens: Tensor,  # [samples, count, width]
-        lengths: Tensor,  # [samples] int64, on the host: events, of which there are some
+        lengths: Tensor,  # [samples] int64, on the host: events of each, not all 0
         keys: Tensor | None,  # [samples] int64; None: nothing is dropped
     ) -> None:
         samples, count = tokens.shape[:2]
@@ -41,7 +41,7 @@ class Prefix:
         # Events in blocks of the mean length: padding adds at most as many again.
         own = lengths.numpy()
         self._size = -(-int(own.sum()) // samples)  # events of a block
-        blocks = -(-own // self._size)  # of each sample
+        blocks = -(-own // self._size)  # number of blocks of each sample
         first = torch.from_numpy((np.cumsum(blocks) - blocks) * self._size)
         self._slots = upload(concat_ranges(first, lengths).numpy(), tokens.device)
         self._owners = upload(np.repeat(np.arange(samples), blocks), tokens.device)

@@ -74,7 +74,7 @@ class PartsExchange:
     def rest(self) -> None:
         """Between runs: no thread is left."""
         self._windows, self._joined = [], []
-        self._lane.side.take()  # of a step that failed
+        self._lane.side.take()  # drops the work of a failed step
         self._lane.rest()
 
     def close(self) -> None:

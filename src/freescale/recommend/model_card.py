@@ -17,10 +17,8 @@ from freescale.config.time_order import DEFAULT_WINDOW
 from freescale.recommend.loading import Loaded
 
 _PARTS = ("validation", "test")
-_MODEL = (
-    *("encoder", "width", "layers", "heads", "position_bias", "time_bias", "dropout"),
-    "temperature",
-)
+_ENCODER = ("encoder", "width", "layers", "heads", "position_bias", "time_bias", "dropout")
+_MODEL = (*_ENCODER, "temperature")
 _TRAINING = (
     *("epochs", "steps", "global_batch", "lr", "row_lr", "row_optimizer", "warmup", "decay"),
     *("precision", "seed"),

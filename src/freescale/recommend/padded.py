@@ -105,7 +105,7 @@ class PaddedEncoder(nn.Module):
     def _relate(self, rows: Rows, there: Tensor) -> Relation:
         """`there` [batch, context]: which rows of the context are not padding."""
         context = there.shape[1]
-        slot, at = rows.slot[:, :, None], rows.slot[:, None, :context]  # of queries and keys
+        slot, at = rows.slot[:, :, None], rows.slot[:, None, :context]  # slots of queries, of keys
         before = at < slot
         biased = before & (at >= 0)
         bucket = None

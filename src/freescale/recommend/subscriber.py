@@ -29,7 +29,7 @@ from freescale.train.state.disk import Damaged
 @dataclass(frozen=True)
 class _State:
     last: Manifest
-    weights: dict[str, dict[str, Tensor]]  # by file of an export, without its ending
+    weights: dict[str, dict[str, Tensor]]  # weights by file of an export, without its ending
     items: Catalogue
     vocabulary: pa.Table | None
 
@@ -84,7 +84,7 @@ class Subscriber:
                 self._state = self._begin(full[-1])
 
     def load(self, device: str | torch.device = "cpu") -> Recommender:
-        """The model as it is now, of which later updates change nothing."""
+        """The model as it is now; later updates do not change it."""
         folder, state = self._full, self._state
         has_features = (folder / FOLDER / ABOUT).is_file()
         features = FeatureStore(folder / FOLDER) if has_features else None
@@ -110,7 +110,7 @@ class Subscriber:
         state.items.write(out)
         if state.vocabulary is not None:
             pq.write_table(state.vocabulary, out / VOCABULARY)
-        copytree(source, out, dirs_exist_ok=True, ignore=_ignore_written)  # what stays the same
+        copytree(source, out, dirs_exist_ok=True, ignore=_ignore_written)  # unchanged files
         write_about(out, self._time_unit, self.last.step)
         return out
 

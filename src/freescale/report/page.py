@@ -209,7 +209,7 @@ def render_overview(runs: Sequence[Run]) -> str:
         rate + _compare_throughput(runs[0], run) for rate, run in zip(rates, runs, strict=True)
     ]
     rows |= {name: show_figure(path, form) for name, path, form in _FIGURES}
-    for name, key, form in _DEVICE_FIGURES:  # of the last profile; a resumed run has several
+    for name, key, form in _DEVICE_FIGURES:  # those of the last profile; a resumed run has several
         values = [_find_last(run, key) for run in runs]
         if any(value is not None for value in values):
             rows[name] = show(values, form)

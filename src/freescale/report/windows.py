@@ -17,7 +17,7 @@ from freescale.report.runs import Run
 _SHOWN = 50  # windows in the table: the last ones
 _COUNTS = ("events", "new_users", "new_items", "new_actions", "late", "dropped", "duplicates")
 _ROWS = {"admitted": ("dynamic_inserted",), "evicted": ("dynamic_evicted", "dynamic_swept")}
-_UNITS = (1, 10**3, 10**6, 10**9)  # of times, in parts of a second
+_UNITS = (1, 10**3, 10**6, 10**9)  # units of timestamps, in parts of a second
 
 
 def render_windows(runs: Sequence[Run]) -> str:

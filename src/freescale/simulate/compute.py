@@ -90,7 +90,7 @@ class Shape:
     heads: int
     precision: str
     longest: int  # measured history
-    forward: Curve  # of a layer
+    forward: Curve  # curve of one layer
     backward: Curve
     head_forward: Curve = Curve(0.0, 0.0)  # once, after the layers
     head_backward: Curve = Curve(0.0, 0.0)
@@ -191,7 +191,7 @@ class Model:
     negatives: int = 0  # per position, for the balancer's cost model
     entry_bytes: int = 4  # of an entry of a row or gradient in a message
     prefix: int = 0  # tokens before each history: a feature of the users each
-    visible: Visible | None = None  # what an event attends to
+    visible: Visible | None = None  # earlier events that an event attends to; None: all
 
     @property
     def parameters(self) -> int:

@@ -59,10 +59,10 @@ class Costs:
         calibration: Calibration,
         network: Network,
         world: int,
-        transport: str,  # of the exchanges: collective or hostwire
+        transport: str,  # transport of the exchanges: collective or hostwire
         samples: int,  # mean per rank
         jitter: float | None = None,  # standard deviation of a rank's compute
-        replicated_rows: int = 0,  # of the tables that every rank holds
+        replicated_rows: int = 0,  # rows of the tables that every rank holds
     ) -> None:
         network.check_ranks(world)
         self.model, self.calibration, self.network = model, calibration, network
@@ -189,7 +189,7 @@ class Costs:
         return self._time_exchange(batch.moved_out, batch.moved_in, transport=self._host, own=False)
 
     def keys_and_values(self, parts: NDArray[Any]) -> Message:
-        """Of divided histories, in all layers: an exchange each, of which nothing is hidden."""
+        """An exchange of divided histories in each layer. Nothing hides it."""
         size = 2 * self.model.width * (2 if self.model.precision == "bf16" else 4)
         sent, received = (parts * float(size * self.model.layers)).T
         return self._time_exchange(sent, received, self.model.layers)

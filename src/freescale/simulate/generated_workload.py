@@ -35,8 +35,8 @@ class PooledFeatures:
     """Features of a sample in addition to its history, each with its own table."""
 
     features: int
-    ids: int  # of a sample, in each of them
-    rows: int  # of each table
+    ids: int  # number of ids of a sample, in each feature
+    rows: int  # number of rows of each table
     popularity: float  # Zipf exponent of the ids, independent of the previous batch
 
     def compute_demand(
@@ -75,7 +75,7 @@ class GeneratedWorkload:
 
     def __init__(
         self,
-        samples: int,  # of a global batch
+        samples: int,  # size of a global batch
         *,
         median: float = SimulateConfig.median,
         sigma: float = SimulateConfig.sigma,

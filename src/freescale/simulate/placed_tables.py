@@ -79,7 +79,7 @@ def place_tables(
     model: Model,
     source: Workload,
     ranks: int,
-    cache_miss: float = 100.0,  # with `host`: percent of a step's rows
+    cache_miss: float = 100.0,  # percent of a step's rows that are not cached, with `host`
     dynamic: Dynamic | None = None,
     steps: int = 1,
 ) -> PlacedTables:
@@ -135,8 +135,8 @@ class Growth:
     steps: int
     admitted: float  # ids, including evicted ones
     rows: float  # rows with an id
-    fill: float  # their share of the capacity
-    row_bytes: float  # their bytes with optimizer state
+    fill: float  # share of the capacity that has an id
+    row_bytes: float  # bytes of these rows with optimizer state
 
     @property
     def evicts(self) -> bool:

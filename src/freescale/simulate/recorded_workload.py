@@ -55,12 +55,12 @@ class RecordedWorkload:
     def __init__(
         self,
         path: str | Path,
-        samples: int,  # of a global batch
+        samples: int,  # size of a global batch
         *,
         read: ReadSpec | None = None,  # order and seed; there is no last epoch
-        events: int = 4_000_000,  # of a step; if there are more ids, a sample by hash is used
-        name: str | None = None,  # of the file in notes; its path by default
-        **specs: Any,  # of `Histories`
+        events: int = 4_000_000,  # most ids of a step; of more, a sample by hash is used
+        name: str | None = None,  # name of the file in notes; its path by default
+        **specs: Any,  # further arguments of `Histories`
     ) -> None:
         self.samples, self._events = samples, events
         specs["read"] = replace(read or ReadSpec(), epochs=1 << 30)

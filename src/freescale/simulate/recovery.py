@@ -26,17 +26,17 @@ class RecoveryCosts:
 
     name: str
     notice_s: float  # from the death of a rank until all ranks have ended
-    # until a restarted rank is ready for the rendezvous: the fork, remaining imports, the device;
-    # with torchrun, Python and all imports
+    # time until a restarted rank is ready for the rendezvous: fork, remaining imports, device;
+    # with torchrun, the start of Python and all imports
     start_s: float
     meet_s: float  # rendezvous and connections: a constant, ...
     meet_per_rank_s: float
     meet_per_pair_s: float  # ... of ranks
     restore_s: float  # a constant
-    memory_gb_per_s: float  # at which a rank restores and verifies its state
+    memory_gb_per_s: float  # speed at which a rank restores and verifies its state
     disk_gb_per_s: float
     first_step_s: float  # extra time
-    snapshot_percent: float  # of a step, for snapshots and the marking of rows
+    snapshot_percent: float  # share of a step that snapshots and the marking of rows take
     snapshot_s: float  # from the saved step until it can be restored
     checkpoint_s: float
     about: str = ""
@@ -53,10 +53,10 @@ class Training:
 
     gpus: int  # a rank each
     step_s: float  # without snapshots
-    state_gb: float  # of a rank: rows, dense weights and optimizer state
+    state_gb: float  # state of a rank: rows, dense weights and optimizer state
     snapshot_every: int  # steps
     checkpoint_every: int
-    far_gb_per_s: float  # of a rank's link to other machines
+    far_gb_per_s: float  # bandwidth of a rank's link to other machines
 
 
 def list_costs(costs: RecoveryCosts, training: Training, source: str) -> dict[str, float]:

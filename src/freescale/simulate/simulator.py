@@ -181,7 +181,7 @@ class _AssignedBatches:
         division, rank_of = assignment.division, assignment.rank_of
         if division is not None:
             lengths, home = division.stop - division.start, home[division.sample]
-            rank_of = rank_of[division.is_last]  # of a history's rows, that of its last part
+            rank_of = rank_of[division.is_last]  # rank of the last part, which reads the rows
         return lengths, home, assignment, self._source.find_requests(step, rank_of, gpus)
 
     def _make_batch(

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-_TRIES = 8  # in addition to those of the store's library
+_TRIES = 8  # attempts in addition to those of the store's library
 _FIRST_S, _LONGEST_S = 0.1, 10.0
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, ValueError)
 _THREADS = 16  # requests mostly wait
 
 _lock = threading.Lock()
-_systems: dict[tuple[int, str], Any] = {}  # of this process: connections do not survive a fork
+_systems: dict[tuple[int, str], Any] = {}  # by process: connections do not survive a fork
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 

@@ -44,7 +44,7 @@ class StorePath(PosixPath):
     there is something in them; a file is there when it is complete. Programs that open a path by
     themselves are refused, so none writes to a disk by mistake."""
 
-    _about: dict[str, Any] | None = None  # of a listing
+    _about: dict[str, Any] | None = None  # metadata of the entry, from a listing
 
     def __str__(self) -> str:
         first, *others = self.parts or (".",)
@@ -125,7 +125,7 @@ class StorePath(PosixPath):
     def open(self, mode: str = "r", buffering: int = -1, **how: Any) -> Any:  # type: ignore[override]
         if mode == "wb":
             return self.call("open", "wb", block_size=_PART)
-        if mode == "rb":  # by blocks, the next one ahead
+        if mode == "rb":  # read in blocks, the next one ahead
             kept = {"cache_type": "background", "cache_options": {"maxblocks": 4}}
             return self.call("open", "rb", block_size=_BLOCK, **kept)
         raise ValueError(f"{self}: an object is not opened with mode {mode!r}")

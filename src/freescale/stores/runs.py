@@ -18,7 +18,7 @@ from freescale.file_lock import lock
 from freescale.folders import find_cache_folder
 from freescale.stores.path import StorePath, as_path, download, upload
 
-_MARK = ".store"  # where the files belong, and which of them are as they are there
+_MARK = ".store"  # file with the URL of the run, and the files that are the same there
 _LOCAL = {_MARK, ".lock", ".attempt", ".sync", "ended", "checkpoints"}
 
 

@@ -284,7 +284,7 @@ def _split_sequences(leaf: _Leaf, value: Any, samples: int) -> dict[str, Jagged]
     }
 
 
-Path = str  # of a leaf: "sparse_features", "user.ids", "labels[0]"
+Path = str  # path of a leaf: "sparse_features", "user.ids", "labels[0]"
 Fill = Callable[[Iterator[Any]], Any]  # puts a batch together from its leaves, in their order
 
 

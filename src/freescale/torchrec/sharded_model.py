@@ -23,7 +23,7 @@ class SummedLoss(nn.Module):
         super().__init__()
         self.model = model  # the user's, with readers in place of its collections
         self.form = form
-        self.outputs: Any = None  # of the last forward other than the loss, detached
+        self.outputs: Any = None  # outputs of the last forward except the loss, detached
 
     def forward(self, batch: SequenceBatch) -> dict[str, Tensor]:
         loss, outputs = split_loss(self.model(self.form.decode(batch)))

@@ -246,7 +246,7 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
     if data.features is not None:
         tables = replace(size_tables(data.features), vectors=data.features.load_vectors())
     actions = max(data.num_actions, config.known_rows.get("action", 0))
-    if "action" in config.dynamic_tables:  # their ids have no bound
+    if "action" in config.dynamic_tables:  # ids of actions have no bound
         actions = min(actions, 1)
     module = build_module(config, max(1, data.num_items), actions, tables)
     return parallelize(

@@ -47,7 +47,7 @@ class RunData:
         self.time_unit = None if self._stream is None else read_unit(self._stream)
         if self._stream is None:
             self.time_unit = guess_unit(self.file.find_largest("timestamp"))
-        self._counts: Counter[int] = Counter()  # of a stream: events of items before a time
+        self._counts: Counter[int] = Counter()  # a stream's events by item, before `_counted`
         self._counted = _BEFORE
 
     def read_texts(self, progress: Mapping[str, Any]) -> pa.Table | None:
@@ -83,7 +83,7 @@ class RunData:
 
     def _count_streamed(self, keys: NDArray[np.int64], end: int) -> NDArray[np.int64]:
         """[n]: events of items [n] before the end of a window."""
-        if self._counted > end:  # of a later checkpoint
+        if self._counted > end:  # the counts belong to a later checkpoint
             self._counted, self._counts = _BEFORE, Counter()
         try:
             items = self._list_streamed(end)

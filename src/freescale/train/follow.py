@@ -22,10 +22,10 @@ from freescale.train.run_folder import lock_folder
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import RemoteError, run_on_rank_0
 
-FOLDER = "stream"  # in that of a run
+FOLDER = "stream"  # name of the folder, in that of a run
 _POLL = 0.25  # seconds between two messages of the ranks, and two looks at the source
-_LONG = {"position", "partitions", "tops", "texts"}  # of a manifest, left out of logs
-_KEYS = ("window", "number", "digest", "from", "to", "position", "texts")  # of a manifest
+_LONG = {"position", "partitions", "tops", "texts"}  # fields of a manifest that logs leave out
+_KEYS = ("window", "number", "digest", "from", "to", "position", "texts")  # fields of a manifest
 
 
 class Follower:
@@ -70,7 +70,7 @@ class Follower:
     def find_next(self, after: int | None) -> Manifest | None:
         """The window that comes after one, by its number, as soon as it is over; None: the run
         ends. Errors of reading raise on all ranks."""
-        begun = time.monotonic()  # of the wait: while a window is trained, nothing is read
+        begun = time.monotonic()  # start of the wait: while a window is trained, nothing is read
         while True:
             found, ended = None, False
             if self._transport.rank == 0 and self._error is None:

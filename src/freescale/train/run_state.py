@@ -29,7 +29,7 @@ class RunState:
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     position: Position
-    follower: Follower | None = None  # of a run that follows a source
+    follower: Follower | None = None  # windows of a run that follows a source
     notes: list[str] = field(default_factory=list, init=False)  # about what was loaded
     _saved: int = field(default=0, init=False)  # the last step in a checkpoint
 

@@ -23,8 +23,8 @@ Sizes = Sequence[int]  # rows for or from each rank
 class Handle(Protocol):
     """A collective under way."""
 
-    path: str  # what carries it, as the ledger names it
-    bytes: int  # that leave this rank
+    path: str  # name of the transport that carries it, in the ledger
+    bytes: int  # bytes that leave this rank
 
     def wait(self, host: bool = False) -> Tensor:
         """Waits for the collective, once. What was sent may be overwritten afterwards. `host`: also
@@ -42,9 +42,9 @@ class Transport(Protocol):
     rank died or fell silent.
     """
 
-    rank: int  # of this process, from 0
+    rank: int  # number of this process, from 0
     world: int  # number of ranks
-    device: torch.device  # of the tensors
+    device: torch.device  # device of the tensors
     ledger: Ledger | ThreadLedger  # records every collective
     lines: int  # messages that it can carry at the same time
     sums_apart: bool  # a channel's exchanges are a way around the process group, which sums

@@ -35,7 +35,7 @@ def wait_for_event(event: torch.cuda.Event) -> None:
 def load_poll() -> Poll | None:
     """`poll_event` of csrc/event_waits.c; None where it cannot be compiled."""
     types = c_int, c_void_p, c_void_p, c_double
-    # its calls release Python's lock
+    # calls through CDLL release Python's lock
     return compile_and_load(SOURCE, lambda path: declare(ctypes.CDLL(path).poll_event, *types))[0]
 
 

@@ -109,7 +109,7 @@ class Pending:
 
     def wait(self, host: bool = False) -> Tensor:
         assert self._started is not None, "a collective is waited for once"
-        (work, result), self._started = self._started, None  # what was sent is free afterwards
+        (work, result), self._started = self._started, None  # drops the reference to what was sent
         with self._collective.wait():
             call_guarded(work.wait, self._describe)
             if host and result.device.type == "cuda":

@@ -151,15 +151,15 @@ class Features(Protocol):
 
     fingerprint: str  # changes with the sources and the settings
     lines: tuple[str, ...]  # a report of what was read
-    vocabulary: Path | None  # of the data with further items of --items
-    item_rows: int  # of the table of item features; 0: items have none
+    vocabulary: Path | None  # vocabulary of the data, with further items of --items
+    item_rows: int  # rows of the table of item features; 0: items have none
     event_rows: int
     context_rows: int
     user_rows: int
-    user_places: tuple[int, ...]  # of each feature of the users
-    item_places: int  # of all features of an item; 0: items have none
+    user_places: tuple[int, ...]  # values of each feature of the users
+    item_places: int  # values of all features of an item; 0: items have none
     context_places: int
-    event_columns: tuple[str, ...]  # of the histories that features of events are made of
+    event_columns: tuple[str, ...]  # columns of the histories that features of events are made of
     vector_widths: tuple[int, ...]  # numbers of each feature of items that is a vector
 
     def copy_statistics(self, folder: Path, schema: str | None = None) -> None:

@@ -111,7 +111,7 @@ class WindowReader:
         next epoch."""
         order = [*self._order.groups(epoch).tolist(), *self._order.groups(epoch + 1).tolist()]
         last = order.index(groups[-1]) + 1
-        # to the end of those that are shuffled together
+        # up to the end of the groups that are shuffled together
         last = min(last + -last % self._ahead, len(order) // 2)
         wanted = dict.fromkeys([*groups, *order[last : last + self._ahead]])
         fresh = [group for group in wanted if group not in self.groups]
@@ -237,7 +237,7 @@ def read_train_columns(
 ) -> Iterator[list[NDArray[Any]]]:
     """Columns of the train part's events, of one row group after the other."""
     for number in range(file.num_groups):
-        # of a store only what is needed: each batch checks what it reads
+        # files in a store: only the needed columns; each batch checks what it reads
         needed = not file.file.is_stored or split.kind in ("time", "windows")
         times = ("timestamp",) if needed else ()
         group = file.read(number, tuple(dict.fromkeys((*columns, *times))))

@@ -77,12 +77,12 @@ def write_parts(
 class Requests:
     """The requests of a batch."""
 
-    columns: Mapping[str, NDArray[Any]]  # of the histories [n], `category.COLUMN` among them
+    columns: Mapping[str, NDArray[Any]]  # columns of the histories [n], also `category.COLUMN`
     users: Keys  # [n] numbers of their users
     items: Keys  # [items, columns of --items]
     item_columns: Sequence[str]  # names of these columns
     places: Keys  # [n] rows of `items`
-    texts: Mapping[str, Keys]  # of the values of each event column; the last is missing (-1)
+    texts: Mapping[str, Keys]  # texts of each event column's values; the last is missing (-1)
     hour: int  # units of the timestamps in an hour
 
     def encode(self, features: Sequence[Fitted]) -> list[Keys]:

@@ -42,11 +42,11 @@ Columns = Mapping[str, pa.Array]
 class Fitted:
     """A feature with what the training part says of it."""
 
-    feature: Feature  # as declared, with its kind
+    feature: Feature  # the declared feature, with its kind
     first: int  # row in the table of its source
     rows: int
     places: int = 1  # values of one item or event, at most
-    categories: tuple[str, ...] = ()  # of the training part, in order of text
+    categories: tuple[str, ...] = ()  # categories of the training part, in order of text
     edges: tuple[float, ...] = ()  # between the buckets of a number
     width: int = 0  # numbers of a vector
 

@@ -148,8 +148,8 @@ class _Making:
     _split: SplitSpec
     _sources: Sources
     _request: Request
-    _statistics: Mapping[str, Any] | None  # that stay
-    _trained: Path | None  # where these are
+    _statistics: Mapping[str, Any] | None  # statistics of an earlier run; None: fit them
+    _trained: Path | None  # folder with these statistics
     _continued: Path | None
     _lines: list[str] = field(default_factory=list)
 

@@ -27,8 +27,8 @@ class FolderSource(Source):
     def __init__(self, folder: str, parser: Parser) -> None:
         self.name, self._folder, self._parser = folder, Path(folder), parser
         self._known: dict[str, tuple[int, str, int]] = {}  # size, checksum, events of each file
-        self._stamps: dict[str, Stamp] = {}  # as it was when it was read or compared
-        self._new: dict[str, list[Any]] = {}  # read since `position`
+        self._stamps: dict[str, Stamp] = {}  # stamp of each file when it was read or compared
+        self._new: dict[str, list[Any]] = {}  # files that were read since `position`
         self.waiting = 0  # files that are not read yet
 
     def poll(self, seconds: float) -> Sequence[Chunk]:

@@ -22,9 +22,9 @@ from freescale.data.ingest.sources import SourceFile
 from freescale.data.stream.parsing import Parser
 from freescale.data.stream.source import Chunk, Source
 
-_MESSAGES = 20_000  # at a time
-_METADATA_S = 10.0  # for an answer of a broker
-_LOOK_EVERY_S = 30.0  # for further partitions
+_MESSAGES = 20_000  # messages that are read at a time
+_METADATA_S = 10.0  # timeout of an answer of a broker
+_LOOK_EVERY_S = 30.0  # interval of looking for further partitions
 
 
 class KafkaSource(Source):

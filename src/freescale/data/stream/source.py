@@ -39,8 +39,8 @@ class Chunk:
 class Source(ABC):
     """Yields chunks. What was read before is known by `position`, never by the source itself."""
 
-    name: str  # as given
-    ages: bool = False  # several clocks, the slowest of which decides
+    name: str  # the source as the user gives it
+    ages: bool = False  # there are several clocks, and the slowest one decides
     repeated = 0  # events that came again, at a place that was read
 
     @abstractmethod

@@ -83,17 +83,17 @@ class Stream:
         self._durations = durations
         self._about, self._remembered, self._idle = dict(about), remembered, idle
         self._blocks: list[Columns] = []  # events that wait, also by window and place
-        self._names: list[str] = []  # of partitions, by their number in blocks
-        self._texts: Texts = {}  # of ids that wait
+        self._names: list[str] = []  # names of partitions, by their number in blocks
+        self._texts: Texts = {}  # texts of ids that wait
         self._entries: list[dict[str, Any]] = []
         # ids of items and actions that are known, ascending
         self._known = {name: np.zeros(0, np.int64) for name in ("item_id", "action")}
         self._seen: dict[int, _Ids] = {}  # ids of events by window
-        self._length = self._rows = 0  # of the manifests and of the vocabulary
+        self._length = self._rows = 0  # bytes of the manifests, rows of the vocabulary
         self._waiting: str | None = None
         self._digest, self._repeated, self._arrived = "", 0, 0.0
-        self.count = 0  # of windows that are over
-        self.recent: dict[int, Manifest] = {}  # by number, of those that closed just now
+        self.count = 0  # number of windows that are over
+        self.recent: dict[int, Manifest] = {}  # manifests of windows that just closed, by number
         self._heard: dict[str, float] = {}
         self.last_read = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class Stream:
             chosen = waiting[_WINDOW] == window
             events, duplicates = self._order({n: v[chosen] for n, v in waiting.items()}, window)
             manifest = self._describe(window, events, duplicates, position)
-            position = self._source.position()  # what was read is of the first manifest
+            position = self._source.position()  # only the first manifest lists what was read
             added = self._list_texts(events, manifest)
             manifest["texts"] = [self._rows + len(texts), len(added)]
             texts += added
@@ -321,7 +321,7 @@ class Stream:
         folder.mkdir(exist_ok=True)
         offsets = pa.array(np.append(0, np.cumsum(counts)), pa.int32())
         lists = [pa.ListArray.from_arrays(offsets, values) for values in columns.values()]
-        # in the order of their last events, as every histories file
+        # sorted by their last events, like every histories file
         last = np.argsort(columns["timestamp"][np.cumsum(counts) - 1], kind="stable")
         table = pa.table([pa.array(users), *lists], schema=schema).take(pa.array(last))
         writer = HistoriesWriter(folder / f"{HISTORIES}.part", schema)

@@ -48,11 +48,11 @@ _SUMS = 3  # over shards, which kernels write to the host; behind them, how many
 class Admitted:
     """What a batch has decided."""
 
-    missing: Missing  # that get a row, on the device
+    missing: Missing  # ids that get a row, on the device
     turned_away: int
     waiting: int
     forgotten: int
-    log: NDArray[Any]  # of CHANGE: the other state of each counter, in the order of changes
+    log: NDArray[Any]  # array of CHANGE: each counter's other state, in the order of changes
 
 
 class WaitingIds:

@@ -23,7 +23,7 @@ class DrawnRows:
     def __init__(self, spec: TableSpec, weight: Tensor, state: dict[str, Tensor]) -> None:
         self._spec, self._weight, self._state = spec, weight, state
         self._inserted = (0, 0)  # rows, by each of the last two batches
-        # what was in the slots of rows that are inserted before their number is known
+        # former contents of the slots, for rows that are inserted before their number is known
         self.early: dict[str, Tensor] = {}
         self.late = 0  # batches with which more rows came than were inserted early
         self.seed_with(0, 1.0)

@@ -92,7 +92,7 @@ class DynamicStorage(Storage):
         missing = log_q = None
         if self._has_default:
             assert self._slots is not None
-            missing = (slots == self._slots[0]).to(torch.uint8)  # of keys that have no row
+            missing = (slots == self._slots[0]).to(torch.uint8)  # mask of keys without a row
         if self.draws is not None:
             drawn = torch.zeros_like(rows) if draws is None else draws
             log_q = self._count_draws(self.draws, rows, drawn)

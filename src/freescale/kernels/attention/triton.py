@@ -49,7 +49,7 @@ from freescale.random import compute_keep_threshold
 WIDTHS = (32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32_WIDTHS = WIDTHS[:-1]  # tiles of wider heads do not fit on an SM
-OUTPUT_ELEMENTS = 4096  # that a program multiplies
+OUTPUT_ELEMENTS = 4096  # elements of the output that a program multiplies
 # Sums by distance: distances and tiles of a program, and programs that share the tiles.
 SUM_DISTANCES, SUM_TILES, SUM_SPLIT = 64, 32, 8
 
@@ -182,7 +182,7 @@ class _Call:
     ):  # fmt: skip
         self.q, self.k, self.v, self.plan, self.softmax = q, k, v, plan, softmax
         position, time = (None if bias is None else bias.float().contiguous() for bias in biases)
-        self.factor = alpha if softmax else alpha / 2  # of the gradients of queries and keys
+        self.factor = alpha if softmax else alpha / 2  # factor of the gradients of queries and keys
         self.bias: dict[str, Any] = {
             "position_bias": position,
             "farthest": None if position is None else plan.longest_distance,

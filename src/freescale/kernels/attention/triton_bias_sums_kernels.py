@@ -135,7 +135,7 @@ def sum_distances_kernel(
         region = by_distance + head.to(tl.int64) * plane + slot * (parts + CANDIDATES)
         for part in tl.static_range(parts + CANDIDATES):
             stop = tl.where(row < history, row + part * N, 0)
-            if part == parts:  # of candidates
+            if part == parts:  # the last part has the candidates
                 stop = tl.where((row + M > history) & (history < length), history + 1, 0)
             place = region[:, None] + (part * (row + M))[:, None] + distance[None, :]
             inside = distance[None, :] < stop[:, None]

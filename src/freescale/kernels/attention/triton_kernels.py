@@ -400,7 +400,7 @@ def _split_queries(
         # queries from `stop` on see none of these keys, those from `near` on not all of them
         stop = tl.minimum(row + N - 1 + reach, length)
         near = first + tl.maximum(row + reach - first, 0) // M * M
-        if CANDIDATES:  # their position is that after the history
+        if CANDIDATES:  # candidates have the position after the history
             stop = tl.where(history - (row + N - 1) < reach, length, stop)
             near = tl.where(history - row < reach, length, near)
         stop = tl.where(row < keys, length, stop)
@@ -489,7 +489,7 @@ def backward_kv_kernel(
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr, CANDIDATES: tl.constexpr,
     SOFTMAX: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr,
-    MASKED_STAGES: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,  # of the gradients
+    MASKED_STAGES: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,  # gradient strides
 ):  # fmt: skip
     """Gradients of the keys [row, row + N) and of their values, summed over the queries: tiles with
     a mask first, then the others, each in order. Wide heads have registers for the sums of only one
@@ -584,13 +584,13 @@ def backward_q_kernel(
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BUCKETS: tl.constexpr, FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr,
     CANDIDATES: tl.constexpr, SOFTMAX: tl.constexpr, STAGES: tl.constexpr,
-    MASKED_STAGES: tl.constexpr, STRIDE: tl.constexpr,  # of the gradient
+    MASKED_STAGES: tl.constexpr, STRIDE: tl.constexpr,  # stride of the gradient
 ):  # fmt: skip
     """Gradients of the queries [row, row + M), summed over the keys in their order. Rows past a
     sample's end have arbitrary values.
 
     Sums the gradients of the scores for those of the biases: `by_distance` has `plane` numbers for
-    each head, of which a tile has the parts of `_store_distances`; `by_bucket` a row of BUCKETS for
+    each head (`_store_distances` writes a tile's part of them), `by_bucket` a row of BUCKETS for
     each program.
     """
     head, sample, row = _load_tile(tiles, HEADS)

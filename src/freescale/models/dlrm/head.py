@@ -218,7 +218,7 @@ def _require_shared(codes: Jagged, candidates: Nested) -> None:
         )
 
 
-EPS = 1e-5  # of all norms outside of the encoder's layers
+EPS = 1e-5  # epsilon of all norms outside of the encoder's layers
 HOUR, DAY = (3600, 24), (86400, 7)  # seconds of a unit, units of a cycle
 CYCLES = (HOUR, DAY)
 

@@ -20,7 +20,7 @@ _OVERHEAD = 1000  # bytes of a user apart from its events: objects, the id
 class User:
     past: Past
     features: Tensor | None  # [1, places] rows of the features of the user
-    version: int | None = None  # of the model whose rows of items these are
+    version: int | None = None  # version of the model that these rows of items belong to
 
     @property
     def nbytes(self) -> int:

@@ -46,7 +46,7 @@ class Version:
         self, reader: Reader, compute: Compute, close: Callable[[], None] = lambda: None
     ) -> None:
         self.reader, self.compute, self._close = reader, compute, close
-        self.about: dict[str, Any] = {}  # of one that is followed: its number and step
+        self.about: dict[str, Any] = {}  # number and step of a run's version that is followed
         self._users, self._lock = 1, Lock()  # the server is one
 
     def acquire(self) -> bool:
@@ -76,7 +76,7 @@ class Follower:
         self._config, self._closing = config, False
         self.alarm: str | None = None
         self.swaps = 0
-        self.seconds = {"apply": 0.0, "build": 0.0}  # of the last version
+        self.seconds = {"apply": 0.0, "build": 0.0}  # durations of the last change of version
         self._cache: UserCache | None = None
         problem, built = self._control.recv()
         if not built:

@@ -33,7 +33,7 @@ class Publisher:
     def __init__(self, folder: Path, keep: int, data: RunData) -> None:
         self.files, self._keep, self._data = DeltaFolder(folder), keep, data
         self._last: Manifest | None = None
-        # of the last state
+        # ids of the last published state, by table
         self._known: dict[str, RowIds] = {}
         self._items: Catalogue | None = None  # None: the next one can only be full
         self._texts = 0
@@ -92,7 +92,7 @@ class Publisher:
         assert self._last is not None
         if self._last.number - self.files.list_numbers()[0][-1] >= self._keep:
             own = self._last.number, self._last.checksum
-            self._write_full(_verify(checkpoint), *own)  # for subscribers that are far behind
+            self._write_full(_verify(checkpoint), *own)  # full export for late subscribers
         self.files.prune(self._keep)
 
     def _adopt(self, found: Intact) -> None:

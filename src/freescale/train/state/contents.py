@@ -118,8 +118,8 @@ class DiskContents(Contents):
     """
 
     consumer: str | None = None  # changes of rows are marked for it from now on
-    whole: bool = True  # with all rows
-    spans: dict[str, Span] | None = None  # which changed rows of each table this rank writes
+    whole: bool = True  # the checkpoint contains all rows
+    spans: dict[str, Span] | None = None  # changed rows of each table that this rank writes
 
     def _add_tables(self, tables: Tables, names: list[str]) -> None:
         copy = self.copies.copy if self.copies is not None else share

@@ -69,7 +69,7 @@ class SmallerTable:
         """Copies the rows into the table. A collective if it is sharded."""
         spec, into = self._tables.specs[self.name], self._tables.get_local_state(self.name)
         block = -(-spec.rows // self._world)
-        for begin in range(0, self._block, _AT_ONCE):  # as often on every rank
+        for begin in range(0, self._block, _AT_ONCE):  # the same number of exchanges on every rank
             part = slice(begin, max(begin, min(begin + _AT_ONCE, self.last - self.first)))
             old = torch.arange(self.first + part.start, self.first + part.stop)
             places, order = spread_ids(find_ids(old, self._rows), spec.rows).sort()

@@ -45,9 +45,9 @@ class StoredFolder(CheckpointFolder):
         super().__init__(folder)
         self._file = StorePath(folder, "manifest.json")
         self._lock = threading.RLock()  # a thread renews the claim
-        self._held: tuple[Manifest, str] | None = None  # as this writer left it, and its version
+        self._held: tuple[Manifest, str] | None = None  # last written manifest, its version
         self._lost = False
-        self._ended: threading.Event | None = None  # of that thread
+        self._ended: threading.Event | None = None  # event that ends that thread
         self._id = secrets.token_hex(8)
         self._writing: dict[int, str] = {}  # names of folders, by step
 

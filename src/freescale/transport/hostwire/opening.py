@@ -27,7 +27,7 @@ _PROBE, _PROBES = 256 << 10, 4  # bytes, times
 class Wires:
     """The wires of a channel: two for the engine, or one over UCX."""
 
-    ring: Pinned  # what the wires send from
+    ring: Pinned  # memory that the wires send from
     shared: SharedWire | None  # None if no two ranks are on one machine
     network: TcpWire | UcxWire | None  # TCP between machines, None if there is one; or UCX
     elsewhere: list[int]  # ranks that this one reaches over the network
