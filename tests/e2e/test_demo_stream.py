@@ -12,7 +12,7 @@ from helpers.command import Begun, wait_for
 
 def test_events_are_trained_and_served_while_they_come(tmp_path):
     folder = tmp_path / "demo"
-    given = ["--seconds", 240, "--rate", 100, "--window", "2s", "--port", 0, "--folder", folder]
+    given = ["--seconds", 3000, "--rate", 100, "--window", "2s", "--port", 0, "--folder", folder]
     with Begun("demo", "stream", *given) as process:
         wait_for(lambda: "watch it" in process.read_output() or not process.runs())
         address = re.search(r"http://127\.0\.0\.1:\d+", process.read_output())[0]

@@ -114,9 +114,9 @@ def test_what_the_command_refuses(data, tmp_path, options, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_time_ordered_run_is_not_continued_or_simulated(run, data, tmp_path):
+def test_a_time_ordered_run_is_not_continued_without_newer_data_or_simulated(run, data, tmp_path):
     _, folder = run
     done = freescale("train", "--from", folder, "--data", data, "--folder", tmp_path / "next")
-    assert done.returncode and "--from with --order time" in done.stderr
+    assert done.returncode and "no window of 86400" in done.stderr and "newer data" in done.stderr
     done = freescale("simulate", "--run", folder)
     assert done.returncode and "the run trains in order of time (--order time)" in done.stderr
