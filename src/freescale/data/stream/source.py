@@ -40,7 +40,6 @@ class Source(ABC):
     """Yields chunks. What was read before is known by `position`, never by the source itself."""
 
     name: str  # as given
-    ages: bool = False  # several clocks, the slowest of which decides
     repeated = 0  # events that came again, at a place that was read
 
     @abstractmethod
