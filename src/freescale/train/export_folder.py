@@ -30,6 +30,7 @@ from freescale.train.time_order import find_split, open_file
 
 EXPORT = "export.json"
 _VERSION = 1
+_TRIES = 10
 _BEFORE = -(1 << 63)  # before all times
 
 
@@ -93,12 +94,13 @@ class RunData:
         """[n]: events of items [n] before the end of a window."""
         if self._counted > end:  # of a later checkpoint
             self._counted, self._counts = _BEFORE, {}
-        while True:
+        for left in reversed(range(_TRIES)):
             try:
                 found = Counter(self._list_streamed(end))
                 break
             except FileNotFoundError:  # segments were merged meanwhile
-                continue
+                if not left:
+                    raise
         self._counts, self._counted = Counter(self._counts) + found, end
         return np.array([self._counts.get(key, 0) for key in keys.tolist()], np.int64)
 
