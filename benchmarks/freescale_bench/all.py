@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from freescale.ledger.machine import describe_machine
+from freescale.ledger.collector import describe_machine
 from freescale_bench.common.options import make_parser, read_destination
 from freescale_bench.common.repository import (
     find_commit,

@@ -28,8 +28,7 @@ _EXPORTS = {
     "freescale.pipeline.loss_watch": "LossNotFinite",
     "freescale.pipeline.pipeline": "Pipeline",
     "freescale.pipeline.step_result": "StepResult",
-    "freescale.recommend.recommender": "Recommender load",
-    "freescale.recommend.results": "Recommendations",
+    "freescale.recommend.recommender": "Recommendations Recommender load",
     "freescale.recommend.subscriber": "Subscriber",
     "freescale.train.callbacks": "Callback Metrics RunView",
     "freescale.train.state.checkpoints": "Checkpoints",
@@ -115,8 +114,7 @@ if TYPE_CHECKING:
     from freescale.pipeline.loss_watch import LossNotFinite
     from freescale.pipeline.pipeline import Pipeline
     from freescale.pipeline.step_result import StepResult
-    from freescale.recommend.recommender import Recommender, load
-    from freescale.recommend.results import Recommendations
+    from freescale.recommend.recommender import Recommendations, Recommender, load
     from freescale.recommend.subscriber import Subscriber
     from freescale.train.callbacks import Callback, Metrics, RunView
     from freescale.train.evaluate import evaluate

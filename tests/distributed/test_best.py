@@ -14,8 +14,8 @@ from helpers.ranks import run_ranks
 from freescale import Callback, RunConfig, Trainer
 from freescale.data.synthetic.generate import generate
 from freescale.recommend.export import export_run
-from freescale.train.best import Best
 from freescale.train.commands import evaluate_checkpoint
+from freescale.train.position import Best
 from freescale.train.sample_ranks import SampleRanks, write_ranks
 from freescale.transport.local import LocalTransport
 

@@ -14,9 +14,8 @@ from freescale.embedding.layout import compute_keys
 from freescale.ledger.ledger import Ledger
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
-from freescale.train.evaluate import evaluate_ranking
+from freescale.train.evaluate import area_under_curve, evaluate_ranking, normalized_entropy
 from freescale.train.evaluate_retrieval import evaluate_retrieval
-from freescale.train.metrics import area_under_curve, normalized_entropy
 from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.local import LocalTransport
 

@@ -13,7 +13,7 @@ import freescale
 from freescale.batch import Jagged, SequenceBatch
 from freescale.embedding import collision
 from freescale.embedding.optimizers import ROW_OPTIMIZERS
-from freescale.pipeline.stage_plan import plan_stages
+from freescale.pipeline.row_stages import plan_stages
 from freescale.pipeline.staged import Staged
 from freescale.transport.process_group import ProcessGroupTransport
 from helpers.toys import Clicks

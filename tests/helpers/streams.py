@@ -13,8 +13,8 @@ import torch
 
 from freescale.config import RunConfig
 from freescale.data.store.event_store import EventStore
-from freescale.data.stream.opening import open_stream
 from freescale.data.stream.stream import STORE, Stream, read_manifests
+from freescale.train.follow import open_stream
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from freescale.pipeline.dense import adamw
+from freescale.pipeline.dense import local
 
 SHAPES = [(17, 16), (64,), (3,)]  # of the last, all is left over from whole vectors
 
@@ -29,8 +29,8 @@ def _train(optimizer_class, steps, weight_decay, generator):
 def natively(monkeypatch):
     """Counts the steps in C."""
     ran = []
-    call = adamw.adam_tensors
-    monkeypatch.setattr(adamw, "adam_tensors", lambda *a, **o: ran.append(1) or call(*a, **o))
+    call = local.adam_tensors
+    monkeypatch.setattr(local, "adam_tensors", lambda *a, **o: ran.append(1) or call(*a, **o))
     return ran
 
 
@@ -38,21 +38,21 @@ def natively(monkeypatch):
 def test_steps_are_those_of_torch(weight_decay, natively):
     generator = torch.Generator()
     found = []
-    for made in (adamw.AdamW, torch.optim.AdamW):
+    for made in (local.AdamW, torch.optim.AdamW):
         parameters, optimizer = _train(made, 20, weight_decay, generator)
         states = [optimizer.state[parameter] for parameter in parameters]
         found.append([*parameters, *(state[name] for state in states for name in state)])
     assert len(natively) == 19  # the first makes the state
     for mine, plain in zip(*found, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
-    before, _ = _train(adamw.AdamW, 19, weight_decay, generator)
+    before, _ = _train(local.AdamW, 19, weight_decay, generator)
     assert not any(map(torch.equal, before, found[0]))
 
 
 def test_it_goes_on_with_the_state_of_torch_s(natively):
     generator = torch.Generator()
     parameters, optimizer = _train(torch.optim.AdamW, 5, 0.0, generator)
-    other = adamw.AdamW([nn.Parameter(each.detach().clone()) for each in parameters], lr=0.5)
+    other = local.AdamW([nn.Parameter(each.detach().clone()) for each in parameters], lr=0.5)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for own in (optimizer, other):
         for parameter in own.param_groups[0]["params"]:
@@ -65,7 +65,7 @@ def test_it_goes_on_with_the_state_of_torch_s(natively):
 
 def test_what_c_does_not_take_is_torch_s(natively):
     generator = torch.Generator()
-    parameters, optimizer = _train(adamw.AdamW, 2, 0.0, generator)
+    parameters, optimizer = _train(local.AdamW, 2, 0.0, generator)
     assert len(natively) == 1
     optimizer.state[parameters[0]]["step"] += 1  # steps of different numbers
     before = [each.detach().clone() for each in parameters]
@@ -78,7 +78,7 @@ def test_what_c_does_not_take_is_torch_s(natively):
 
 
 def test_parameters_without_a_gradient_are_left_alone(natively):
-    parameters, optimizer = _train(adamw.AdamW, 2, 0.5, torch.Generator())
+    parameters, optimizer = _train(local.AdamW, 2, 0.5, torch.Generator())
     before = [each.detach().clone() for each in parameters]
     parameters[1].grad = None
     count = len(natively)
@@ -93,7 +93,7 @@ def test_parameters_without_a_gradient_are_left_alone(natively):
 
 def test_autograd_notices_a_step(natively):
     parameter = nn.Parameter(torch.ones(4))
-    optimizer = adamw.AdamW([parameter], lr=0.1)
+    optimizer = local.AdamW([parameter], lr=0.1)
     parameter.grad = torch.ones(4)
     optimizer.step()
     out = (parameter * parameter).sum()

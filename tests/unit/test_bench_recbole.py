@@ -11,7 +11,7 @@ from freescale_bench.quality.bench import Plan
 from freescale_bench.quality.recbole import PEER, bench_recbole, read_earlier
 from freescale_bench.quality.table import format_recbole
 
-from freescale.ledger.machine import describe_machine
+from freescale.ledger.collector import describe_machine
 
 TINY = ["width=8", "layers=1", "heads=1", "epochs=1", "max_length=6", "negatives=3"]
 ROW = {"arm": PEER, "seconds": 3e4, "epochs": 20, "hr@10": 0.5, "ndcg@10": 0.25}

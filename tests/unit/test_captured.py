@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from freescale.batch import Jagged, SequenceBatch
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
+from freescale.pipeline.captured.graphs import StaticBatch, can_pad
 from freescale.pipeline.captured.sizes import choose_size, pad_lengths
-from freescale.pipeline.captured.static_batch import StaticBatch, can_pad
 from freescale.random import derive
 
 LONGEST = 40

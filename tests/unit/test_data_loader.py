@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from freescale.batch import Jagged, SequenceBatch
 from freescale.data import SplitSpec, prefetch
-from freescale.data.batches.negative_draws import draw_negatives
-from freescale.data.batches.negatives import choose_negatives_per
+from freescale.data.batches.negatives import choose_negatives_per, draw_negatives
 from freescale.data.batches.splits import LEAST_EVENTS, find_ends, find_later, find_window
 from freescale.data.histories import RowGroup
 from freescale.random import derive, hash_name, integers

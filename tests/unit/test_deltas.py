@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import torch
 from helpers.deltas import EVICTING, export, find_differences, list_states, read_export, train
@@ -17,6 +19,7 @@ from helpers.ranks import run_ranks
 from helpers.time_order import configure, write_events
 
 from freescale import Subscriber
+from freescale.recommend.inputs import HistoryReader
 from freescale.train import run as run_module
 from freescale.train.deltas.folder import DeltaFolder, Missing
 from freescale.train.state.disk import Damaged
@@ -233,6 +236,32 @@ def test_a_missing_delta_is_in_a_later_full_export(run, copied, tmp_path):
     assert subscriber.update() == number - 1
     found = read_export(subscriber.write(tmp_path / "found"))
     assert find_differences(found, export(run, tmp_path / "expected", step)) == []
+
+
+def test_a_full_export_that_goes_while_it_is_read(run, copied, tmp_path, monkeypatch):
+    """The run publishes another one and removes it: what is listed may be gone."""
+    subscriber = Subscriber(copied)
+    subscriber.compact()
+    expected = read_export(subscriber.write(tmp_path / "expected"))
+    listed, before = subscriber._files.list_numbers(), [([0], [0])]
+
+    def list_numbers(self):
+        return before.pop() if before else listed
+
+    shutil.rmtree(copied / "deltas" / "00000000.full")
+    monkeypatch.setattr(DeltaFolder, "list_numbers", list_numbers)
+    found = read_export(subscriber.write(tmp_path / "found"))
+    assert find_differences(found, expected) == []
+    before.append(([0], [0]))
+    assert len(subscriber.load().items) and not before
+
+
+def test_a_loaded_model_reads_no_vocabulary_that_may_go(copied):
+    loaded = Subscriber(copied).load().loaded
+    shutil.rmtree(copied / "deltas")
+    assert "item_id" in loaded.texts.column("column").to_pylist()
+    texts = pa.table({"column": ["action"], "id": [7], "text": ["buy"]})
+    assert HistoryReader(replace(loaded, texts=texts))._action_codes == {"buy": 7}
 
 
 def test_a_delta_of_another_run_is_refused(copied, tmp_path):

@@ -31,7 +31,7 @@ from freescale.models import (
     Retrieval,
     start_histories,
 )
-from freescale.recommend.padded import PaddedEncoder
+from freescale.recommend.portable import PaddedEncoder
 from freescale.train.build import build_balancer, build_module
 from freescale.train.build_balancer import count_extra_work
 from freescale.transport.local import LocalTransport

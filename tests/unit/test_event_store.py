@@ -30,8 +30,7 @@ from freescale.data.store import build as store_build
 from freescale.data.store import window_index
 from freescale.data.store.build import append_to_store, open_store, plan_merge
 from freescale.data.store.event_store import EventStore
-from freescale.data.store.samples import SampleRule
-from freescale.data.store.window_index import WindowIndex
+from freescale.data.store.window_index import SampleRule, WindowIndex
 
 CASES = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -13,14 +13,14 @@ from freescale.config.metrics import (
     list_metrics,
     select_headlines,
 )
-from freescale.train.learning_rate import build_learning_rate
-from freescale.train.metrics import (
+from freescale.train.evaluate import (
     MISS,
     area_under_curve,
     group_area_under_curve,
     normalized_entropy,
     ranking_quality,
 )
+from freescale.train.learning_rate import build_learning_rate
 
 
 def test_ranking_quality():

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from freescale.cli.main import main
+from freescale.simulate.network import list_names
 from freescale.simulate.recovery import (
     BUDDY,
     DISK,
@@ -17,7 +18,6 @@ from freescale.simulate.recovery import (
     compute_useful_time,
     load_recovery,
 )
-from freescale.simulate.shipped import list_names
 
 COSTS = RecoveryCosts(
     "by hand",

@@ -15,8 +15,8 @@ from freescale.cli.main import main
 from freescale.config import SimulateConfig
 from freescale.data.synthetic.generate import generate
 from freescale.simulate.compute import CALIBRATIONS, Model, load_calibration, parse_calibration
+from freescale.simulate.network import list_names
 from freescale.simulate.run import run_simulation
-from freescale.simulate.shipped import list_names
 
 
 def simulated(*arguments: str):

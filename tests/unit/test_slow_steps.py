@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freescale.ledger.slow_steps import SlowSteps, explain
+from freescale.ledger.collector import SlowSteps, explain
 
 
 def figures(step: int, seconds: float, **changes) -> dict:

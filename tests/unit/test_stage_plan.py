@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from freescale.embedding import collision
-from freescale.pipeline.stage_plan import Stage, plan_stages
+from freescale.pipeline.row_stages import Stage, plan_stages
 
 REQUEST, COMPARE, RESOLVE = Stage
 

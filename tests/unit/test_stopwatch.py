@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from freescale.ledger.clock import Clock
+from freescale.ledger.ledger import Clock
 from freescale.pipeline.stopwatch import Stopwatch
 
 

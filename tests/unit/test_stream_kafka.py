@@ -104,15 +104,22 @@ def test_values_of_avro(cluster, tmp_path):
 
 def test_an_empty_partition_holds_up_the_others_unless_it_is_idle(cluster, tmp_path):
     producer, address = cluster
-    for event in make_events(100, 4).to_pylist():
-        producer.produce("uneven", json.dumps(event).encode(), partition=1)
-    producer.flush(20)
+
+    def produce(since):
+        for event in make_events(100, 4).to_pylist():
+            event["timestamp"] += since
+            producer.produce("uneven", json.dumps(event).encode(), partition=1)
+        producer.flush(20)
+
+    produce(0)
     stream = open_one(tmp_path / "s", f"kafka://{address}/uneven")
     for _ in range(8):
         assert not stream.advance(0.1)
     stream.close()
     stream = open_one(tmp_path / "s", f"kafka://{address}/uneven", idle_partition=0.3)
     read_until(stream, 3)
+    produce(4 * 3600)  # of a partition that was held because it was ahead
+    read_until(stream, 7)
     stream.close()
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from freescale.data.batches.prefetch import prefetch
+from freescale.data.batches.workers import prefetch
 from freescale.transport.threads import start_thread
 
 

@@ -10,7 +10,7 @@ from freescale.config import RunConfig
 from freescale.config.time_order import parse_duration
 from freescale.data import ReadSpec
 from freescale.data.batches.global_batches import GlobalBatches
-from freescale.data.store.calendar import Calendar, plan_calendar
+from freescale.train.time_order import Calendar, plan_calendar
 
 RANKING = {"task": "ranking", "labels": "click"}
 

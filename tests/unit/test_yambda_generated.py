@@ -22,7 +22,7 @@ from freescale.data.synthetic.yambda import (
     compute_chances,
     generate_yambda,
 )
-from freescale.train.metrics import area_under_curve
+from freescale.train.evaluate import area_under_curve
 
 SMALL = {"users": 150, "items": 2000, "median": 150, "cap": 900}
 

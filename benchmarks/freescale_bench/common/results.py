@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from freescale.ledger.machine import describe_machine, get_versions
+from freescale.ledger.collector import describe_machine, get_versions
 from freescale_bench.common.repository import find_commit, find_repository, require_repository
 
 Result = dict[str, Any]

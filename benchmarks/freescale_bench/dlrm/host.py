@@ -31,7 +31,7 @@ from freescale.embedding.placement import Wanted
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.storage.cached import CachedStorage
 from freescale.ledger.ledger import Ledger
-from freescale.pipeline.dense.adamw import AdamW
+from freescale.pipeline.dense.local import AdamW
 from freescale.pipeline.pipeline import Pipeline
 from freescale.transport.local import LocalTransport
 from freescale_bench.common.ranks import get_gpu_name, require_gpu

@@ -25,7 +25,7 @@ from freescale.embedding.groups.sharded import Sharded
 from freescale.embedding.layout import ShardLayout, find_feature_ids
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.ledger.record import KINDS
-from freescale.pipeline.dense.adamw import AdamW
+from freescale.pipeline.dense.local import AdamW
 from freescale.pipeline.pipeline import Pipeline
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import gather_json, open_rank, start_ranks

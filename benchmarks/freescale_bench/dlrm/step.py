@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import freescale
-from freescale.pipeline.dense.adamw import AdamW
+from freescale.pipeline.dense.local import AdamW
 from freescale.pipeline.pipeline import Pipeline
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import get_gpu_name, open_rank, require_gpu

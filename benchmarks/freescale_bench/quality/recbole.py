@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freescale.ledger.machine import describe_machine
+from freescale.ledger.collector import describe_machine
 from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import (
     Destination,

@@ -11,10 +11,9 @@ import numpy as np
 from freescale.config import SimulateConfig
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.simulate.inputs import build_cluster, build_workload
-from freescale.simulate.recovery import MEMORY
+from freescale.simulate.recovery import ALL, BASE, MEMORY, UNBALANCED
 from freescale.simulate.run import Plans, run_simulation
 from freescale.simulate.simulator import Setting
-from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale.simulate.workload import Demand, Rows
 from freescale_bench.common.results import Destination, Row, at_least, write
 

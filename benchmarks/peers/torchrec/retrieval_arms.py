@@ -30,8 +30,7 @@ from torchrec.streamable import Pipelineable
 from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
-from freescale.data.batches.prefetch import prefetch
-from freescale.data.batches.workers import read_ahead
+from freescale.data.batches.workers import prefetch, read_ahead
 from freescale.embedding.layout import TableSpec
 from freescale.embedding.storage.api import draw_initial_rows
 from freescale.pipeline.precision import choose_precision, make_autocast, supports_bf16

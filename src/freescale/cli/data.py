@@ -98,8 +98,7 @@ def inspect(data: str, write_schema: Path | None, **given: Any) -> None:
     features, and ends with the command to train on it.
     """
     from freescale.config.features import write_schema as spell_schema
-    from freescale.data.features.inspection import inspect_features
-    from freescale.data.inspection import describe_inspection, inspect_histories
+    from freescale.data.inspection import describe_inspection, inspect_features, inspect_histories
     from freescale.train.build import find_cache
 
     ranking = {"task": "ranking"} if given["labels"] else {}

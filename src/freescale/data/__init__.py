@@ -4,9 +4,9 @@ batches; flat tables; and synthetic histories."""
 from __future__ import annotations
 
 from freescale.data.batches.loader import Histories
-from freescale.data.batches.prefetch import prefetch
 from freescale.data.batches.specs import NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.batches.time_order import TimeSpec
+from freescale.data.batches.workers import prefetch
 from freescale.data.flat.table import FlatTable
 from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.interactions import read_interactions

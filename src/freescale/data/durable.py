@@ -25,6 +25,11 @@ def replace_file(path: Path, data: bytes) -> None:
     """Writes a file that is whole or, if this is interrupted, as it was."""
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(data)
+    put_in_place(part, path)
+
+
+def put_in_place(part: Path, path: Path) -> None:
+    """Renames a written file to its own name."""
     sync(part)
     os.replace(part, path)
     sync(path.parent)

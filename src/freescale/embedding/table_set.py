@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.groups.local import LocalGroup
-from freescale.embedding.groups.replicated import Replicated
+from freescale.embedding.groups.local import LocalGroup, Replicated
 from freescale.embedding.groups.sharded import Sharded
 from freescale.embedding.host_tables.tiers import Tier
 from freescale.embedding.layout import Layout, TableSpec

@@ -6,8 +6,13 @@ Rank 0 merges the steps that all ranks have finished and writes `ledger.jsonl` (
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import platform
 import resource
+import statistics
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +23,127 @@ import torch
 
 from freescale.config import TrainConfig
 from freescale.ledger.ledger import Ledger
-from freescale.ledger.machine import describe_machine, get_versions
 from freescale.ledger.merge import merge_step
 from freescale.ledger.record import shift_clock
-from freescale.ledger.slow_steps import SlowSteps
 from freescale.ledger.summary import Summary
 from freescale.ledger.trace import make_header, make_step_events, write_trace
+
+_HISTORY = 100  # earlier steps for comparison
+_ENOUGH = 10  # steps before the first comparison
+_TIMES = 3.0  # a slow step takes this many times the usual time
+_MORE_MS = 1000.0  # and at least this much more: short steps vary
+_KEPT = 20  # slow steps in ledger.json
+
+
+class SlowSteps:
+    """Finds slow steps, one step at a time."""
+
+    def __init__(self) -> None:
+        self._before: deque[float] = deque(maxlen=_HISTORY)
+        self._fresh: list[dict[str, Any]] = []
+        self.found: list[dict[str, Any]] = []  # the slowest of the run, in order
+
+    def add(self, figures: Mapping[str, Any]) -> None:
+        """Adds the figures of the next step."""
+        lasts = figures["step_ms"]
+        if len(self._before) >= _ENOUGH:
+            usual = statistics.median(self._before)
+            if lasts > max(_TIMES * usual, usual + _MORE_MS):
+                slow = {"seconds": lasts / 1e3, "usual": usual / 1e3, "why": explain(figures)}
+                # steps are counted from 0 here, and from 1 elsewhere
+                self._fresh.append({"step": figures["step"] + 1, "slow_step": slow})
+        self._before.append(lasts)
+
+    def take(self) -> list[dict[str, Any]]:
+        """Returns the slowest found since the last call: one warning is enough."""
+        fresh, self._fresh = self._fresh, []
+        slowest = sorted([*self.found, *fresh], key=_get_seconds)[-_KEPT:]
+        self.found = sorted(slowest, key=lambda entry: int(entry["step"]))
+        return [max(fresh, key=_get_seconds)] if fresh else []
+
+
+def explain(figures: Mapping[str, Any]) -> str:
+    """What a step waited for and which rank caused it, from its line of ledger.jsonl."""
+    straggler, exposed = figures["straggler_ms"], figures["exposed_ms"]
+    ranks = len(straggler)
+    busy, late = _find_work(figures["busy_ms"], straggler)
+    parts = {
+        "straggler": sum(straggler) / max(1, ranks - 1),
+        "exposed": sum(exposed.values()),
+        "lanes": max(figures["lane_ms"]),
+        "work": max((values[late] for values in figures["busy_ms"].values()), default=0.0),
+    }
+    # Others wait while one works: their wait is what it costs.
+    waits = [name for name in parts if name != "work" and parts[name] > figures["step_ms"] / 2]
+    largest = max(waits or parts, key=lambda name: parts[name])
+    seconds = parts[largest] / 1e3
+    if largest == "straggler" and ranks > 1:
+        return f"the other ranks waited {seconds:.2f} s for rank {late}{busy}"
+    if largest == "exposed":
+        kind = max(exposed, key=lambda name: float(exposed[name]))
+        worst = figures["exposed_ms_per_rank"].index(max(figures["exposed_ms_per_rank"]))
+        return f"{seconds:.2f} s of waiting for {kind} on their way, longest on rank {worst}"
+    if largest == "lanes":
+        rank = figures["lane_ms"].index(parts["lanes"])
+        return f"rank {rank} waited {seconds:.2f} s for its own lanes"
+    return f"rank {late} worked{busy}"
+
+
+def _find_work(busy: Mapping[str, Sequence[float]], straggler: Sequence[float]) -> tuple[str, int]:
+    """The longest span of the rank that waited least, as text, and that rank."""
+    late = straggler.index(min(straggler))
+    if not busy:
+        return "", late
+    name = max(busy, key=lambda span: busy[span][late])
+    return f" ('{name}' for {busy[name][late] / 1e3:.2f} s)", late
+
+
+def _get_seconds(entry: Mapping[str, Any]) -> float:
+    return float(entry["slow_step"]["seconds"])
+
+
+def describe_machine() -> dict[str, Any]:
+    """Returns CPU, cores, memory and GPU of this machine."""
+    import torch
+
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = _find_entry(info, "model name")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cpu = model or _lscpu() or platform.machine()
+    return {
+        "cpu": cpu,
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "gpu": gpu,
+    }
+
+
+def _lscpu() -> str | None:
+    try:
+        done = subprocess.run(["lscpu"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return _find_entry(done.stdout, "Model name")
+
+
+def _find_entry(text: str, name: str) -> str | None:
+    lines = (line for line in text.splitlines() if line.startswith(name))
+    return next((line.split(":", 1)[1].strip() for line in lines), None)
+
+
+def get_versions(*packages: str) -> dict[str, str]:
+    """Versions of Python, torch (with build, as `2.15.0+cu132`), numpy and installed `packages`."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("numpy", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def measure_peak_memory(device: torch.device | str = "cpu") -> dict[str, int]:

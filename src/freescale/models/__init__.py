@@ -4,6 +4,7 @@ from freescale.models.dlrm import DlrmHSTU, DlrmRanking
 from freescale.models.encoder import Encoder
 from freescale.models.features import (
     FeatureTables,
+    ItemTower,
     add_features,
     embed_features,
     sum_features,
@@ -16,7 +17,6 @@ from freescale.models.incremental import (
     encode_states,
     start_histories,
 )
-from freescale.models.item_tower import ItemTower
 from freescale.models.sasrec import SASRec
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.groups.replicated import ReplicatedRows
+from freescale.embedding.groups.local import ReplicatedRows
 from freescale.embedding.lease import Capture
 from freescale.embedding.request import Requested, RequestPart, Resident, RowParts
 from freescale.embedding.rows import TrainingRows

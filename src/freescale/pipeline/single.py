@@ -8,14 +8,15 @@ On a GPU all of it is issued on one stream, and the host reads nothing of the de
 of the device by up to two steps (the watch over the losses holds it there). While the device
 computes, the host takes the following batch and starts its copy, on a stream of its own. Where
 tables are at home in host memory, the following batch is taken before the step, and its rows become
-resident while the step computes (rows_ahead.py). It trains the same bits as the serial schedule.
+resident while the step computes (`RowsAhead`). It trains the same bits as the serial schedule.
 Batches that CUDA graphs compute are padded, and products of other sizes add up in another order:
 the serial schedule for them is `SerialSingle`, which has the same sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,95 @@ import torch
 from torch import Tensor
 
 from freescale.batch import SequenceBatch
-from freescale.embedding.groups.local import Collected
+from freescale.embedding.groups.local import Collected, LocalRequest
 from freescale.embedding.lease import Capture
 from freescale.embedding.sharded_model import ShardedModel
+from freescale.embedding.tables import Tables
+from freescale.ledger.ledger import Ledger
 from freescale.pipeline.agreement import Agreement, agree_alone
 from freescale.pipeline.captured.graphs import Graphs, can_capture
+from freescale.pipeline.lane import Job, Lane, Moment
 from freescale.pipeline.next_batch import check_batch, copy_to_device, count_batch
-from freescale.pipeline.rows_ahead import ResidentRows, RowsAhead
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
 from freescale.streams import current_stream, record_event_on
+from freescale.transport.api import Transport
+
+
+class ResidentRows:
+    """The rows of a batch, on their way into the cache."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.micro: list[SequenceBatch] = []
+        self.requests: list[LocalRequest] = []
+
+
+class RowsAhead:
+    """The lane of a single rank."""
+
+    def __init__(self, tables: Tables, transport: Transport) -> None:
+        self._tables, self._lane = tables, Lane("ahead", transport)
+        self._jobs: list[Job] = []  # not waited for
+        # The step before the last one was issued by then. None: whoever waited for all jobs may
+        # have written to the tables since.
+        self._before: Moment | None = None
+
+    def begin(
+        self,
+        batch: SequenceBatch,
+        copied: torch.cuda.Event | None,
+        split: Callable[[SequenceBatch], list[SequenceBatch]],
+    ) -> ResidentRows:
+        """Begins to make the rows of a batch resident, which is on the device from `copied` on.
+        `split` cuts it into micro-batches."""
+        rows = ResidentRows()
+
+        def prepare() -> None:
+            """On the thread and stream of the lane."""
+            if copied is not None:
+                current_stream(self._lane.device).wait_event(copied)
+            rows.micro = split(batch)
+            rows.requests = self._tables.local.request(rows.micro, self._lane.transport)
+
+        tensors = list(batch.tensors()) if batch.packed is None else [batch.packed]
+        now = Moment(self._lane.device)
+        now.reach()
+        rows.job = self._lane.submit(prepare, tensors, self._before or now)
+        self._before = now
+        self._jobs.append(rows.job)
+        return rows
+
+    def wait(self, rows: ResidentRows, ledger: Ledger) -> None:
+        """The main thread and its stream wait for the rows of a batch."""
+        assert rows.job is not None
+        with ledger.span("arrive"):
+            rows.job.wait()
+        self._jobs.remove(rows.job)
+        for request in rows.requests:
+            for tensor in request.list_tensors():
+                self._lane.lend(tensor)
+        for batch in rows.micro:
+            for tensor in batch.tensors():
+                self._lane.lend(tensor)
+
+    def wait_for_all(self) -> None:
+        """The caller's thread and stream go on after all that was begun: it may read the tables.
+        What went wrong is raised by the step that needs the rows."""
+        self._before = None
+        for job in self._jobs:
+            with suppress(Exception):
+                job.wait()
+
+    def rest(self) -> None:
+        """However a run ended: nothing is under way any more."""
+        self.wait_for_all()
+        self._jobs.clear()
+        self._lane.rest()
+
+    def close(self) -> None:
+        self._lane.close()
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ gradients, the tables equal those of the serial schedule bit for bit (docs/how/s
 
 A row of i+1 collides if batch i reads it too: it waits for i's update. The gradients of i are
 urgent for these rows. For all others they are deferred to stage 3 of step i+1: batch i+1 does not
-read these rows, so 5 may overtake 3. Stages 1 and 2 run earlier on some machines (stage_plan.py);
+read these rows, so 5 may overtake 3. Stages 1 and 2 run earlier on some machines (`StagePlan`);
 if lane `input` does stage 1, it requests i+2 as soon as that batch is there.
 
 Between stages 3 and 5 of step i the rows are those after step i-1. There an asynchronous checkpoint
@@ -38,10 +38,9 @@ from freescale.pipeline.in_flight import IncomingBatch, InFlight, RowUpdates, St
 from freescale.pipeline.lane import Lane, Moment
 from freescale.pipeline.next_batch import BatchPreparation
 from freescale.pipeline.process_memory import share_heap, trim_heap
-from freescale.pipeline.row_stages import RowStages
+from freescale.pipeline.row_stages import RowStages, plan_stages
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
-from freescale.pipeline.stage_plan import plan_stages
 from freescale.pipeline.step_result import StepResult
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from freescale.ledger.clock import Clock
+from freescale.ledger.ledger import Clock
 
 
 class _ThreadClock:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.config.columns import parse_columns
-from freescale.data.catalogue import UNKNOWN, read_texts
+from freescale.data.catalogue import UNKNOWN, read_texts, select_texts
 from freescale.data.features.fitting import Fitted, encode_all
 from freescale.data.ingest.column_names import find_roles
 from freescale.data.ingest.interactions import make_action
@@ -212,7 +212,11 @@ class HistoryReader:
 
     @cached_property
     def _action_codes(self) -> dict[Any, int] | None:
-        found = read_texts(self._loaded.vocabulary, "action")
+        texts = self._loaded.texts
+        if texts is not None:  # the file may be of another state, or gone
+            found = select_texts(texts, "action")
+        else:
+            found = read_texts(self._loaded.vocabulary, "action")
         return None if found is None else dict(zip(found[1].to_pylist(), found[0].tolist()))
 
     @cached_property

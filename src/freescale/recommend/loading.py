@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +53,7 @@ class Loaded:
         time_unit: of timestamps; None if it is not known.
         checkpoint: of a run; None for an export.
         described: of a run, its data.
+        texts: the vocabulary of a `Subscriber`, whose file may be of another state, or gone.
     """
 
     folder: Path
@@ -64,6 +66,7 @@ class Loaded:
     time_unit: str | None
     checkpoint: Intact | None
     described: RunData | None = None
+    texts: pa.Table | None = None
 
 
 def load_model(folder: Path, checkpoint: str | None = None, data: str | None = None) -> Loaded:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copyfile
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,11 +21,12 @@ from freescale.data.ingest.ids import VOCABULARY
 from freescale.recommend.loading import Loaded, build_plain
 from freescale.recommend.recommender import Recommender
 from freescale.train.deltas.changes import apply_items, apply_table
-from freescale.train.deltas.folder import ABOUT as MANIFEST
 from freescale.train.deltas.folder import DeltaFolder, Manifest, Missing
 from freescale.train.export import write_tensors
 from freescale.train.export_folder import EXPORT, write_about
 from freescale.train.state.disk import Damaged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,12 @@ class Subscriber:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder)
         self._files = DeltaFolder(path / "deltas" if (path / "deltas").is_dir() else path)
-        full, _ = self._files.list_numbers()
-        if not full:
-            how = "train with --deltas, and wait for the first checkpoint"
-            raise Missing(f"{folder} has published nothing: {how}")
-        self._state = self._begin(full[-1])
+        if not self._files.list_numbers()[0]:
+            raise Missing(
+                f"{folder} has published nothing: train with --deltas, and wait for the first "
+                "checkpoint"
+            )
+        self._state = self._read_full(self._begin)
         self.update()
 
     @property
@@ -81,11 +85,14 @@ class Subscriber:
             except (Missing, Damaged, FileNotFoundError) as error:
                 if not full or full[-1] < following:
                     raise Missing(str(error)) if isinstance(error, OSError) else error from None
-                self._state = self._begin(full[-1])
+                self._state = self._read_full(self._begin)
 
     def load(self, device: str | torch.device = "cpu") -> Recommender:
-        """The model as it is now; later updates do not change it."""
-        folder, state = self._full, self._state
+        """The model as it is now, which later updates do not change."""
+        return self._read_full(lambda number: self._load(number, torch.device(device)))
+
+    def _load(self, number: int, device: torch.device) -> Recommender:
+        folder, state = self._files.path(number, full=True), self._state
         has_features = (folder / FOLDER / ABOUT).is_file()
         features = FeatureStore(folder / FOLDER) if has_features else None
         config, weights = RunConfig.read(folder), dict(state.weights)
@@ -94,15 +101,16 @@ class Subscriber:
             weights["table.item"] = item | {"weight": item["weight"].clone()}
         vocabulary = folder / VOCABULARY if (folder / VOCABULARY).is_file() else None
         module = build_plain(config, weights, state.items, features)
-        more = vocabulary, None, self._time_unit, None
-        loaded = Loaded(folder, config, module, state.items, features, *more)
-        recommender = Recommender(loaded, torch.device(device))
-        _ = recommender.reader.actions  # reads the file, which may go
-        return recommender
+        more = vocabulary, None, _read_unit(folder), None
+        given = folder, config, module, state.items, features, *more
+        return Recommender(Loaded(*given, texts=state.vocabulary), device)
 
     def write(self, folder: str | Path) -> Path:
         """Writes the model as it is now as an export, equal to one of the run at this step."""
-        source, state, out = self._full, self._state, Path(folder)
+        return self._read_full(lambda number: self._write(number, Path(folder)))
+
+    def _write(self, number: int, out: Path) -> Path:
+        source, state = self._files.read(number, full=True), self._state
         out.mkdir(parents=True, exist_ok=True)
         (out / EXPORT).unlink(missing_ok=True)  # the last file: without it there is no export
         for name, tensors in state.weights.items():
@@ -110,8 +118,11 @@ class Subscriber:
         state.items.write(out)
         if state.vocabulary is not None:
             pq.write_table(state.vocabulary, out / VOCABULARY)
-        copytree(source, out, dirs_exist_ok=True, ignore=_ignore_written)  # unchanged files
-        write_about(out, self._time_unit, self.last.step)
+        for name in source.about["files"]:  # settings and features, which stay
+            if name not in (ITEMS, VOCABULARY, EXPORT) and not name.endswith(".safetensors"):
+                (out / name).parent.mkdir(exist_ok=True)
+                copyfile(source.path / name, out / name)
+        write_about(out, _read_unit(source.path), self.last.step)
         return out
 
     def compact(self) -> Path:
@@ -125,14 +136,15 @@ class Subscriber:
         path = self.write(self._files.begin(last.number))
         return self._files.finish(path, last.number, about).path
 
-    @property
-    def _full(self) -> Path:
-        return self._files.path(self._files.list_numbers()[0][-1], full=True)
-
-    @property
-    def _time_unit(self) -> str | None:
-        text = (self._full / EXPORT).read_text(encoding="utf-8")
-        return json.loads(text)["time_unit"]  # type: ignore[no-any-return]
+    def _read_full(self, read: Callable[[int], T]) -> T:
+        """Reads the newest full export; a later one if the run removes it meanwhile."""
+        while True:
+            number = self._files.list_numbers()[0][-1]
+            try:
+                return read(number)
+            except (FileNotFoundError, Damaged):
+                if self._files.list_numbers()[0][-1] == number:
+                    raise
 
     def _begin(self, number: int) -> _State:
         """The state of a full export."""
@@ -160,7 +172,9 @@ class Subscriber:
         return _State(link, weights, items, vocabulary)
 
 
-_ignore_written = ignore_patterns("*.safetensors", "*.parquet", EXPORT, MANIFEST)
+def _read_unit(folder: Path) -> str | None:
+    about = json.loads((folder / EXPORT).read_text(encoding="utf-8"))
+    return about["time_unit"]  # type: ignore[no-any-return]
 
 
 def load_file(path: Path) -> dict[str, Tensor]:

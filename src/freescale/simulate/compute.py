@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from freescale.balance.cost import square
 from freescale.config import SimulateConfig
-from freescale.simulate.shipped import check_number, find_file
+from freescale.simulate.network import check_number, find_file
 from freescale.visible import Visible
 
 CALIBRATIONS = Path(__file__).parent / "calibrations"

@@ -28,15 +28,19 @@ from freescale.simulate.output import collect_run
 from freescale.simulate.placed_tables import PlacedTables, list_growth, place_tables
 from freescale.simulate.recorded_workload import RecordedWorkload
 from freescale.simulate.recovery import (
+    ALL,
+    BASE,
     BUDDY,
     DISK,
+    GIVEN,
     MEMORY,
+    UNBALANCED,
     Training,
     compute_useful_time,
     load_recovery,
+    write_verdict,
 )
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
-from freescale.simulate.verdict import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.simulate.workload import Workload
 
 

@@ -15,9 +15,8 @@ from freescale.config import RunConfig, SimulateConfig
 from freescale.report.console import print_ledger
 from freescale.simulate.network import list_presets, load_preset
 from freescale.simulate.plan import GPUS, PRESETS, describe_plans, plan_recipe
-from freescale.simulate.recovery import PARTS
+from freescale.simulate.recovery import BASE, GIVEN, PARTS
 from freescale.simulate.run import Outcome, run_simulation
-from freescale.simulate.verdict import BASE, GIVEN
 
 _WIDE = 120  # columns of a table, if the output is not a terminal
 

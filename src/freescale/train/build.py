@@ -24,17 +24,16 @@ from freescale.embedding.optimizers import RowOptimizer, choose_row_optimizer
 from freescale.embedding.parallelize import parallelize
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.folders import find_cache_folder
-from freescale.models.dlrm import DlrmHSTU
+from freescale.models.dlrm import DlrmHSTU, DlrmRanking
 from freescale.models.encoder import Encoder
 from freescale.models.features import FeatureTables
 from freescale.models.heads import Ranking, Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.sasrec import SASRec
-from freescale.pipeline.dense.adamw import AdamW
+from freescale.pipeline.dense.local import AdamW
 from freescale.pipeline.pipeline import Pipeline
 from freescale.stores.path import as_path, is_store
 from freescale.train.build_balancer import build_balancer, count_extra_work
-from freescale.train.build_dlrm import build_dlrm, build_dlrm_encoder
 from freescale.train.evaluate import evaluate_ranking
 from freescale.train.evaluate_retrieval import evaluate_retrieval
 from freescale.train.learning_rate import build_learning_rate
@@ -356,3 +355,33 @@ def evaluate_part(
         training = load_histories(config, path, model.transport, trained=trained)
     popularity = training.count_items_of if baseline and training is not None else None
     return evaluate_retrieval(model, data, popularity=popularity, keep=keep, features=data.features)
+
+
+def build_dlrm_encoder(config: RunConfig, context: int, **shared: Any) -> DlrmHSTU:
+    """Builds the encoder of a model with `context` tokens. `shared`: options of every encoder."""
+    if context and config.data.candidates > 1:
+        raise ValueError(
+            f"--candidates {config.data.candidates} with --head dlrm and features of requests: "
+            "their tokens stand before the history, so that a sample has one request; give "
+            "--candidates 1"
+        )
+    model, longest = config.model, shared.pop("max_length") + context
+    return DlrmHSTU(
+        context=context,
+        positions=model.positions or longest + context + 1,
+        time_buckets=model.time_buckets,
+        max_length=longest,
+        **shared,
+    )
+
+
+def build_dlrm(config: RunConfig, encoder: DlrmHSTU, **sizes: Any) -> DlrmRanking:
+    """Builds the head around an encoder. `sizes`: of its tables."""
+    model = config.model
+    return DlrmRanking(
+        encoder,
+        tasks=config.label_names,
+        input_hidden=model.input_hidden or max(1, model.width // 2),
+        head_hidden=model.head_hidden or model.width,
+        **sizes,
+    )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # they import pyarrow and kernels
     from freescale.data.batches.loader import Histories
     from freescale.embedding.sharded_model import ShardedModel
     from freescale.pipeline.pipeline import Pipeline
-    from freescale.train.best import Best
+    from freescale.train.position import Best
     from freescale.train.state.checkpoints import Checkpoints
 
 Metrics = Mapping[str, Mapping[str, float]]  # {"model": {"hr@10": 0.1}, "popularity": {...}}

@@ -24,8 +24,7 @@ from freescale.kernels.softmax.scores import (
     score_targets,
     split_queries,
 )
-from freescale.train.evaluate import gather_rows, visit_batches
-from freescale.train.metrics import MISS, ranking_quality
+from freescale.train.evaluate import MISS, gather_rows, ranking_quality, visit_batches
 from freescale.train.sample_ranks import SampleRanks
 from freescale.transport.api import Transport
 

@@ -30,6 +30,7 @@ from freescale.train.time_order import find_split, open_file
 
 EXPORT = "export.json"
 _VERSION = 1
+_TRIES = 10
 _BEFORE = -(1 << 63)  # before all times
 
 
@@ -85,12 +86,14 @@ class RunData:
         """[n]: events of items [n] before the end of a window."""
         if self._counted > end:  # the counts belong to a later checkpoint
             self._counted, self._counts = _BEFORE, Counter()
-        try:
-            items = self._list_streamed(end)
-        except FileNotFoundError:  # segments were merged meanwhile
-            items = self._list_streamed(end)
-        self._counts.update(items)
-        self._counted = end
+        for left in reversed(range(_TRIES)):
+            try:
+                found = Counter(self._list_streamed(end))
+                break
+            except FileNotFoundError:  # segments were merged meanwhile
+                if not left:
+                    raise
+        self._counts, self._counted = self._counts + found, end
         return np.array([self._counts[key] for key in keys.tolist()], np.int64)
 
     def _list_streamed(self, end: int) -> list[int]:

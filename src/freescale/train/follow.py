@@ -12,16 +12,22 @@ from threading import Thread
 from typing import IO, Any
 
 from freescale.config import RunConfig
+from freescale.config.data import DataConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.store.event_store import EventStore
 from freescale.data.store.window_index import WindowIndex
-from freescale.data.stream.opening import open_stream
+from freescale.data.stream.folder import FolderSource
+from freescale.data.stream.parsing import Parser
+from freescale.data.stream.source import Source
 from freescale.data.stream.stream import FIRST, HISTORIES, STORE, Manifest, Stream, read_manifests
+from freescale.data.stream.windows import WindowRule
 from freescale.train.position import Position
 from freescale.train.run_folder import lock_folder
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import RemoteError, run_on_rank_0
 
+# Settings that decide what windows hold: they stay as they are while a run goes on.
+_FIXED = ("columns", "missing", "window", "lateness", "late", "event_id", "event_id_windows")
 FOLDER = "stream"  # name of the folder, in that of a run
 _POLL = 0.25  # seconds between two messages of the ranks, and two looks at the source
 _LONG = {"position", "partitions", "tops", "texts"}  # fields of a manifest that logs leave out
@@ -191,3 +197,37 @@ class Follower:
             self._stream.close()
         if self._lock is not None:
             self._lock.close()
+
+
+def open_stream(data: DataConfig, labels: str, folder: Path) -> Stream:
+    """Opens or begins the stream in a folder.
+
+    Raises:
+        ValueError: there is no such source, or the folder has a stream with other settings.
+    """
+    assert data.follow is not None
+    parser = Parser(data, labels)
+    rule = WindowRule(0, drops=data.late == "drop")
+    rule.oldest = data.event_id_windows if data.event_id else None
+    about = {name: getattr(data, name) for name in _FIXED} | {"labels": labels}
+    return Stream(
+        folder,
+        _open_source(data, parser),
+        parser,
+        rule,
+        (data.window_length, data.lateness_length),
+        about,
+        data.event_id_windows,
+        data.idle_partition,
+    )
+
+
+def _open_source(data: DataConfig, parser: Parser) -> Source:
+    assert data.follow is not None
+    if data.follow.startswith("kafka://"):
+        from freescale.data.stream.kafka import KafkaSource
+
+        return KafkaSource(data.follow, parser, data.avro_schema)
+    if "://" in data.follow:
+        raise ValueError(f"--follow {data.follow}: name a folder, or kafka://BROKERS/TOPIC")
+    return FolderSource(data.follow, parser)

@@ -16,8 +16,7 @@ from freescale.launch.ranks import has_launcher
 from freescale.launch.signals import StopSignals
 from freescale.pipeline.loss_watch import LossNotFinite
 from freescale.pipeline.step_result import StepResult
-from freescale.stores.runs import find_checkpoints, open_run
-from freescale.train.best import build_best
+from freescale.stores.runs import find_checkpoints, find_store, open_run
 from freescale.train.build import (
     adopt_choices,
     build_model,
@@ -35,7 +34,7 @@ from freescale.train.export_folder import RunData
 from freescale.train.follow import Follower
 from freescale.train.metrics_log import MetricsLog
 from freescale.train.mlperf_log import MLPerfLog
-from freescale.train.position import Position, count_steps
+from freescale.train.position import Position, build_best, count_steps
 from freescale.train.resume import begin_or_resume, complete_run, give_up_later, has_snapshot
 from freescale.train.run import Run
 from freescale.train.run_folder import RunFolder
@@ -112,6 +111,11 @@ class Trainer:
         own = open_run(folder, trains=True) if folder else None
         self.run_folder = RunFolder(own, resume, transport, remembers)
         with self.run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
+            if own is not None and (store := find_store(own)) is not None and settings.deltas:
+                raise ValueError(
+                    f"--deltas with {store}: what is published is put in place by renames, which "
+                    "stores do not have; name a folder on a disk"
+                )
             self.follower = None
             if follows:
                 folder, again = self.run_folder.path, self.run_folder.resume

@@ -17,11 +17,8 @@ from freescale.data.batches.specs import SampleSpec, SplitSpec, find_dtype
 from freescale.data.batches.windows import Events, count_numbered_items, count_train_items
 from freescale.data.histories import HistoriesFile
 from freescale.data.ranges import list_ranges, split_evenly
-from freescale.data.store.event_store import EventStore
-from freescale.data.store.pools import choose_pools, find_edges
-from freescale.data.store.samples import SampleRule
-from freescale.data.store.selection import Located, Selection
-from freescale.data.store.window_index import WindowIndex
+from freescale.data.store.event_store import EventStore, Located, Selection
+from freescale.data.store.window_index import SampleRule, WindowIndex
 
 SUPERVISED = "supervised"  # column: whether an event is a target of its sample
 _AT_ONCE = 1 << 20  # events whose actions are compared at a time: about what a cache holds
@@ -252,3 +249,37 @@ def _count(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.in
     """[samples]: marked events of each."""
     first, last = find_edges(np.flatnonzero(mask), lengths)
     return last - first
+
+
+def choose_pools(
+    actions: NDArray[Any],
+    past: NDArray[np.bool_],
+    lengths: NDArray[np.int64],
+    pools: Sequence[int],
+    most: int,
+) -> NDArray[np.bool_]:
+    """[events]: whether an event is one of the last `most` of its sample with its action.
+
+    Args:
+        actions: [events] of samples, in order of time.
+        past: [events] whether an event may be read.
+        lengths: [samples] events of each sample.
+        pools: the actions that are read.
+        most: events of each action.
+    """
+    chosen = np.zeros(len(actions), bool)
+    for action in pools:
+        found = np.flatnonzero(past & (actions == action))
+        first, last = find_edges(found, lengths)
+        first = np.maximum(first, last - most)
+        chosen[found[list_ranges(first, last - first)]] = True
+    return chosen
+
+
+def find_edges(
+    places: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of sorted places [n] in samples of these lengths: where those of each sample begin and end,
+    [samples] each."""
+    edges = np.searchsorted(places, np.append(0, np.cumsum(lengths)))
+    return edges[:-1], edges[1:]

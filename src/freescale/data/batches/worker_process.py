@@ -9,20 +9,63 @@ import os
 import pickle
 import signal
 import socket
+import tempfile
 import traceback
+import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from freescale.batch import SequenceBatch
 from freescale.batch_codec import describe_schema
-from freescale.data.batches.arena import Arena
 from freescale.packed import Bounds, Layout, find_bounds
+from freescale.pinning import pin
 from freescale.worker_server import MOST_WORKERS, RECORD, Record
+
+
+class Arena:
+    """Anonymous memory behind an inheritable file descriptor, freed with its last mapping."""
+
+    def __init__(self, slots: int, slot_bytes: int, fd: int | None = None) -> None:
+        """`fd`: of another process's arena; None creates one."""
+        page = mmap.PAGESIZE
+        self.slots, self.slot_bytes = slots, -(-slot_bytes // page) * page
+        size = self.slots * self.slot_bytes
+        self.fd = make_file(size) if fd is None else fd
+        # views of the array keep it alive, and it the mapping
+        self._array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+        weakref.finalize(self, os.close, self.fd)
+
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """[slot_bytes], a new view each time."""
+        return self._array[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def pin(self) -> bool:
+        """Pins the memory while a view of it lives. False if the driver refuses: copies are then
+        slower."""
+        try:
+            pin(self._array, self._array.ctypes.data, self._array.nbytes)
+        except RuntimeError:
+            return False
+        return True
+
+
+def make_file(size: int) -> int:
+    """The descriptor of an unnamed file of this size, in memory if possible."""
+    if hasattr(os, "memfd_create"):  # unlike files in /dev/shm, which containers keep small
+        fd = os.memfd_create("freescale-batches")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.truncate(fd, size)
+    return fd
+
 
 _SHARED = 2  # file descriptors that all workers get: the arena, the pickled source
 

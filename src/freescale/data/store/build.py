@@ -16,9 +16,8 @@ from freescale.data.durable import replace_file
 from freescale.data.histories import HistoriesFile, RowGroup
 from freescale.data.ingest.digest import compute_digest
 from freescale.data.ranges import split_evenly
-from freescale.data.store.event_store import ABOUT, EventStore
+from freescale.data.store.event_store import ABOUT, EventStore, locate, select
 from freescale.data.store.segment import Segment, SegmentWriter
-from freescale.data.store.selection import locate, select
 from freescale.data.workspace import Progress, lock_cache, make_folder, workspace
 
 _VERSION = 1

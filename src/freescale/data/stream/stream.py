@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config.time_order import Duration
-from freescale.data.durable import append_at, sync, sync_tree
+from freescale.data.durable import append_at, put_in_place, sync, sync_tree
 from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.digest import compute_digest
@@ -137,12 +137,12 @@ class Stream:
         clocks, rule, now = self._source.clocks, self._rule, time.monotonic()
         if not any(clock in rule.tops for clock in clocks):
             return []
-        self._source.hold(rule.list_ahead(clocks, _AHEAD))
         live = [
             clock
             for clock in clocks
             if self._idle is None or now - self._heard.setdefault(clock, now) <= self._idle
         ]
+        self._source.hold(rule.list_ahead(live, _AHEAD))
         first = map(rule.find_open, live or clocks)
         over = min(first) if live else max(first)
         windows = {int(w) for block in self._blocks for w in np.unique(block[_WINDOW]) if w < over}
@@ -273,9 +273,7 @@ class Stream:
         if self._rows:
             new = pa.concat_tables([pq.read_table(path).slice(0, self._rows), new])
         pq.write_table(new, part := path.with_name(f"{path.name}.part"))
-        sync(part)
-        os.replace(part, path)
-        sync(path.parent)
+        put_in_place(part, path)
         self._rows = new.num_rows
 
     def _keep_waiting(self, waiting: Columns, chosen: NDArray[np.bool_]) -> Columns:

@@ -25,14 +25,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freescale.embedding.dynamic.bindings import CHANGE, FIGURES, address, load_dynamic
 from freescale.embedding.dynamic.directory import (
+    CHANGE,
+    FIGURES,
     BatchClock,
     BatchFigures,
     Decided,
     ShardArrays,
+    address,
     describe_rules,
     get_shard_tensors,
+    load_dynamic,
 )
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
 from freescale.kernels.dispatch.id_map import choose_id_map

@@ -17,15 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from freescale.kernels.draw_kernels import _mix
+
 WORDS = tl.constexpr(8)  # of a bucket
 # An entry is 16 bytes: its id, last use and count. From one to the next, in items of each:
 ID = tl.constexpr(2)
 USE = tl.constexpr(4)
 LAST = tl.constexpr(7)  # the word about the entries
 PASSED = tl.constexpr(256)  # in that word: one id in a later bucket
-FIRST = tl.constexpr(0xBF58476D1CE4E5B9)  # the constants of freescale.random
-SECOND = tl.constexpr(0x94D049BB133111EB)
-FIRST_INVERSE = tl.constexpr(0x96DE1B173F119089)
+FIRST_INVERSE = tl.constexpr(0x96DE1B173F119089)  # of the constants of freescale.random
 SECOND_INVERSE = tl.constexpr(0x319642B2D24D8EC3)
 SIGN = tl.constexpr(0x8000000000000000)
 TOP = tl.constexpr(2**63 - 1)
@@ -40,13 +40,6 @@ CHOSEN = tl.constexpr(8)
 
 
 # ---- hashes, in unsigned 64 bits
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * FIRST
-    x = (x ^ (x >> 27)) * SECOND
-    return x ^ (x >> 31)
 
 
 @triton.jit

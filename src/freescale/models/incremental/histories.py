@@ -18,8 +18,13 @@ from freescale.models.columns import find_sequence
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.incremental import one_event
-from freescale.models.incremental.inputs import embed_events, list_columns
-from freescale.models.incremental.layers import NewTokens, join, run_layers
+from freescale.models.incremental.layers import (
+    NewTokens,
+    embed_events,
+    join,
+    list_columns,
+    run_layers,
+)
 from freescale.models.incremental.state import HistoryState
 from freescale.models.prefix import prepare_prefix
 from freescale.models.sasrec import SASRec

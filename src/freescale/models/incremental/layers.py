@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from freescale.batch import Jagged, SequenceBatch
 from freescale.kernels.attention.plan import TILE_BUDGET, TILE_ROWS, find_buckets
 from freescale.kernels.attention.softmax import GPU_TILE_BUDGET, GPU_TILE_ROWS
+from freescale.models.features import ItemVectors
+from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.hstu_layer import EPS, HSTULayer
 from freescale.models.incremental.state import HistoryState
@@ -187,3 +190,29 @@ def _join_heads(rows: Tensor) -> Tensor:
 
 def join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def list_columns(model: Retrieval) -> list[str]:
+    """The columns of events that the model reads."""
+    found = {
+        "history": True,
+        "timestamps": model.encoder.has_time_bias,
+        "actions": model.action is not None,
+        "event_features": model.event_features is not None,
+        "history_features": model.item_features is not None,
+        "history_own": model.item_features is not None,
+        "history_vectors": len(model.item_vectors) > 0,
+    }
+    return [name for name, read in found.items() if read]
+
+
+def embed_events(model: Retrieval, columns: dict[str, Tensor], counts: list[int]) -> Tensor:
+    """[events, width]"""
+    lengths = torch.tensor(counts)  # on the host: nobody reads them on the device
+    batch = SequenceBatch({name: Jagged(values, lengths) for name, values in columns.items()})
+    items, history = None, batch.sequences["history"]
+    if model.item_features is not None:  # these events alone, not the whole table
+        described = (columns.get(f"history_{name}") for name in ("features", "own", "vectors"))
+        rows = model.describe_rows(model.item(history.values), *described)
+        items = ItemVectors(rows, {"history": torch.arange(len(rows), device=rows.device)})
+    return model._embed_events(batch, history, items)

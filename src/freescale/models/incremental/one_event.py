@@ -27,7 +27,7 @@ from freescale.models.columns import is_plain
 from freescale.models.heads import Retrieval
 from freescale.models.hstu import HSTU
 from freescale.models.hstu_layer import EPS, HSTULayer
-from freescale.models.incremental.inputs import embed_events
+from freescale.models.incremental.layers import embed_events
 from freescale.models.incremental.state import HistoryState
 from freescale.packed import Packed
 from freescale.streams import current_stream, record_event_on

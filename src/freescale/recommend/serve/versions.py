@@ -30,8 +30,7 @@ from freescale.data.catalogue import Catalogue
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.serve.batching import Compute
 from freescale.recommend.serve.model_process import Remote, make_queries, serve_model
-from freescale.recommend.serve.queries import Reader
-from freescale.recommend.serve.users import UserCache
+from freescale.recommend.serve.queries import Reader, UserCache
 from freescale.recommend.subscriber import Subscriber
 
 _FORK = multiprocessing.get_context("fork")
@@ -141,7 +140,7 @@ def _build(folder: Path, config: ServeConfig, control: Connection, others: tuple
     begin, alarm, built = time.perf_counter(), None, -1
     try:
         subscriber = Subscriber(folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         control.send((str(error), None))
         return
     process: Any = None

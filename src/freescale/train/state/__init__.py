@@ -7,7 +7,7 @@ restore.py        a state, from either store, back into what trains it
 copies.py         copies of one moment, and the thread that saves them
 disk.py           the folder of checkpoints: atomic publication, checksums, what stays
 checkpoints.py    saves and loads; writing.py, intact.py, overview.py: writes, verifies, lists
-memory.py         memory files with checksums; file_reads.py, memory_files.py: read, sent
+memory.py         memory files with checksums, also sent; file_reads.py: read
 holder.py         the process that holds them; holder_link.py: its clients
 held.py           which snapshots there are, which one a restart uses, what expires
 snapshots.py      takes snapshots; found.py: restores them; pace.py: how often

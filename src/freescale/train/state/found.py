@@ -16,8 +16,7 @@ from freescale.train.state.disk import Damaged
 from freescale.train.state.file_reads import FileReads
 from freescale.train.state.held import Choice, Held, choose_snapshots, explain_none
 from freescale.train.state.holder_link import HolderLink
-from freescale.train.state.memory import Segment
-from freescale.train.state.memory_files import exchange_files
+from freescale.train.state.memory import Segment, exchange_files
 from freescale.train.state.model import refuse_other_model
 from freescale.train.state.restore import load_snapshot
 from freescale.transport.api import Transport, gather_json

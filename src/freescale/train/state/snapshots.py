@@ -18,8 +18,7 @@ from freescale.train.state.copies import Job
 from freescale.train.state.found import FoundSnapshots
 from freescale.train.state.held import Held, choose_buddies, find_superfluous, parse_names
 from freescale.train.state.holder_link import HolderLink, is_supported, name_holder
-from freescale.train.state.memory import Segment, StateFile, write_segment
-from freescale.train.state.memory_files import exchange_files
+from freescale.train.state.memory import Segment, StateFile, exchange_files, write_segment
 from freescale.train.state.pace import Every, Pace, StepCosts
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import describe_error, run_on_all_ranks
