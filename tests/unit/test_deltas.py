@@ -283,13 +283,18 @@ def test_a_folder_without_deltas(tmp_path):
         Subscriber(tmp_path)
 
 
-def test_a_run_in_a_store_publishes_nothing(data, tmp_path):
+def test_a_run_in_a_store_neither_publishes_nor_follows(data, tmp_path):
     """Its files are uploaded while the publisher renames them."""
     (tmp_path / "run").mkdir()
     mark = {"store": "s3://bucket/run", "files": {}}
     (tmp_path / "run" / ".store").write_text(json.dumps(mark))
+    config = prepare(tmp_path, data)
     with pytest.raises(ValueError, match="--deltas with s3://bucket/run"):
-        train(ALONE, prepare(tmp_path, data), tmp_path / "run", STEPS)
+        train(ALONE, config, tmp_path / "run", STEPS)
+    follows = replace(config.data, data="", follow=str(tmp_path / "in"))
+    config = replace(config, data=follows, train=replace(config.train, deltas=None))
+    with pytest.raises(ValueError, match="--follow with s3://bucket/run"):
+        train(ALONE, config, tmp_path / "run", STEPS)
 
 
 def test_what_cannot_be_published_ends_the_run(data, tmp_path, monkeypatch):
