@@ -109,12 +109,12 @@ class Trainer:
         self.snapshots = None if every is None else Snapshots(transport, every)
         remembers = partial(has_snapshot, self.snapshots)
         own = open_run(folder, trains=True) if folder else None
-        if own is not None and (store := find_store(own)) is not None:
-            if option := "--deltas" if settings.deltas else "--follow" if follows else None:
-                raise ValueError(
-                    f"{option} with {store}: its files are put in place by renames, which stores "
-                    "do not have; name a folder on a disk"
-                )
+        option = "--deltas" if settings.deltas else "--follow" if follows else None
+        if option and own is not None and (store := find_store(own)) is not None:
+            raise ValueError(
+                f"{option} with {store}: its files are put in place by renames, which stores do "
+                "not have; name a folder on a disk"
+            )
         self.run_folder = RunFolder(own, resume, transport, remembers)
         with self.run_folder.note_failure(lambda: 0), name_silent_ranks(transport):
             self.follower = None
