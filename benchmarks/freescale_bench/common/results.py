@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from freescale.ledger.collector import describe_machine, get_versions
 from freescale_bench.common.repository import find_commit, find_repository, require_repository
 
 Result = dict[str, Any]
@@ -114,6 +113,8 @@ def show_claims(claims: Iterable[Mapping[str, Any]]) -> None:
 
 def describe_run(packages: Sequence[str] = (), commit: str | None = None) -> dict[str, Any]:
     """Machine, versions, commit (the repository's by default) and date."""
+    from freescale.ledger.collector import describe_machine, get_versions  # imports torch
+
     return {
         "machine": describe_machine(),
         "versions": get_versions(*packages),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -49,6 +50,8 @@ def stream(seconds: int, rate: int, window: str, port: int, folder: Path | None)
     """
     from freescale.train.run_folder import new_folder
 
+    for number in (signal.SIGINT, signal.SIGTERM):  # also if the shell ignores one of them
+        signal.signal(number, signal.default_int_handler)
     name = datetime.now().strftime("demo-stream-%Y-%m-%d-%H%M%S")
     demo = StreamDemo(folder or new_folder(Path("runs") / name), rate)
     with demo.show(port) as address:
