@@ -30,7 +30,7 @@ SMALL = ["--device", "cpu", "--width", 16, "--layers", 1, "--global-batch", 32, 
 SMALL += ["--checkpoint-every", 5, "--log-every", 1, "--nproc", 2, "--evaluate-every", 1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # long tests begin first: the others come back to it
 def server() -> Iterator[S3Server]:
     with run_s3(latency=0.01, errors=0.05) as running:
         yield running
@@ -54,7 +54,7 @@ def write_histories(folder: Path, files: int = 4, groups: int = 5) -> None:
     (folder / "_SUCCESS").touch()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # long tests begin first: the others come back to it
 def histories(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StorePath]:
     """The same histories in a folder and in the store."""
     folder = tmp_path_factory.mktemp("data") / "histories"
