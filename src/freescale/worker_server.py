@@ -107,7 +107,9 @@ class WorkerServer:
         """Ends the workers and the server."""
         if not self._end.alive:
             return
-        if self._is_up or select.select([self._control], [], [], 0)[0]:
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(self._control, select.POLLIN)
+        if self._is_up or poll.poll(0):
             # only the server can end and reap its children
             with suppress(OSError):
                 self._control.shutdown(socket.SHUT_WR)

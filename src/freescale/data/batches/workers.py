@@ -207,7 +207,9 @@ class _Worker:
         self.wait_for(number)
         if self._arrived is None or self._arrived.number != number:
             # where to begin if it starts now; the message may stay unread for long
-            if select.select([], [self._connection], [], 0)[1]:
+            poll = select.poll()  # select() refuses descriptors above 1023
+            poll.register(self._connection, select.POLLOUT)
+            if poll.poll(0):
                 self._send((None, number + self._workers))
             return None
         made, self._arrived = self._arrived, None
