@@ -1,4 +1,5 @@
-"""A long stream from a folder: what the run holds does not grow, and it does not fall behind."""
+"""A long stream from a folder, and a server that follows the run: what the two hold does not grow,
+and the run does not fall behind."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack, suppress
+from http.client import HTTPConnection
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from freescale.cli.demo_stream import ask, begin_command, find_address
 from freescale_bench.common.repository import package_path
 from freescale_bench.common.results import (
     Destination,
@@ -23,9 +28,10 @@ from freescale_bench.common.results import (
 )
 from freescale_bench.stream.events import make_events, write_file
 
-_EACH = 500  # events of a file; two files are a window
+_EACH = 5000  # events of a file; two files are a window
 _USERS, _ITEMS = 5000, 3000
 _WAITING = 3  # files that wait to be trained, at most: the sender is as fast as the run
+_REQUESTS = 20  # to the server after each window: events and recommendations
 _WARM_UP = 0.3  # of the windows
 _LEAST_WINDOWS, _PATIENCE_S = 10, 900
 _MEMORY, _LAG_S = 2.0, 60.0  # targets: % of growth; seconds
@@ -45,14 +51,18 @@ def bench_soak(events: int, seed: int, trial: bool, to: Destination) -> None:
         before, after = (max(row[key] for row in part) for part in (first, last))
         return float(after - before)
 
-    before, after = (statistics.median(row["own_bytes"] for row in part) for part in (first, last))
-    memory = 100 * (after / before - 1)
+    memory = {}
+    for name in ("own_bytes", "server_bytes"):
+        before, after = (statistics.median(row[name] for row in part) for part in (first, last))
+        memory[name] = 100 * (after / before - 1)
     size = f"{sum(row['events'] for row in rows):,} events, after the first {_WARM_UP:.0%}: "
     claims = [
-        at_most(f"{size}growth of the run's own memory", _MEMORY, memory, "%"),
+        at_most(f"{size}growth of the run's own memory", _MEMORY, memory["own_bytes"], "%"),
+        at_most(f"{size}growth of the server's own memory", _MEMORY, memory["server_bytes"], "%"),
         at_most(f"{size}more open files", 0, grown("open_files"), "files"),
         at_most(f"{size}more files in its folder", 0, grown("files"), "files"),
         at_most(f"{size}more threads and processes", 0, grown("tasks"), "tasks"),
+        at_most(f"{size}more processes of the server", 0, grown("server_processes"), "processes"),
         at_most(
             f"{size}longest time from a window's last file to its training", _LAG_S,
             max(row["lag"] for row in warm), "s",
@@ -74,13 +84,14 @@ def _run(windows: int, each: int, seed: int, folder: Path) -> list[Row]:
         "--lateness", "10min", "--event-id", "event", "--event-id-windows", "4", "--max-length",
         "50", "--width", "16", "--layers", "1", "--heads", "1", "--global-batch", "256",
         "--negatives", "256", "--device", "cpu", "--cache", str(folder / "cache"),
-        "--full-every", "4",
+        "--full-every", "4", "--deltas", "window",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1"}
     with open(folder / "log", "wb") as log:
         run = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        return _watch(run, windows, each, seed, folder)
+        with ExitStack() as stack:
+            return _watch(run, stack, windows, each, seed, folder)
     except OSError as error:
         raise OSError(f"{error}: {(folder / 'log').read_text()[-500:]}") from None
     finally:
@@ -90,9 +101,12 @@ def _run(windows: int, each: int, seed: int, folder: Path) -> list[Row]:
 
 
 def _watch(
-    run: subprocess.Popen[bytes], windows: int, each: int, seed: int, folder: Path
+    run: subprocess.Popen[bytes], stack: ExitStack, windows: int, each: int, seed: int, folder: Path
 ) -> list[Row]:
+    """Starts the server, until the end of `stack`, when there is a model to serve."""
     rows: list[Row] = []
+    serve = ["serve", str(folder / "run"), "--follow", "--port", "0", "--no-access-log"]
+    server: subprocess.Popen[bytes] | None = None
     sent, path = 0, folder / "run" / "metrics.jsonl"
     place, heard = 0, time.monotonic()
     while len(rows) < windows - 1:
@@ -104,6 +118,10 @@ def _watch(
             if sent > 40:  # as a user would, who has trained them
                 (folder / "in" / f"{sent - 40:06}.parquet").unlink(missing_ok=True)
         time.sleep(0.02)
+        if server is None and any((folder / "run" / "deltas").glob("*.full")):
+            server = stack.enter_context(begin_command(serve, folder / "serve.log"))
+        if server is not None and server.poll() is not None:
+            raise OSError(f"the server ended: {(folder / 'serve.log').read_text()[-500:]}")
         if run.poll() is not None or time.monotonic() - heard > _PATIENCE_S:
             raise OSError(f"the run ended with status {run.poll()}, or made no progress")
         if not path.exists():
@@ -117,7 +135,10 @@ def _watch(
             entry = json.loads(line)
             if "stream" in entry:
                 heard = time.monotonic()
-                rows.append(_measure(run.pid, folder, entry["stream"]))
+                _ask_server(folder / "serve.log", len(rows), seed)
+                rows.append(_measure(run.pid, server and server.pid, folder, entry["stream"]))
+                if len(rows) % 10 == 0:
+                    print(rows[-1], flush=True)
     return rows
 
 
@@ -129,12 +150,48 @@ def _make_file(number: int, each: int, seed: int) -> Any:
     return table.set_column(2, "timestamp", [base + (times - base) // 2 + 1800 * number])
 
 
-def _measure(pid: int, folder: Path, window: Row) -> Row:
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
+def _ask_server(log: Path, number: int, seed: int) -> None:
+    """Posts events of some users, and asks for their recommendations."""
+    address = find_address(log) if log.exists() else None
+    if address is None:
+        return
+    connection, random = HTTPConnection(*address, timeout=60), Random(seed + number)
+    for _ in range(_REQUESTS):
+        user = str(random.randrange(_USERS))
+        event = [str(random.randrange(_ITEMS)), int(time.time())]
+        ask(connection, "/events", {"user": user, "events": [event]})
+        ask(connection, "/recommend", {"user": user, "k": 10})
+    connection.close()
+
+
+def _read_status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":", 1) for line in lines)
+
+
+def _list_children(pid: int) -> list[int]:
+    """Those that it has started and theirs; one may end meanwhile."""
+    found = [pid]
+    with suppress(OSError):
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        of = [int(child) for task in tasks for child in task.read_text().split()]
+        found += [each for child in of for each in _list_children(child)]
+    return found
+
+
+def _measure_server(pid: int | None) -> Row:
+    own = 0
+    processes = [] if pid is None else _list_children(pid)
+    for process in processes:
+        with suppress(OSError, KeyError):  # it has ended
+            own += int(_read_status(process)["RssAnon"].split()[0]) * 1024
+    return {"server_bytes": own, "server_processes": len(processes)}
+
+
+def _measure(pid: int, server: int | None, folder: Path, window: Row) -> Row:
+    status = _read_status(pid)
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {
+    return _measure_server(server) | {
         "window": window["number"],
         "events": window["events"],
         "lag": window["lag"],
