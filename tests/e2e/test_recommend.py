@@ -23,6 +23,9 @@ from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.export import export_run
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.requests import make_batch
+from freescale.stores.runs import find_checkpoints
+from freescale.train.export import read_weights
+from freescale.train.state.intact import find_checkpoint
 from freescale.transport.local import LocalTransport
 
 USERS, ITEMS, EVENTS = 60, 50, 900
@@ -394,6 +397,26 @@ def test_a_dynamic_table(tmp_path):
     assert done.returncode == 0, done.stderr
     again = library.load(tmp_path / "out").recommend([[("s1", 1), ("new", 2), ("s2", 3)]], k=100)
     assert again == best
+
+
+def test_a_dynamic_table_of_actions(tmp_path):
+    """An event has the row of its action; unknown ones are refused."""
+    random = np.random.default_rng(0)
+    columns = {"user": random.integers(0, 30, 600), "item": random.integers(0, 40, 600)}
+    columns |= {"time": np.arange(600), "action": random.choice([1, 4], 600)}
+    pyarrow.csv.write_csv(pa.table(columns), tmp_path / "sales.csv")
+    rows = ("--rows", "item=dynamic:1000,action=dynamic:8")
+    run = train_run(tmp_path, "--data", tmp_path / "sales.csv", *rows)
+    found = library.load(run)
+    table = dict(read_weights(find_checkpoint(find_checkpoints(run), None, LocalTransport())))
+    ids, trained = (table["table.action"][name] for name in ("ids", "weight"))
+    assert sorted(ids.tolist()) == [1, 4]
+    for action, row in zip(ids.tolist(), trained, strict=True):
+        assert torch.equal(found.module.action.weight[action], row.float())
+    one, other = (found.encode([[(3, 1, action)]]) for action in (1, 4))
+    assert not torch.equal(one, other)
+    with pytest.raises(ValueError, match="action 9 is unknown"):
+        found.encode([[(3, 1, 9)]])
 
 
 def test_the_demonstration_ends_with_recommendations(described, capfd):

@@ -32,6 +32,7 @@ from freescale.train.follow import FOLDER as STREAM
 from freescale.train.state.intact import Intact, find_checkpoint
 from freescale.transport.local import LocalTransport
 
+_MOST_ACTIONS = 1 << 20
 _AT_ONCE = 1 << 16  # items whose features are summed at a time
 
 Weights = dict[str, dict[str, Tensor]]  # by file of an export, without its ending
@@ -160,17 +161,22 @@ def build_plain(
 
 
 def _fill_table(name: str, tensors: dict[str, Tensor], catalogue: Catalogue) -> Tensor:
-    """The rows of a table; of a dynamic one those of the catalogue, and one of all other ids."""
+    """The rows of a table; of a dynamic one those of the catalogue, or up to the highest action,
+    and one of all other ids."""
     rows = tensors["weight"].float()
     if "ids" not in tensors:
         return rows
-    if name != "item" or catalogue.keys is None:
-        raise ValueError(f"table {name!r} is dynamic, and only that of items may be")
+    ids, keys = tensors["ids"].numpy(), catalogue.keys
+    if name != "item":
+        if ids.min(initial=0) < 0 or ids.max(initial=0) > _MOST_ACTIONS:
+            raise ValueError(f"table {name!r} is dynamic, with ids above {_MOST_ACTIONS:,}")
+        keys = np.arange(ids.max(initial=-1) + 1)
+    assert keys is not None
     others = (
         tensors["default"].float() if "default" in tensors else rows.new_zeros(1, rows.shape[1])
     )
-    found = others.repeat(len(catalogue.keys) + 1, 1)
-    found[torch.from_numpy(np.searchsorted(catalogue.keys, tensors["ids"].numpy()))] = rows
+    found = others.repeat(len(keys) + 1, 1)
+    found[torch.from_numpy(np.searchsorted(keys, ids))] = rows
     return found
 
 
