@@ -157,8 +157,8 @@ def _ask_server(log: Path, number: int, seed: int) -> None:
         return
     connection, random = HTTPConnection(*address, timeout=60), Random(seed + number)
     for _ in range(_REQUESTS):
-        user = str(random.randrange(_USERS))
-        event = [str(random.randrange(_ITEMS)), int(time.time())]
+        user = f"user-{random.randrange(_USERS)}"
+        event = [f"item-{random.randrange(_ITEMS)}", int(time.time()), random.choice([1, 2, 4])]
         ask(connection, "/events", {"user": user, "events": [event]})
         ask(connection, "/recommend", {"user": user, "k": 10})
     connection.close()
