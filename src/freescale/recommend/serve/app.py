@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
+from threading import Lock
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -89,6 +90,7 @@ class Server:
     ) -> None:
         self._config, self._metrics = config, Metrics(follower is not None)
         self._version, self._follower = version, follower
+        self._swapping, self._closed = Lock(), False
         self._most_bytes = parse_bytes(config.max_body)
         self._schemas = make_schemas(config)
         self._thread, self._in_thread, self._arriving = ThreadPoolExecutor(1, "reader"), 0, 0
@@ -114,13 +116,17 @@ class Server:
     def close(self) -> None:
         self.batcher.close()
         self._thread.shutdown()
-        self._version.release()
+        with self._swapping:
+            self._closed = True
+            self._version.release()
 
     def swap(self, version: Version) -> None:
         """From now on requests see another version; those that are being read or answered, theirs.
         On any thread."""
-        before, self._version = self._version, version
-        before.release()
+        with self._swapping:
+            if not self._closed:
+                version, self._version = self._version, version
+        version.release()
 
     @contextmanager
     def _use_version(self) -> Iterator[Version]:
