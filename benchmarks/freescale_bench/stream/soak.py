@@ -198,6 +198,6 @@ def _measure(pid: int, server: int | None, folder: Path, window: Row) -> Row:
         "own_bytes": int(status["RssAnon"].split()[0]) * 1024,
         "resident_bytes": int(status["VmRSS"].split()[0]) * 1024,
         "open_files": len(os.listdir(f"/proc/{pid}/fd")),
-        "files": sum(path.is_file() for path in (folder / "run").rglob("*")),
+        "files": sum(len(files) for _, _, files in os.walk(folder / "run")),
         "tasks": int(status["Threads"]) + len(children),
     }
