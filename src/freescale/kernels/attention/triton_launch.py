@@ -28,7 +28,7 @@ class KeyLaunch(AttentionLaunch):
 
 @dataclass(frozen=True)
 class PairLaunch:
-    """The kernel that fills the table of pair biases."""
+    """The kernel that fills the table of pair biases, or adds the gradients of scores."""
 
     queries: int  # of a program
     split: int  # programs that share the keys of its queries
@@ -85,10 +85,10 @@ FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q = (
     AttentionLaunch(64, 64, 4, 1),
 )
 FLOAT32_PRECISION = "bf16x6"
-# Most pairs of tokens, in whole blocks, in a table that a call makes: 4 GiB at 2 bytes each.
-PAIR_BUDGET = 1 << 31
-PAIR_BIAS = PairLaunch(32, 2, 2)
-KEPT_PAIRS = 1 << 27  # most pairs of a table that forward keeps for backward: 256 MiB a layer
+# Most pairs of tokens, in whole blocks, in a table that a call makes: 4 GiB at 2 bytes each, and a
+# share of the device's memory; and in one that forward keeps for backward, in each layer.
+PAIR_BUDGET, BUDGET_SHARE, KEPT_SHARE = 1 << 31, 1 / 32, 1 / 192
+PAIR_BIAS, CHANGE_SUMS = PairLaunch(32, 2, 2), PairLaunch(64, 4, 8)
 # A softmax has the launches without biases; forward keeps more in registers.
 SOFTMAX_FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3),
@@ -108,7 +108,14 @@ class Launches(NamedTuple):
 
 
 def choose_launches(
-    width: int, *, narrow: bool, biased: bool, timed: bool, tabled: bool, softmax: bool = False
+    width: int,
+    *,
+    narrow: bool,
+    biased: bool,
+    timed: bool,
+    tabled: bool,
+    softmax: bool = False,
+    visible: bool = False,
 ) -> Launches:
     """Chooses the launches for heads of this width.
 
@@ -119,6 +126,7 @@ def choose_launches(
         timed: Whether there is a bias by time.
         tabled: Whether there is memory for a table of pair biases.
         softmax: Whether weights are those of a softmax, which has no biases.
+        visible: Whether queries see some keys only.
     """
     if not narrow:
         return Launches(FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q)
@@ -126,7 +134,8 @@ def choose_launches(
         of_keys = tuple(replace(launch, registers=None) for launch in BACKWARD_KV[width])
         return Launches(SOFTMAX_FORWARD[width], of_keys, BACKWARD_Q[width])
     if not biased:
-        return Launches(FORWARD[width], BACKWARD_KV[width], BACKWARD_Q[width])
+        forward = SOFTMAX_FORWARD if visible else FORWARD  # masks take registers
+        return Launches(forward[width], BACKWARD_KV[width], BACKWARD_Q[width])
     if tabled:
         own = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
         return Launches(*own, tabled=True)
