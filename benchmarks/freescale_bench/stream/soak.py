@@ -52,8 +52,11 @@ def bench_soak(events: int, seed: int, trial: bool, to: Destination) -> None:
         return float(after - before)
 
     memory = {}
-    for name in ("own_bytes", "server_bytes"):
-        before, after = (statistics.median(row[name] for row in part) for part in (first, last))
+    # between changes of version, while the server holds one
+    for name, cut in (("own_bytes", 1), ("server_bytes", 0)):
+        before, after = (
+            statistics.quantiles([row[name] for row in part], n=4)[cut] for part in (first, last)
+        )
         memory[name] = 100 * (after / before - 1)
     size = f"{sum(row['events'] for row in rows):,} events, after the first {_WARM_UP:.0%}: "
     claims = [
