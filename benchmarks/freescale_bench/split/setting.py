@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,17 @@ class Setting:
             words = [part, "--arm", arm, "--output", str(output), "--device", self.device]
             words += ["--nproc", str(ranks), "--steps", str(self.steps)]
             words += ["--trial"] if self.trial else []
-            threads = 1 if self.device == "cpu" else 2
+            threads, begin = 1 if self.device == "cpu" else 2, time.perf_counter()
+            print(f"{part} {arm if part != 'exact' else ''}: {ranks} ranks", flush=True)
             status = start_ranks("split", words, ranks, self.device, LIMIT, threads)
+            print(f"  ended with status {status}, {time.perf_counter() - begin:.0f} s", flush=True)
             if status and not may_fail:
                 raise ValueError(f"the ranks of {part}, {arm}, failed: status {status}")
             if not output.exists():
                 return None
-            return json.loads(output.read_text(encoding="utf-8"))
+            found = json.loads(output.read_text(encoding="utf-8"))
+            print(f"  {json.dumps(found)[:400]}", flush=True)
+            return found
 
 
 def make_batch(shape: Shape, rank: int, world: int, number: int) -> SequenceBatch:
@@ -98,15 +103,15 @@ def make_batch(shape: Shape, rank: int, world: int, number: int) -> SequenceBatc
 
 def build_pipeline(
     shape: Shape, transport: Transport, split: str, *, dtype: torch.dtype = torch.float32,
-    schedule: str = "staged", precision: str = "fp32",
+    schedule: str = "staged", precision: str = "fp32", row_rate: float = 1.0,
 ) -> Pipeline:  # fmt: skip
-    """SGD, so that weights after a step show its gradients."""
+    """SGD, so that rows after a step show its gradients."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"width": shape.width, "layers": shape.layers, "heads": shape.heads}
     encoder = HSTU(**sizes, max_length=max(shape.lengths), dropout=0.1)
     module = Retrieval(encoder, num_items=ITEMS, table_device="meta").to(dtype)
     parallel = freescale.parallelize(
-        module, module.features, freescale.SGD(lr=1.0), transport=transport,
+        module, module.features, freescale.SGD(lr=row_rate), transport=transport,
         placement="sharded", init_std=0.1,
     )  # fmt: skip
     head = shape.width // shape.heads

@@ -1,9 +1,9 @@
 """Histories that are divided over ranks, inside HSTU.
 
 SiLU attention is a plain sum over keys, so a part of a history needs nothing of the others but the
-keys and values of earlier parts. Each layer sends its own forward, computes other samples of the
-batch, and then attends to both. Backward mirrors it: gradients of the keys and values travel while
-other samples compute. How they travel is not known here: `Parts.exchange` is passed in.
+keys and values of earlier parts. Each layer sends its own forward, computes the other samples of
+the batch, and then attends to both. Backward mirrors it: gradients of the keys and values travel
+while other samples compute. How they travel is not known here: `Parts.exchange` is passed in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from freescale.batch import HostSizes, Parts
 from freescale.kernels.dispatch.attention import hstu_attention
 from freescale.kernels.layer.reference import add_positions
+from freescale.kernels.upload import upload
 from freescale.models.encoder import Encoder
 from freescale.models.hstu import HSTU
 from freescale.models.prefix import Prefix
@@ -116,7 +118,7 @@ class EarlierParts:
     """The attention of a batch's parts, to their own events and to those of earlier parts."""
 
     def __init__(self, rows: _Rows, compute: Iterator[None]) -> None:
-        """`compute` computes other samples, some at each step."""
+        """`compute` computes a layer of the other samples at each step."""
         self._rows, self._compute = rows, compute
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *whole: Tensor, **options: Any) -> Tensor:
@@ -138,8 +140,8 @@ def encode_divided(
     timestamps: Tensor | None, candidate_counts: Tensor | None = None,
     host: HostSizes | None = None, prefix: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `HSTU.forward`, for a batch that begins with parts: they run layer by layer, and between
-    their exchanges the other samples run in as many groups, as without parts."""
+    """As `HSTU.forward`, for a batch that begins with parts: between the exchanges of each layer,
+    the other samples run through that layer as without parts."""
     assert isinstance(encoder, HSTU) and host is not None, "pipelines refuse other encoders"
     timestamps = encoder._check_inputs(x, timestamps)
     count, device = len(parts.starts), x.device
@@ -165,30 +167,26 @@ def encode_divided(
             "prefix": cut(prefix, samples),
         }
 
-    others: list[Tensor] = []
+    others: list[Tensor] = []  # what their last layer has computed
 
     def compute_others() -> Iterator[None]:
-        left = ends[-1] - ends[count]
-        edges = [count]
-        for group in range(1, len(encoder.layers) + 1):
-            goal = ends[count] + left * group / len(encoder.layers)
-            last = next(n for n in range(edges[-1], len(ends)) if ends[n] >= goal)
-            edges.append(last)
-            if ends[last] > ends[edges[-2]]:
-                others.append(encoder(**select(edges[-2], last)))
+        if ends[-1] == ends[count]:
+            return
+        x, *inputs = encoder._begin(**select(count, len(sizes)))
+        for number in range(len(encoder.layers)):
+            x = encoder._run_layers(x, *inputs, layers=slice(number, number + 1))
+            others[:] = [x]
             yield
 
     own, rows = select(0, count), _Rows(parts, sizes[:count])
     times: Tensor | None = own["timestamps"]
+    arriving: Callable[[], Tensor] | None = None
     if encoder.has_time_bias:
         assert times is not None
-        times = rows.join(times, rows.exchange(rows.select_sent(times), False)())
-    starts = torch.tensor(parts.starts, device=device)
+        arriving = rows.exchange(rows.select_sent(times), False)
+    encoder._check_sizes(own["x"], sum(sizes[:count]), max(parts.wholes))
+    starts = upload(np.array(parts.starts), device)
     counts, host_counts = own["candidate_counts"], own["host"].candidate_counts
-    on_host = HostSizes(torch.tensor(rows.lengths), host_counts)
-    wholes = lengths[:count] + starts
-    plan = encoder._plan_attention(wholes, counts, times, on_host, parts.starts)
-    encoder._check_sizes(own["x"], sum(sizes[:count]), plan.longest_history)
     dropping = encoder._choose_keys(own["keys"], lengths[:count])
     hidden, token_keys = add_positions(
         own["x"], encoder.position, lengths[:count], counts, dropping,
@@ -199,6 +197,11 @@ def encode_divided(
         before = Prefix(
             encoder, encoder.heads, encoder.widths, own["prefix"], own["host"].lengths, dropping
         )
+    if arriving is not None and times is not None:
+        times = rows.join(times, arriving())
+    on_host = HostSizes(torch.tensor(rows.lengths), host_counts)
+    wholes = lengths[:count] + starts
+    plan = encoder._plan_attention(wholes, counts, times, on_host, parts.starts)
     computing = compute_others()
     hidden = encoder._run_layers(
         hidden, plan.lengths, token_keys, times, counts, plan,
