@@ -15,7 +15,6 @@ from freescale_bench.split.setting import (
     LIMIT,
     SETTINGS,
     SPLIT,
-    WHOLE,
     Setting,
     Shape,
     build_pipeline,

@@ -49,6 +49,7 @@ class Setting:
     ranks: int
     steps: int
     trial: bool
+    profiled: int = 0  # steps
 
     @property
     def testbed(self) -> str:
@@ -63,6 +64,7 @@ class Setting:
             output = Path(temporary) / "found.json"
             words = [part, "--arm", arm, "--output", str(output), "--device", self.device]
             words += ["--nproc", str(ranks), "--steps", str(self.steps)]
+            words += ["--profiled", str(self.profiled)]
             words += ["--trial"] if self.trial else []
             threads, begin = 1 if self.device == "cpu" else 2, time.perf_counter()
             print(f"{part} {arm if part != 'exact' else ''}: {ranks} ranks", flush=True)

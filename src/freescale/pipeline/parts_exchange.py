@@ -43,12 +43,12 @@ class PartsExchange:
         self._unread: list[Callable[[], Tensor]] = []  # exchanges of a rank without parts
         self._sending: list[Callable[[], Tensor]] = []  # exchanges that bring nothing here
         self._forward = False
-        self._begun = 0  # exchanges of the step; 0 between steps
+        self.begun = 0  # exchanges of the step under way: other ranks may wait for them
 
     def attach(self, batch: SequenceBatch) -> SequenceBatch:
         """The batch as the model takes it. A rank without parts starts all its exchanges here."""
         parts = batch.divided
-        self._begun, self._forward = 0 if parts is None else self._count, True
+        self.begun, self._forward = 0 if parts is None else self._count, True
         if parts is None:
             return batch
         if parts.starts:
@@ -57,11 +57,6 @@ class PartsExchange:
         nothing, none = torch.empty(0, device=self._lane.device), [0] * self._lane.transport.world
         self._unread = [self._start(none, none, nothing, True) for _ in range(self._count)]
         return replace(batch, divided=None)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether other ranks may wait for exchanges of this one."""
-        return self._begun > 0
 
     def end_forward(self) -> None:
         """What was sent without waiting has left: a GPU's allocator waits for sums over ranks, and
@@ -77,7 +72,7 @@ class PartsExchange:
             wait()
         self._unread = []
         windows, self._windows = self._windows, []
-        if len(windows) != self._begun:
+        if len(windows) != self.begun:
             raise ValueError(
                 "the model does not read the parts of divided histories (`SequenceBatch.divided`), "
                 "as Retrieval and Ranking do: split_histories='off'"
@@ -85,7 +80,7 @@ class PartsExchange:
         for collective, window in zip(self._lane.side.take(), windows, strict=True):
             collective.window = window
             self._ledger.record(collective)
-        self._begun = 0
+        self.begun = 0
 
     def rest(self) -> None:
         """Between runs: no thread is left."""
