@@ -16,7 +16,7 @@ from freescale.embedding.host_tables.tiers import Host
 from freescale.ledger.merge import merge_step
 from freescale.models.hstu_layer import HSTULayer
 from freescale.models.sequence_head import SequenceHead
-from freescale.pipeline import staged
+from freescale.pipeline import staged as schedule_module
 from freescale.transport.connect import connect
 
 LENGTHS = [90, 5, 7, 3, 11, 2, 40, 6]
@@ -143,8 +143,8 @@ class Broken(Exception):
 
 
 def _fail(transport):
-    plan = staged.plan_stages  # as on GPUs: ranks prepare the next batch after their forward
-    staged.plan_stages = lambda *inputs: replace(plan(*inputs), prepare_at_once=False)
+    plan = schedule_module.plan_stages  # as on GPUs: a batch is prepared after the forward
+    schedule_module.plan_stages = lambda *inputs: replace(plan(*inputs), prepare_at_once=False)
     if transport.rank == 1:
         compute = HSTULayer.forward
 

@@ -22,7 +22,6 @@ from freescale.transport.api import Transport
 from freescale_bench.common.ranks import gather_json, open_rank
 from freescale_bench.common.results import Destination, Row, at_most, write
 from freescale_bench.split.setting import (
-    LIMIT,
     SETTINGS,
     SPLIT,
     WHOLE,
@@ -50,8 +49,7 @@ def bench(setting: Setting, to: Destination) -> None:
     worlds = (4, 1, 2, 3) if cpu else (4,)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for world in worlds:
-            rows.append(setting.run_ranks("exact", folder, world))
+        rows += [setting.run_ranks("exact", folder, world) for world in worlds]
     rows.sort(key=lambda row: int(row["ranks"]))
     text = f"one history of {choose_shape(setting).lengths[0]:,} events, {{}}"
     error = max(row["error"] for row in rows)
@@ -76,7 +74,7 @@ def bench(setting: Setting, to: Destination) -> None:
 
 def measure(setting: Setting, folder: str, output: Path) -> None:
     """As one of the ranks; rank 0 writes the row."""
-    with open_rank(setting.device, LIMIT) as (transport, _):
+    with open_rank(setting.device, setting.limit) as (transport, _):
         found = gather_json(transport, _measure(setting, Path(folder), transport))
     if transport.rank == 0:
         errors = [rank.pop("errors") for rank in found]

@@ -12,7 +12,6 @@ import torch
 from freescale_bench.common.ranks import gather_json, open_rank
 from freescale_bench.common.results import Destination, at_least, write
 from freescale_bench.split.setting import (
-    LIMIT,
     SETTINGS,
     SPLIT,
     Setting,
@@ -67,7 +66,7 @@ def measure(setting: Setting, words: str, output: Path) -> None:
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(int(limit) / whole, 0)
     shape, begin = choose_shape(setting), time.perf_counter()
-    with open_rank(setting.device, LIMIT) as (transport, _):
+    with open_rank(setting.device, setting.limit) as (transport, _):
         precision = "bf16" if cuda else "fp32"
         pipeline = build_pipeline(shape, transport, SETTINGS[arm], precision=precision)
         batches = [make_batch(shape, transport.rank, transport.world, n) for n in range(STEPS)]

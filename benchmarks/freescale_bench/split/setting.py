@@ -22,7 +22,6 @@ from freescale.pipeline.pipeline import Pipeline
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import get_gpu_name, start_ranks
 
-LIMIT = 900.0  # seconds of a run of ranks
 ITEMS, NEGATIVES = 20_000, 64
 WHOLE, SPLIT = "whole", "split"  # arms
 SETTINGS = {WHOLE: "off", SPLIT: "auto"}
@@ -55,6 +54,11 @@ class Setting:
     def testbed(self) -> str:
         return get_gpu_name() if self.device == "cuda" else "cpu"
 
+    @property
+    def limit(self) -> float:
+        """Seconds of a run of ranks, and of a wait in it."""
+        return 240.0 if self.device == "cuda" else 1800.0
+
     def name_command(self, part: str) -> str:
         return f"freescale bench split {part} --device {self.device}"
 
@@ -68,7 +72,7 @@ class Setting:
             words += ["--trial"] if self.trial else []
             threads, begin = 1 if self.device == "cpu" else 2, time.perf_counter()
             print(f"{part} {arm if part != 'exact' else ''}: {ranks} ranks", flush=True)
-            status = start_ranks("split", words, ranks, self.device, LIMIT, threads)
+            status = start_ranks("split", words, ranks, self.device, self.limit, threads)
             print(f"  ended with status {status}, {time.perf_counter() - begin:.0f} s", flush=True)
             if status and not may_fail:
                 raise ValueError(f"the ranks of {part}, {arm}, failed: status {status}")

@@ -17,7 +17,6 @@ from freescale.ledger.ledger import Ledger
 from freescale_bench.common.ranks import get_gpu_settings, open_rank
 from freescale_bench.common.results import Destination, at_least, at_most, write
 from freescale_bench.split.setting import (
-    LIMIT,
     SETTINGS,
     SPLIT,
     WHOLE,
@@ -85,7 +84,7 @@ def _profile(run: Iterator[Any], setting: Setting, arm: str, rank: int) -> None:
 def measure(setting: Setting, arm: str, output: Path) -> None:
     """As one of the ranks; rank 0 writes the row."""
     shape, world = choose_shape(setting), setting.ranks
-    with open_rank(setting.device, LIMIT) as (transport, _):
+    with open_rank(setting.device, setting.limit) as (transport, _):
         batches = [make_batch(shape, transport.rank, world, number) for number in range(BATCHES)]
         steps = 4 if setting.trial else setting.steps
         precision = "bf16" if setting.device == "cuda" else "fp32"

@@ -34,9 +34,9 @@ class _Rows:
         """`tokens` [parts]: of each part, candidates included."""
         assert parts.exchange is not None, "divided histories need an exchange"
         self.parts, self.exchange = parts, parts.exchange
-        edges = [0, *accumulate(tokens)]
-        self.own = list(zip(edges[:-1], edges[1:], strict=True))  # rows of each part
-        starts = edges[:-1]
+        self.tokens, starts = list(tokens), [0, *accumulate(tokens)]
+        # what comes, in its order: each range is read by a part
+        self._received = sorted({place for earlier in parts.earlier for place in earlier})
         ends = [0, *accumulate(parts.events[part] for part, _ in parts.sent)]
         places = zip(ends[:-1], ends[1:], strict=True)
         # (the later part that reads them, their place in the message, their rows of this rank)
@@ -60,16 +60,19 @@ class _Rows:
 
     def join(self, own: Tensor, received: Tensor) -> Tensor:
         """[sum(lengths), ...]: of each part the rows of earlier parts, then its own."""
-        pieces = [received[:0]]
-        for (first, last), earlier in zip(self.own, self.parts.earlier, strict=True):
-            pieces += [*(received[a:b] for a, b in earlier), own[first:last]]
+        # not slices: backward would fill a tensor with zeros for each
+        ranges = received.split([b - a for a, b in self._received])
+        by_place = dict(zip(self._received, ranges, strict=True))
+        pieces = [] if ranges else [received]  # backward sends its gradient, of no rows
+        for part, earlier in zip(own.split(self.tokens), self.parts.earlier, strict=True):
+            pieces += [*(by_place[place] for place in earlier), part]
         return torch.cat(pieces)
 
     def pad(self, own: Tensor) -> Tensor:
         """As `join`, with zeros for earlier parts."""
         pieces = []
-        for (first, last), start in zip(self.own, self.parts.starts, strict=True):
-            pieces += [own.new_zeros(start, *own.shape[1:]), own[first:last]]
+        for part, start in zip(own.split(self.tokens), self.parts.starts, strict=True):
+            pieces += [own.new_zeros(start, *own.shape[1:]), part]
         return torch.cat(pieces)
 
     def cut(self, joined: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ class EarlierParts:
         with saved_tensors_hooks(lambda x: x, lambda x: x):  # not recomputed here
             next(self._compute, None)
         received = _Receive.apply(link, rows, pending)  # type: ignore[no-untyped-call]
-        keys, values = received.tensor_split([k[0].numel()], dim=1)
+        keys, values = received.split([k[0].numel(), v[0].numel()], dim=1)
         k = rows.join(k, keys.unflatten(1, k.shape[1:]))
         v = rows.join(v, values.unflatten(1, v.shape[1:]))
         return rows.cut(hstu_attention(rows.pad(q), k, v, *whole, **options))
