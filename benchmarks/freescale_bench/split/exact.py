@@ -35,6 +35,7 @@ from freescale_bench.split.setting import (
 CPU = Shape(16, 2, 1, (8192,))
 CUDA = Shape(256, 4, 4, (65_536,))
 STEPS = 2
+WORST = 6  # tensors whose errors are kept
 State = dict[str, Tensor]
 
 
@@ -82,7 +83,7 @@ def measure(setting: Setting, folder: str, output: Path) -> None:
         row = {name: max(rank[name] for rank in found) for name in found[0]}
         parts = sum(rank["parts"] for rank in found)
         row = {"ranks": len(found), "error": max(by_name.values())} | row | {"parts": parts}
-        row["errors"] = dict(sorted(by_name.items(), key=lambda each: -each[1]))
+        row["errors"] = dict(sorted(by_name.items(), key=lambda each: -each[1])[:WORST])
         output.write_text(json.dumps(row), encoding="utf-8")
 
 
