@@ -61,17 +61,17 @@ class _Rows:
     def join(self, own: Tensor, received: Tensor) -> Tensor:
         """[sum(lengths), ...]: of each part the rows of earlier parts, then its own."""
         # not slices: backward would fill a tensor with zeros for each
-        ranges = received.split([b - a for a, b in self._received])
+        ranges = torch.split(received, [b - a for a, b in self._received])
         by_place = dict(zip(self._received, ranges, strict=True))
         pieces = [] if ranges else [received]  # backward sends its gradient, of no rows
-        for part, earlier in zip(own.split(self.tokens), self.parts.earlier, strict=True):
+        for part, earlier in zip(torch.split(own, self.tokens), self.parts.earlier, strict=True):
             pieces += [*(by_place[place] for place in earlier), part]
         return torch.cat(pieces)
 
     def pad(self, own: Tensor) -> Tensor:
         """As `join`, with zeros for earlier parts."""
         pieces = []
-        for part, start in zip(own.split(self.tokens), self.parts.starts, strict=True):
+        for part, start in zip(torch.split(own, self.tokens), self.parts.starts, strict=True):
             pieces += [own.new_zeros(start, *own.shape[1:]), part]
         return torch.cat(pieces)
 
@@ -177,7 +177,7 @@ def encode_divided(
             return
         x, *inputs = encoder._begin(**select(count, len(sizes)))
         for number in range(len(encoder.layers)):
-            x = encoder._run_layers(x, *inputs, layers=slice(number, number + 1))
+            x = encoder._run_layers(x, *inputs, layers=slice(number, number + 1))  # type: ignore[misc]
             others[:] = [x]
             yield
 
