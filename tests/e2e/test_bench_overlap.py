@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from freescale_bench.common import ranks
 from freescale_bench.common.ranks import share_gpu, start_ranks
 from freescale_bench.overlap.bench import make_best_rows, make_figures
 from freescale_bench.overlap.overlapped import FULL
@@ -65,7 +68,34 @@ def test_mps_ends_with_the_run(tmp_path, monkeypatch):
         assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
         raise RuntimeError("a rank failed")
     pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
-    assert log.read_text().split() == ["begin", pipe, "quit", pipe] and not Path(pipe).exists()
+    words = ["begin", pipe, "get_server_list", pipe, "quit", "-t", "10", pipe]
+    assert log.read_text().split() == words and not Path(pipe).exists()
+
+
+def test_servers_that_mps_leaves_over_are_ended(tmp_path, monkeypatch):
+    """A stand-in for the control program starts one, and a daemon that never answers."""
+    control, server = (tmp_path / f"nvidia-cuda-mps-{name}" for name in ("control", "server"))
+    shutil.copy(shutil.which("sleep"), server)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(ranks, "MPS_SECONDS", 0.3)
+    for answer, expected in (("true", nullcontext()), ("false", pytest.raises(ValueError))):
+        control.write_text(
+            f'#!/bin/sh\nif [ "$1" = -d ]; then {server} 60 & echo $! > {tmp_path}/pid\n'
+            f"else {answer}; fi\n"
+        )
+        control.chmod(0o755)
+        with expected, share_gpu(2):
+            assert _runs(int((tmp_path / "pid").read_text()))
+        assert not _runs(int((tmp_path / "pid").read_text()))
+
+
+def _runs(process: int) -> bool:
+    """Whether it is there and no zombie."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_without_mps_the_error_says_so(monkeypatch, tmp_path):

@@ -24,18 +24,21 @@ def test_parts_compute_what_the_whole_does(task, count, visible):
 
 
 def test_others_compute_while_keys_and_gradients_travel():
-    """Groups of the other samples run between a send and its wait, forward and backward."""
+    """The other samples run through a layer between its send and its wait, forward and
+    backward."""
     module, log = build_model("retrieval", table_device="cpu").double(), []
-    whole = module.encoder.forward
+    run = module.encoder._run_layers
 
-    def forward(*inputs, **options):
-        log.append("others forward")
-        out = whole(*inputs, **options)
-        out.register_hook(lambda _: log.append("others backward"))
+    def run_layers(*inputs, layers=None, **options):
+        if layers is None:  # of parts
+            return run(*inputs, **options)
+        log.append(f"layer {layers.start} forward")
+        out = run(*inputs, layers=layers, **options)
+        out.register_hook(lambda _: log.append(f"layer {layers.start} backward"))
         return out
 
-    module.encoder.forward = forward
+    module.encoder._run_layers = run_layers
     differentiate(module, divide_here(make_batch(LENGTHS, "retrieval", 2), 3, log))
-    times, layer = ["send keys", "wait"], ["send keys", "others forward", "wait"]
-    back = ["send gradients", "others backward", "wait"]
-    assert log == times + 2 * layer + 2 * back
+    forward = [x for n in (0, 1) for x in ("send keys", f"layer {n} forward", "wait")]
+    back = [x for n in (1, 0) for x in ("send gradients", f"layer {n} backward", "wait")]
+    assert log == ["send keys", "wait"] + forward + back

@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from freescale.transport.shared_gpu import PART, list_settings
 from freescale_bench.common.repository import package_path
 
 _CONTROL = "nvidia-cuda-mps-control"
+MPS_SECONDS = 60.0  # limit of its beginning, and of its end
 
 
 def get_gpu_name() -> str:
@@ -132,6 +136,7 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
         for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
     }
     environment = {**os.environ, **folders}
+    pipe = folders["CUDA_MPS_PIPE_DIRECTORY"]
     try:
         # The daemon inherits open files: a pipe of ours would never close.
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -141,22 +146,55 @@ def share_gpu(ranks: int) -> Iterator[dict[str, str]]:
                 f"CUDA's MPS does not start here ({_CONTROL} -d ended with status "
                 f"{begun.returncode})"
             )
+        answers = partial(_ask_mps, control, environment, "get_server_list")
+        if not _wait_until(answers, MPS_SECONDS, "CUDA's MPS answers"):
+            raise ValueError(f"CUDA's MPS does not answer within {MPS_SECONDS:.0f} s")
         yield {**folders, PART: str(100 // ranks)}
     finally:
-        try:
-            subprocess.run(
-                [control],
-                env=environment,
-                input="quit\n",
-                text=True,
-                timeout=15,
-                capture_output=True,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            print(
-                f"CUDA's MPS did not stop: `echo quit | {_CONTROL}` with {folders}", file=sys.stderr
-            )
-        else:
-            for folder in folders.values():
-                shutil.rmtree(folder, ignore_errors=True)
+        # Its servers end with their last client. One that is left over holds the GPU.
+        _ask_mps(control, environment, "quit -t 10")
+        ended = partial(_end_mps, pipe)
+        if not _wait_until(ended, MPS_SECONDS, "CUDA's MPS has ended"):
+            _end_mps(pipe, signal.SIGKILL)
+            _wait_until(ended, 5, "CUDA's MPS has ended after SIGKILL")
+        for folder in folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ask_mps(control: str, environment: Mapping[str, str], words: str) -> bool:
+    """Whether the daemon has carried out a command."""
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [control], env=environment, input=f"{words}\n", text=True, timeout=15,
+            capture_output=True, check=False,
+        )  # fmt: skip
+        return done.returncode == 0
+    return False
+
+
+def _end_mps(pipe: str, number: int = 0) -> bool:
+    """Sends a signal to the daemon and servers of this pipe folder; whether there are none."""
+    wanted, none = f"CUDA_MPS_PIPE_DIRECTORY={pipe}".encode(), True
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            command = (process / "cmdline").read_bytes()
+            if not Path(command.split(b"\0")[0].decode()).name.startswith("nvidia-cuda-mps"):
+                continue
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                none = False
+                os.kill(int(process.name), number)
+    return none
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> bool:
+    """Polls; says on standard error what it waits for if that takes longer than two seconds."""
+    begin, shown = time.monotonic(), False
+    while not is_so():
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            return False
+        if waited > 2 and not shown:
+            print(f"waiting at most {seconds:.0f} s until {what}", file=sys.stderr, flush=True)
+            shown = True
+        time.sleep(0.1)
+    return True

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nproc", type=int, default=4, help="step, memory: ranks")
     parser.add_argument("--steps", type=int, default=30, help="step: of each arm")
+    parser.add_argument("--profiled", type=int, default=0, help="step: steps to profile before")
     parser.add_argument("--trial", action="store_true", help="tiny sizes; writes no result")
     # of a rank
     parser.add_argument("--arm", help=argparse.SUPPRESS)
@@ -34,15 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from freescale_bench.split import exact, memory, step
     from freescale_bench.split.setting import Setting
 
+    given = options.device, options.nproc, options.steps, options.trial, options.profiled
+    setting = Setting(*given)
     if is_rank():
-        setting = Setting(options.device, options.nproc, options.steps, options.trial)
         measure = {"exact": exact.measure, "step": step.measure, "memory": memory.measure}
         measure[options.part](setting, options.arm, options.output)
         return 0
     for part in PARTS if options.part == "all" else (options.part,):
         if part != "exact" and options.device == "cpu" and not options.trial:
             parser.error(f"{part} measures GPUs: --device cuda, or --trial for tiny sizes")
-        setting = Setting(options.device, options.nproc, options.steps, options.trial)
         bench = {"exact": exact.bench, "step": step.bench, "memory": memory.bench}[part]
         bench(setting, read_destination(options))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from freescale.pipeline.pipeline import Pipeline
 from freescale.transport.api import Transport
 from freescale_bench.common.ranks import get_gpu_name, start_ranks
 
-LIMIT = 900.0  # seconds of a run of ranks
 ITEMS, NEGATIVES = 20_000, 64
 WHOLE, SPLIT = "whole", "split"  # arms
 SETTINGS = {WHOLE: "off", SPLIT: "auto"}
@@ -48,10 +48,16 @@ class Setting:
     ranks: int
     steps: int
     trial: bool
+    profiled: int = 0  # steps
 
     @property
     def testbed(self) -> str:
         return get_gpu_name() if self.device == "cuda" else "cpu"
+
+    @property
+    def limit(self) -> float:
+        """Seconds of a run of ranks, and of a wait in it."""
+        return 240.0 if self.device == "cuda" else 1800.0
 
     def name_command(self, part: str) -> str:
         return f"freescale bench split {part} --device {self.device}"
@@ -62,14 +68,19 @@ class Setting:
             output = Path(temporary) / "found.json"
             words = [part, "--arm", arm, "--output", str(output), "--device", self.device]
             words += ["--nproc", str(ranks), "--steps", str(self.steps)]
+            words += ["--profiled", str(self.profiled)]
             words += ["--trial"] if self.trial else []
-            threads = 1 if self.device == "cpu" else 2
-            status = start_ranks("split", words, ranks, self.device, LIMIT, threads)
+            threads, begin = 1 if self.device == "cpu" else 2, time.perf_counter()
+            print(f"{part} {arm if part != 'exact' else ''}: {ranks} ranks", flush=True)
+            status = start_ranks("split", words, ranks, self.device, self.limit, threads)
+            print(f"  ended with status {status}, {time.perf_counter() - begin:.0f} s", flush=True)
             if status and not may_fail:
                 raise ValueError(f"the ranks of {part}, {arm}, failed: status {status}")
             if not output.exists():
                 return None
-            return json.loads(output.read_text(encoding="utf-8"))
+            found = json.loads(output.read_text(encoding="utf-8"))
+            print(f"  {json.dumps(found)[:400]}", flush=True)
+            return found
 
 
 def make_batch(shape: Shape, rank: int, world: int, number: int) -> SequenceBatch:
@@ -98,15 +109,15 @@ def make_batch(shape: Shape, rank: int, world: int, number: int) -> SequenceBatc
 
 def build_pipeline(
     shape: Shape, transport: Transport, split: str, *, dtype: torch.dtype = torch.float32,
-    schedule: str = "staged", precision: str = "fp32",
+    schedule: str = "staged", precision: str = "fp32", row_rate: float = 1.0,
 ) -> Pipeline:  # fmt: skip
-    """SGD, so that weights after a step show its gradients."""
+    """SGD, so that rows after a step show its gradients."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"width": shape.width, "layers": shape.layers, "heads": shape.heads}
     encoder = HSTU(**sizes, max_length=max(shape.lengths), dropout=0.1)
     module = Retrieval(encoder, num_items=ITEMS, table_device="meta").to(dtype)
     parallel = freescale.parallelize(
-        module, module.features, freescale.SGD(lr=1.0), transport=transport,
+        module, module.features, freescale.SGD(lr=row_rate), transport=transport,
         placement="sharded", init_std=0.1,
     )  # fmt: skip
     head = shape.width // shape.heads

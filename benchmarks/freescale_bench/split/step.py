@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger
 from freescale_bench.common.ranks import get_gpu_settings, open_rank
 from freescale_bench.common.results import Destination, at_least, at_most, write
 from freescale_bench.split.setting import (
-    LIMIT,
     SETTINGS,
     SPLIT,
     WHOLE,
@@ -61,17 +63,38 @@ def bench(setting: Setting, to: Destination) -> None:
         write(name, setting.testbed, command, rows, claims, to=to, shape=shape)
 
 
+def _profile(run: Iterator[Any], setting: Setting, arm: str, rank: int) -> None:
+    """Prints what the first and the last rank spend some steps with, before those measured."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (setting.device == "cuda")
+    begin = time.perf_counter()
+    with profile(activities=activities) as profiler:
+        for _ in range(setting.profiled):
+            next(run)
+        if setting.device == "cuda":
+            torch.cuda.synchronize()
+    if rank not in (0, setting.ranks - 1):
+        return
+    milliseconds = 1000 * (time.perf_counter() - begin)
+    averages = profiler.key_averages()
+    for order in ("self_cpu_time_total", "self_device_time_total"):
+        print(f"{arm}, rank {rank}: {setting.profiled} steps, {milliseconds:.0f} ms, by {order}")
+        print(averages.table(sort_by=order, row_limit=25, max_name_column_width=60), flush=True)
+
+
 def measure(setting: Setting, arm: str, output: Path) -> None:
     """As one of the ranks; rank 0 writes the row."""
     shape, world = choose_shape(setting), setting.ranks
-    with open_rank(setting.device, LIMIT) as (transport, _):
+    with open_rank(setting.device, setting.limit) as (transport, _):
         batches = [make_batch(shape, transport.rank, world, number) for number in range(BATCHES)]
         steps = 4 if setting.trial else setting.steps
         precision = "bf16" if setting.device == "cuda" else "fp32"
         pipeline = build_pipeline(shape, transport, SETTINGS[arm], precision=precision)
-        run = pipeline.run(batches[number % BATCHES] for number in range(WARM_UP + steps))
+        more = WARM_UP + setting.profiled
+        run = pipeline.run(batches[number % BATCHES] for number in range(more + steps))
         for _ in range(WARM_UP):
             next(run)
+        if setting.profiled:
+            _profile(run, setting, arm, transport.rank)
         if setting.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -29,9 +29,16 @@ def bench_publish(device: str, turns: int, every: int, trial: bool, to: Destinat
         if transport.rank == 0:
             _write_events(folder / "events.parquet", 2000 if device == "cpu" else 20_000)
         transport.gather_bytes(b"")
-        arms: dict[str, Trainer] = {
-            arm: _build(arm, folder, transport, device, every) for arm in _ARMS
-        }
+        since = time.perf_counter()
+
+        def show(words: str) -> None:
+            if transport.rank == 0:
+                print(f"{time.perf_counter() - since:.0f} s: {words}", flush=True)
+
+        arms: dict[str, Trainer] = {}
+        for arm in _ARMS:
+            arms[arm] = _build(arm, folder, transport, device, every)
+            show(f"built {arm}")
         steps = {name: trainer.iterate() for name, trainer in arms.items()}
         found: dict[str, list[float]] = {name: [] for name in arms}
         for turn in range(turns + 1):
@@ -46,6 +53,7 @@ def bench_publish(device: str, turns: int, every: int, trial: bool, to: Destinat
                 arms[name].checkpoints.wait()
                 arms[name].checkpoints.wait_published()
                 transport.gather_bytes(b"")
+                show(f"turn {turn} of {turns}, {name}")
         del steps
         if transport.rank == 0:
             published = len(list((folder / "deltas" / "deltas").iterdir()))

@@ -1,9 +1,9 @@
 """Histories that are divided over ranks, inside HSTU.
 
 SiLU attention is a plain sum over keys, so a part of a history needs nothing of the others but the
-keys and values of earlier parts. Each layer sends its own forward, computes other samples of the
-batch, and then attends to both. Backward mirrors it: gradients of the keys and values travel while
-other samples compute. How they travel is not known here: `Parts.exchange` is passed in.
+keys and values of earlier parts. Each layer sends its own forward, computes the other samples of
+the batch, and then attends to both. Backward mirrors it: gradients of the keys and values travel
+while other samples compute. How they travel is not known here: `Parts.exchange` is passed in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from freescale.batch import HostSizes, Parts
 from freescale.kernels.dispatch.attention import hstu_attention
 from freescale.kernels.layer.reference import add_positions
+from freescale.kernels.upload import upload
 from freescale.models.encoder import Encoder
 from freescale.models.hstu import HSTU
 from freescale.models.prefix import Prefix
@@ -32,9 +34,9 @@ class _Rows:
         """`tokens` [parts]: of each part, candidates included."""
         assert parts.exchange is not None, "divided histories need an exchange"
         self.parts, self.exchange = parts, parts.exchange
-        edges = [0, *accumulate(tokens)]
-        self.own = list(zip(edges[:-1], edges[1:], strict=True))  # rows of each part
-        starts = edges[:-1]
+        self.tokens, starts = list(tokens), [0, *accumulate(tokens)]
+        # what comes, in its order: each range is read by a part
+        self._received = sorted({place for earlier in parts.earlier for place in earlier})
         ends = [0, *accumulate(parts.events[part] for part, _ in parts.sent)]
         places = zip(ends[:-1], ends[1:], strict=True)
         # (the later part that reads them, their place in the message, their rows of this rank)
@@ -58,16 +60,19 @@ class _Rows:
 
     def join(self, own: Tensor, received: Tensor) -> Tensor:
         """[sum(lengths), ...]: of each part the rows of earlier parts, then its own."""
-        pieces = [received[:0]]
-        for (first, last), earlier in zip(self.own, self.parts.earlier, strict=True):
-            pieces += [*(received[a:b] for a, b in earlier), own[first:last]]
+        # not slices: backward would fill a tensor with zeros for each
+        ranges = torch.split(received, [b - a for a, b in self._received])
+        by_place = dict(zip(self._received, ranges, strict=True))
+        pieces = [] if ranges else [received]  # backward sends its gradient, of no rows
+        for part, earlier in zip(torch.split(own, self.tokens), self.parts.earlier, strict=True):
+            pieces += [*(by_place[place] for place in earlier), part]
         return torch.cat(pieces)
 
     def pad(self, own: Tensor) -> Tensor:
         """As `join`, with zeros for earlier parts."""
         pieces = []
-        for (first, last), start in zip(self.own, self.parts.starts, strict=True):
-            pieces += [own.new_zeros(start, *own.shape[1:]), own[first:last]]
+        for part, start in zip(torch.split(own, self.tokens), self.parts.starts, strict=True):
+            pieces += [own.new_zeros(start, *own.shape[1:]), part]
         return torch.cat(pieces)
 
     def cut(self, joined: Tensor) -> Tensor:
@@ -116,7 +121,7 @@ class EarlierParts:
     """The attention of a batch's parts, to their own events and to those of earlier parts."""
 
     def __init__(self, rows: _Rows, compute: Iterator[None]) -> None:
-        """`compute` computes other samples, some at each step."""
+        """`compute` computes a layer of the other samples at each step."""
         self._rows, self._compute = rows, compute
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *whole: Tensor, **options: Any) -> Tensor:
@@ -127,7 +132,7 @@ class EarlierParts:
         with saved_tensors_hooks(lambda x: x, lambda x: x):  # not recomputed here
             next(self._compute, None)
         received = _Receive.apply(link, rows, pending)  # type: ignore[no-untyped-call]
-        keys, values = received.tensor_split([k[0].numel()], dim=1)
+        keys, values = received.split([k[0].numel(), v[0].numel()], dim=1)
         k = rows.join(k, keys.unflatten(1, k.shape[1:]))
         v = rows.join(v, values.unflatten(1, v.shape[1:]))
         return rows.cut(hstu_attention(rows.pad(q), k, v, *whole, **options))
@@ -138,8 +143,8 @@ def encode_divided(
     timestamps: Tensor | None, candidate_counts: Tensor | None = None,
     host: HostSizes | None = None, prefix: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `HSTU.forward`, for a batch that begins with parts: they run layer by layer, and between
-    their exchanges the other samples run in as many groups, as without parts."""
+    """As `HSTU.forward`, for a batch that begins with parts: between the exchanges of each layer,
+    the other samples run through that layer as without parts."""
     assert isinstance(encoder, HSTU) and host is not None, "pipelines refuse other encoders"
     timestamps = encoder._check_inputs(x, timestamps)
     count, device = len(parts.starts), x.device
@@ -165,30 +170,26 @@ def encode_divided(
             "prefix": cut(prefix, samples),
         }
 
-    others: list[Tensor] = []
+    others: list[Tensor] = []  # what their last layer has computed
 
     def compute_others() -> Iterator[None]:
-        left = ends[-1] - ends[count]
-        edges = [count]
-        for group in range(1, len(encoder.layers) + 1):
-            goal = ends[count] + left * group / len(encoder.layers)
-            last = next(n for n in range(edges[-1], len(ends)) if ends[n] >= goal)
-            edges.append(last)
-            if ends[last] > ends[edges[-2]]:
-                others.append(encoder(**select(edges[-2], last)))
+        if ends[-1] == ends[count]:
+            return
+        x, *inputs = encoder._begin(**select(count, len(sizes)))
+        for number in range(len(encoder.layers)):
+            x = encoder._run_layers(x, *inputs, layers=slice(number, number + 1))  # type: ignore[misc]
+            others[:] = [x]
             yield
 
     own, rows = select(0, count), _Rows(parts, sizes[:count])
     times: Tensor | None = own["timestamps"]
+    arriving: Callable[[], Tensor] | None = None
     if encoder.has_time_bias:
         assert times is not None
-        times = rows.join(times, rows.exchange(rows.select_sent(times), False)())
-    starts = torch.tensor(parts.starts, device=device)
+        arriving = rows.exchange(rows.select_sent(times), False)
+    encoder._check_sizes(own["x"], sum(sizes[:count]), max(parts.wholes))
+    starts = upload(np.array(parts.starts), device)
     counts, host_counts = own["candidate_counts"], own["host"].candidate_counts
-    on_host = HostSizes(torch.tensor(rows.lengths), host_counts)
-    wholes = lengths[:count] + starts
-    plan = encoder._plan_attention(wholes, counts, times, on_host, parts.starts)
-    encoder._check_sizes(own["x"], sum(sizes[:count]), plan.longest_history)
     dropping = encoder._choose_keys(own["keys"], lengths[:count])
     hidden, token_keys = add_positions(
         own["x"], encoder.position, lengths[:count], counts, dropping,
@@ -199,6 +200,11 @@ def encode_divided(
         before = Prefix(
             encoder, encoder.heads, encoder.widths, own["prefix"], own["host"].lengths, dropping
         )
+    if arriving is not None and times is not None:
+        times = rows.join(times, arriving())
+    on_host = HostSizes(torch.tensor(rows.lengths), host_counts)
+    wholes = lengths[:count] + starts
+    plan = encoder._plan_attention(wholes, counts, times, on_host, parts.starts)
     computing = compute_others()
     hidden = encoder._run_layers(
         hidden, plan.lengths, token_keys, times, counts, plan,

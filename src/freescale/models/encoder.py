@@ -127,9 +127,9 @@ class Encoder(nn.Module, ABC):
         if tokens != x.shape[0]:
             raise ValueError(f"lengths add up to {tokens}, but there are {x.shape[0]} tokens")
 
-    def _run_each(self, x: Tensor, inputs: Sequence[Any]) -> Tensor:
-        """Runs the layers one after another, with the same further inputs."""
-        for layer in self.layers:
+    def _run_each(self, x: Tensor, inputs: Sequence[Any], layers: slice = slice(None)) -> Tensor:
+        """Runs layers one after another, with the same further inputs."""
+        for layer in list(self.layers)[layers]:
             if self.checkpoint and torch.is_grad_enabled():
                 # dropout is a function of keys: there is no generator state to keep
                 x = recompute(layer, x, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -91,6 +91,20 @@ class HSTU(Encoder):
         host: HostSizes | None = None,  # sizes of the above; read from the device if None
         prefix: Tensor | None = None,  # [samples, count, width]: tokens that all others see
     ) -> Tensor:  # [tokens, width]
+        inputs = keys, timestamps, candidate_counts, host, prefix
+        return self._run_layers(*self._begin(x, lengths, *inputs))
+
+    def _begin(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        keys: Tensor | None,
+        timestamps: Tensor | None,
+        candidate_counts: Tensor | None,
+        host: HostSizes | None,
+        prefix: Tensor | None,
+    ) -> tuple[Any, ...]:
+        """The arguments of `_run_layers`, from those of `forward`."""
         timestamps = self._check_inputs(x, timestamps)
         plan = self._plan_attention(lengths, candidate_counts, timestamps, host)
         self._check_sizes(x, plan.tokens, plan.longest_history)
@@ -100,9 +114,7 @@ class HSTU(Encoder):
             on_host = lengths.cpu() if host is None else host.lengths
             chosen = self._choose_keys(keys, lengths)
             before = Prefix(self, self.heads, self.widths, prefix, on_host, chosen)
-        return self._run_layers(
-            x, lengths, token_keys, timestamps, candidate_counts, plan, prefix=before
-        )
+        return x, lengths, token_keys, timestamps, candidate_counts, plan, before
 
     def encode_last(
         self,
@@ -180,16 +192,22 @@ class HSTU(Encoder):
         plan: AttentionPlan | TilePlan,
         prefix: Prefix | None = None,
         attend: Callable[..., Tensor] | None = None,
+        layers: slice = slice(None),
     ) -> Tensor:
-        """Runs all layers; arguments as in `HSTULayer.forward`. The prefix is not in x."""
+        """Runs `layers`; arguments as in `HSTULayer.forward`. The prefix is not in x."""
         token_keys = token_keys if self.dropout > 0 else None
         d_qk, d_v = self.widths
         dtype = get_product_dtype(self.position)
-        alone = prefix is None and attend is None
+        first = layers.start or 0
+        # those in C run all layers at once
+        alone = prefix is None and attend is None and (not first or isinstance(plan, TilePlan))
         if alone and fits_fused_layer(plan, x, self.heads * d_v, dtype, self.wide):
             return run_layers(
                 x,
-                [cast(HSTULayer, layer).collect_parameters() for layer in self.layers],
+                [
+                    cast(HSTULayer, layer).collect_parameters()
+                    for layer in list(self.layers)[layers]
+                ],
                 plan=plan,
                 heads=self.heads,
                 d_qk=d_qk,
@@ -200,6 +218,7 @@ class HSTU(Encoder):
                 keys=token_keys,
                 keep=1 - self.dropout,
                 recompute=self.checkpoint and torch.is_grad_enabled(),
+                first=first,
                 wide=self.wide,
             )
         events = x.shape[0]
@@ -208,5 +227,8 @@ class HSTU(Encoder):
             if token_keys is not None and prefix.keys is not None:
                 token_keys = torch.cat([token_keys, prefix.keys])
         inputs = lengths, token_keys, timestamps, candidate_counts, plan, prefix, attend
-        outputs = self._run_each(x, inputs)
-        return outputs if prefix is None else outputs[:events]
+        outputs = self._run_each(x, inputs, layers)
+        if prefix is None:
+            return outputs
+        prefix.inputs = outputs[events:]  # of the next layers
+        return outputs[:events]

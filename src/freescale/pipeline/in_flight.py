@@ -92,6 +92,7 @@ class IncomingBatch:
         `proceed`; `split` cuts the batch into micro-batches, and `request`, if this lane is to do
         that, asks the owners for their rows."""
         self._proceeds = threading.Event()
+        self.taken = Moment(torch.device("cpu"))  # from the data
         self.agreed = Moment(torch.device("cpu"))  # the ranks have agreed: none has left
         self._completed = Moment(lane.device)  # the batch is here; its rows are not requested yet
         self._preparation, self._lane, self._split = preparation, lane, split
@@ -130,7 +131,8 @@ class IncomingBatch:
         """On the thread and stream of the lane, over its channel."""
         with self._completed.reached_by():
             with self.agreed.reached_by():
-                self._preparation.take()
+                with self.taken.reached_by():
+                    self._preparation.take()
                 self._proceeds.wait()
                 self._preparation.agree()
                 self._agreeing = self._lane.side.take()
@@ -193,12 +195,13 @@ class InFlight:
         if self.incoming is not None:
             self.incoming.job.wait()
 
-    def finish_input(self) -> None:
-        """Waits until the lane `input` has ended: the caller may close the data, which it reads."""
+    def finish_input(self, wait: bool = True) -> None:
+        """Waits until the lane `input` has ended: the caller may close the data, which it reads.
+        Unless `wait`, until it has read."""
         if self.incoming is not None:
             self.incoming.proceed()
             with suppress(Exception):
-                self.incoming.job.wait(host=True)
+                (self.incoming.job if wait else self.incoming.taken).wait(host=True)
         self.incoming = None
 
     def announce_leaving(self, preparation: BatchPreparation, step: int, lane: Lane) -> None:

@@ -39,30 +39,40 @@ class PartsExchange:
         self._lane = Lane("parts", transport, urgent=True)
         self._ledger = transport.ledger
         # when the main thread began to wait for each exchange of the step, and when it had ended
-        self._windows: list[tuple[Any, Any]] = []
-        self._joined: list[Callable[[], Tensor]] = []
-        self._begun = 0  # exchanges of the step
+        self._windows: list[tuple[Any, Any] | None] = []
+        self._unread: list[Callable[[], Tensor]] = []  # exchanges of a rank without parts
+        self._sending: list[Callable[[], Tensor]] = []  # exchanges that bring nothing here
+        self._forward = False
+        self.begun = 0  # exchanges of the step under way: other ranks may wait for them
 
     def attach(self, batch: SequenceBatch) -> SequenceBatch:
         """The batch as the model takes it. A rank without parts starts all its exchanges here."""
         parts = batch.divided
-        self._begun = 0 if parts is None else self._count
+        self.begun, self._forward = 0 if parts is None else self._count, True
         if parts is None:
             return batch
         if parts.starts:
             exchange = partial(self._start, parts.send, parts.receive)
             return replace(batch, divided=replace(parts, exchange=exchange))
         nothing, none = torch.empty(0, device=self._lane.device), [0] * self._lane.transport.world
-        self._joined = [self._start(none, none, nothing, False) for _ in range(self._count)]
+        self._unread = [self._start(none, none, nothing, True) for _ in range(self._count)]
         return replace(batch, divided=None)
+
+    def end_forward(self) -> None:
+        """What was sent without waiting has left: a GPU's allocator waits for sums over ranks, and
+        they for ranks that wait for keys."""
+        self._forward = False
+        for wait in self._sending:
+            wait()
+        self._sending = []
 
     def finish(self) -> None:
         """Ends the compute of a step: its exchanges are recorded at the same place on all ranks."""
-        for wait in self._joined:
+        for wait in self._unread:
             wait()
-        self._joined = []
+        self._unread = []
         windows, self._windows = self._windows, []
-        if len(windows) != self._begun:
+        if len(windows) != self.begun:
             raise ValueError(
                 "the model does not read the parts of divided histories (`SequenceBatch.divided`), "
                 "as Retrieval and Ranking do: split_histories='off'"
@@ -70,10 +80,11 @@ class PartsExchange:
         for collective, window in zip(self._lane.side.take(), windows, strict=True):
             collective.window = window
             self._ledger.record(collective)
+        self.begun = 0
 
     def rest(self) -> None:
         """Between runs: no thread is left."""
-        self._windows, self._joined = [], []
+        self._windows, self._unread, self._sending = [], [], []
         self._lane.side.take()  # drops the work of a failed step
         self._lane.rest()
 
@@ -91,13 +102,18 @@ class PartsExchange:
             transport = self._lane.transport
             arrived.append(transport.all_to_all(rows, send, receive, "attention").wait())
 
-        job = self._lane.submit(travel, (rows,))
+        job, place = self._lane.submit(travel, (rows,)), len(self._windows)
+        self._windows.append(None)
 
         def wait() -> Tensor:
             begin = self._lane.side.clock.stamp()
             job.wait()
-            self._windows.append((begin, self._lane.side.clock.stamp()))
+            self._windows[place] = begin, self._lane.side.clock.stamp()
             self._lane.lend(arrived[0])
             return arrived[0]
 
-        return wait
+        if any(receive) or not self._forward:
+            return wait
+        # The first part of a history waits for nobody: it computes its next layer meanwhile.
+        self._sending.append(wait)
+        return lambda: rows.new_empty(0, *rows.shape[1:])

@@ -269,6 +269,8 @@ class Schedule(ABC):
                 losses = means if losses is None else losses + means
             if batch is micro[-1]:
                 forwarded()
+                if self.parts is not None:
+                    self.parts.end_forward()
                 losses = self._pad_losses(losses)
                 if self.overlaps_dense:
                     self.buckets.start(self.transport, losses, agreement.longest)

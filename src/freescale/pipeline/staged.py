@@ -289,7 +289,8 @@ class Staged(Schedule):
 
     def _end_run(self) -> None:
         super()._end_run()
-        self._in_flight.finish_input()
+        # A rank that fails in a divided history leaves others in it, which prepare no next batch.
+        self._in_flight.finish_input(wait=self.parts is None or not self.parts.begun)
         for lane in self.lanes:
             lane.rest()
 

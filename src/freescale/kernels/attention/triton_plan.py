@@ -88,8 +88,8 @@ class TilePlan(Plan):
 
     def count_sums(self, size: int) -> int:
         """Numbers of a part of the sums by distance, over all tiles of `size` queries."""
-        tiles = -(-self.host // size)
-        return int((tiles * (tiles + 1) // 2 * size).sum())
+        tiles, before = -(-self.host // size), -(-self._list_first() // size)
+        return int(((tiles * (tiles + 1) - before * (before + 1)) // 2 * size).sum())
 
     def edges(self) -> Tensor:
         """[buckets + 1]: the shortest time of each bucket, in the dtype of the times."""
@@ -110,7 +110,8 @@ class TilePlan(Plan):
         pairs = self._find_first_blocks()
         columns = [start, self.host, self.history, pairs, self._list_first()]
         start, length, history, pairs, before = (column[sample] for column in columns)
-        sums = np.minimum(np.cumsum(row + size) - row - size, 2**31 - 1)
+        room = np.where(row >= before, row + size, 0)  # no tiles of queries before the first
+        sums = np.minimum(np.cumsum(room) - room, 2**31 - 1)
         return np.column_stack([start, length, history, row, pairs, before, sums])
 
     def _list_first(self) -> np.ndarray:

@@ -45,6 +45,7 @@ class LayerOptions:
     keys: Tensor | None  # [tokens] int64: random keys; None: no dropout
     keep: float  # share of the elements that is kept
     recompute: bool  # whether backward recomputes a layer's activations
+    first: int = 0  # number of the first layer
     wide: bool = False  # SiLU of the gate alone, and `wide_gate` before the output
 
     @property

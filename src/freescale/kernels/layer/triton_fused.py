@@ -69,7 +69,7 @@ def run_layers(x: Tensor, layers: Sequence[LayerParameters], options: LayerOptio
     x = x.contiguous()
     with use_device(x.device):
         copies = _pad_projections(_cast_weights(layers, options.dtype), options)
-        for number, (layer, copied) in enumerate(zip(layers, copies, strict=True)):
+        for number, (layer, copied) in enumerate(zip(layers, copies, strict=True), options.first):
             own = layer[:7] + layer[8:]
             inputs = x, product, bias, *own, copied, options, number
             # dropout is a function of random keys: no generator state to preserve
