@@ -48,9 +48,6 @@ CASES = {
     "half precision, computed biases": dict(
         name="equal", candidates=True, biases=True, dtype="float16", pair_budget=0
     ),
-    "half precision, gradients of scores not stored": dict(
-        name="mixed", candidates=True, biases=True, dtype="float16", pair_budget=100_000
-    ),
     "apart": dict(name="equal", candidates=True, biases=False, dtype="float16", apart=True),
     "wide": dict(name="equal", candidates=False, biases=False, dtype="float16", widths=(256, 256)),
     # queries before these are left out: the tiles of the first 128 of two samples

@@ -7,9 +7,9 @@ from the tables of a `TilePlan`, made once per batch; nothing synchronizes after
 fixed order: the same inputs give the same bits, including gradients.
 
 Memory is linear in the tokens, except for tables with an entry per pair of tokens. With 16-bit
-inputs a call makes one of the biases of pairs, and backward one of the gradients of each head's
-scores, if they fit the budget. Above it the kernels compute the biases, several times each, and the
-kernel for queries adds the gradients. Backward reads the table of forward if that is small.
+inputs a call makes one of the biases of pairs if it fits the budget. Above it the kernels compute
+them, several times each. Backward reads the table of forward if that is small. The gradient of a
+bias by distance takes two numbers for every 64 pairs of each head.
 
 `softmax_attention` has the same kernels. Its dropout draws from the queries' keys, as the reference
 does, in forward and again in backward.
@@ -27,7 +27,6 @@ from freescale.kernels.attention.checks import check_or_plan
 from freescale.kernels.attention.plan_columns import PAIR_KEYS, PAIR_QUERIES
 from freescale.kernels.attention.triton_launch import (
     BUDGET_SHARE,
-    CHANGE_SUMS,
     FLOAT32_PRECISION,
     KEPT_SHARE,
     PAIR_BIAS,
@@ -175,61 +174,6 @@ class Forward(NamedTuple):
     logarithms: Tensor | None  # [heads, tokens] float32: of a softmax's sums, in powers of two
 
 
-class _BiasSums:
-    """Where a kernel adds the gradients of scores by distance and by bucket, in tiles of queries
-    and keys."""
-
-    def __init__(
-        self, plan: TilePlan, bias: dict[str, Any], queries: int, keys: int, heads: int,
-        programs: int,
-    ):  # fmt: skip
-        self.plan, self.bias = plan, bias
-        self.queries, self.keys, self.heads, self.programs = queries, keys, heads, programs
-        self.candidates = plan.candidate_counts is not None
-        self.parts = queries // keys + 1 + self.candidates
-        self.plane = self.parts * plan.count_sums(queries)  # numbers by distance of a head
-        # at least buckets + 1
-        self.bins = 0 if bias["time_bias"] is None else 1 << plan.buckets.bit_length()
-        self.tensors: tuple[Tensor | None, ...] = (None,) * 3
-
-    def allocate(self, like: Tensor) -> tuple[Tensor | None, ...]:
-        """Sums by distance, of candidates with themselves, and by bucket."""
-        wide: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
-        by_distance = by_self = by_bucket = None
-        if self.bias["position_bias"] is not None:
-            # tiles that are not visited have no sums
-            whole = self.parts == 2 and self.plan.visible is None
-            by_distance = (torch.empty if whole else torch.zeros)(self.heads * self.plane, **wide)
-            if self.candidates:
-                by_self = torch.zeros(self.heads, self.plan.tokens, **wide)
-        if self.bins:
-            by_bucket = torch.empty(self.programs, self.bins, **wide)
-        self.tensors = by_distance, by_self, by_bucket
-        return self.tensors
-
-    def finish(self, factor: float) -> Biases:
-        """The gradients of both biases."""
-        by_distance, by_self, by_bucket = self.tensors
-        grad_position = grad_time = None
-        if by_bucket is not None:
-            grad_time = by_bucket.sum(0)[: self.plan.buckets + 1] * factor
-        if by_distance is not None:
-            from freescale.kernels.attention.triton_bias_sums_kernels import sum_distances_kernel
-
-            tiles, size = self.plan.query_tiles(self.queries), self.bias["position_bias"].numel()
-            sums = by_distance.new_empty(self.heads * SUM_SPLIT, size)
-            launch_kernel(
-                sum_distances_kernel, (count_blocks(size, SUM_DISTANCES), len(sums)), by_distance,
-                tiles, self.plane, len(tiles), sums, size, factor, HEADS=self.heads,
-                M=self.queries, N=self.keys, CANDIDATES=self.candidates, SPLIT=SUM_SPLIT,
-                S=SUM_TILES, D=SUM_DISTANCES, num_warps=4,
-            )  # fmt: skip
-            grad_position = sums.sum(0)
-            if by_self is not None:
-                grad_position[:1] += by_self.sum() * factor
-        return grad_position, grad_time
-
-
 class _Call:
     """The launches of one attention and their common arguments."""
 
@@ -276,8 +220,6 @@ class _Call:
             timed=time is not None, tabled=size <= budget, softmax=softmax is not None,
             visible=visible is not None,
         )  # fmt: skip
-        # whether there is memory for the gradients of the scores
-        self.stores = self.launches.tabled and q.shape[1] * size <= budget
         self.pairs = pairs
         if pairs is None and self.launches.tabled:
             self.pairs = self._compute_pair_biases()
@@ -368,43 +310,53 @@ class _Call:
         """Returns the gradients of both biases in float32, if they are needed."""
         from freescale.kernels.attention.triton_kernels import backward_q_kernel
 
-        plan, launch = self.plan, self.launches.of_queries
-        tiles, changes = plan.query_tiles(launch.tile), None
+        plan, constants, launch = self.plan, self.constants, self.launches.of_queries
+        position, time = (
+            self.bias[name] if need_biases else None for name in ("position_bias", "time_bias")
+        )
+        tiles = plan.query_tiles(launch.tile)
         programs = len(tiles) * plan.heads
-        sums = _BiasSums(plan, self.bias, launch.tile, launch.inner, plan.heads, programs)
-        if need_biases and self.stores:
-            rows = plan.pair_blocks // 2 * plan.heads * PAIR_QUERIES
-            changes = self.q.new_empty(rows, PAIR_QUERIES)
-        direct = need_biases and not self.stores
+        parts = launch.tile // launch.inner + 1 + constants["CANDIDATES"]
+        plane = parts * plan.count_sums(launch.tile)
+        by_distance = by_self = by_bucket = None
+        wide: dict[str, Any] = {"dtype": torch.float32, "device": grad.device}
+        if position is not None:
+            # tiles that are not visited have no sums
+            whole = parts == 2 and plan.visible is None
+            make = torch.empty if whole else torch.zeros
+            by_distance = make(plan.heads * plane, **wide)
+            if constants["CANDIDATES"]:
+                by_self = torch.zeros(plan.heads, plan.tokens, **wide)
+        bins = 0
+        if time is not None:
+            bins = 1 << plan.buckets.bit_length()  # at least buckets + 1
+            by_bucket = torch.empty(programs, bins, **wide)
         launch_kernel(
             backward_q_kernel, (programs,),
             build_descriptor(self.q, launch.tile), build_descriptor(self.k, launch.inner),
             build_descriptor(self.v, launch.inner), build_descriptor(grad, launch.tile),
-            _describe_table(self.pairs, launch.tile, launch.inner),
-            _describe_table(changes, launch.tile, launch.inner), *of_queries,
-            *(sums.allocate(grad) if direct else (None,) * 3), sums.plane, grad_q, tiles,
-            factor=self.factor / scale, M=launch.tile, N=launch.inner,
-            BUCKETS=sums.bins if direct else 0, STRIDE=grad_q.stride(0),
-            **self._build_arguments(launch),
+            _describe_table(self.pairs, launch.tile, launch.inner), *of_queries, by_distance,
+            by_self, by_bucket, plane, grad_q, tiles, factor=self.factor / scale, M=launch.tile,
+            N=launch.inner, BUCKETS=bins, STRIDE=grad_q.stride(0), **self._build_arguments(launch),
         )  # fmt: skip
-        if changes is not None:
-            sums = self._sum_changes(changes)
-        return sums.finish(0.5 / scale) if need_biases else (None, None)
+        half = 0.5 / scale
+        grad_time = None if by_bucket is None else by_bucket.sum(0)[: plan.buckets + 1] * half
+        if by_distance is None or position is None:
+            return None, grad_time
+        from freescale.kernels.attention.triton_bias_sums_kernels import sum_distances_kernel
 
-    def _sum_changes(self, changes: Tensor) -> _BiasSums:
-        from freescale.kernels.attention.triton_bias_kernels import sum_changes_kernel
-
-        plan, launch = self.plan, CHANGE_SUMS
-        tiles = plan.query_tiles(launch.queries)
-        grid = len(tiles), launch.split
-        sums = _BiasSums(plan, self.bias, launch.queries, launch.queries, 1, grid[0] * grid[1])
-        times = {name: self.bias[name] for name in ("edges", "times", "buckets")}
+        size = position.numel()
+        sums = torch.empty(plan.heads * SUM_SPLIT, size, **wide)
         launch_kernel(
-            sum_changes_kernel, grid, changes, tiles, *sums.allocate(changes),
-            **self.seen, **times, HEADS=plan.heads, B=launch.queries, BUCKETS=sums.bins,
-            CANDIDATES=self.constants["CANDIDATES"], SPLIT=launch.split, num_warps=launch.warps,
+            sum_distances_kernel, (count_blocks(size, SUM_DISTANCES), len(sums)), by_distance,
+            tiles, plane, len(tiles), sums, size, half, HEADS=plan.heads, M=launch.tile,
+            N=launch.inner, CANDIDATES=constants["CANDIDATES"], SPLIT=SUM_SPLIT, S=SUM_TILES,
+            D=SUM_DISTANCES, num_warps=4,
         )  # fmt: skip
-        return sums
+        grad_position = sums.sum(0)
+        if by_self is not None:
+            grad_position[:1] += by_self.sum() * half
+        return grad_position, grad_time
 
     def _build_arguments(self, launch: AttentionLaunch) -> dict[str, Any]:
         """The arguments of the kernels over tiles that are not tensors."""
@@ -426,12 +378,10 @@ def _find_budget(device: torch.device, share: float) -> int:
     return min(PAIR_BUDGET, int(share * usable) // PAIR_BYTES)
 
 
-def _list_budgets(plan: TilePlan, device: torch.device) -> tuple[int, ...]:
-    """Most pairs of a table. When recording, all cases that a batch may meet: memory for all
-    tables, only for the biases of pairs, and for none."""
-    if not is_recording():
-        return (_find_budget(device, BUDGET_SHARE),)
-    return PAIR_BUDGET, plan.pair_blocks * PAIR_QUERIES * PAIR_KEYS, 0
+def _list_budgets(device: torch.device) -> tuple[int, ...]:
+    """Most pairs of a table. When recording, both cases that a batch may meet: memory for the
+    table, and none."""
+    return (PAIR_BUDGET, 0) if is_recording() else (_find_budget(device, BUDGET_SHARE),)
 
 
 def attend(
@@ -443,7 +393,7 @@ def attend(
     found = Forward(torch.empty(v.shape, dtype=v.dtype, device=v.device), None, None)
     if plan.tokens:
         with use_device(q.device):
-            for budget in _list_budgets(plan, q.device):
+            for budget in _list_budgets(q.device):
                 found = _Call(q, k, v, biases, plan, alpha, budget, softmax).forward(scale)
     return found
 
@@ -463,7 +413,7 @@ def differentiate_attention(
     if not plan.tokens:
         return grad_q, grad_k, grad_v, grad_position, grad_time
     with use_device(q.device):
-        for budget in _list_budgets(plan, q.device):
+        for budget in _list_budgets(q.device):
             pairs = None if is_recording() else forward.pairs
             call = _Call(q, k, v, biases, plan, alpha, budget, softmax, pairs)
             grads = grad_q, grad_k, grad_v

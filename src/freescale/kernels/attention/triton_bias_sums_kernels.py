@@ -33,7 +33,7 @@ def _bucket_range(later, earlier, buckets):
 
 @triton.jit
 def _store_distances(
-    change, distances, by_self, i, j, row, key, sample,
+    change, distances, by_self, i, j, row, key, head, sample, tokens,
     M: tl.constexpr, N: tl.constexpr, CANDIDATES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Stores the sums of change [M, N] along its diagonals, for the queries [row, row + M) of the
@@ -43,7 +43,7 @@ def _store_distances(
     distance is row - key + c + floor((a - c) / N) * N. A tile of queries has a part of row + M
     numbers for each of these floors: every distance is stored there once. All candidates of a
     sample have one position, so their distances repeat along columns, in a further part; `by_self`
-    [tokens] has a candidate's score with itself.
+    [HEADS, tokens] has a candidate's score with itself.
     """
     start, length, history, _ = sample
     room = row + M
@@ -64,7 +64,7 @@ def _store_distances(
             if MASKED:
                 alone = tl.sum(tl.where(i[:, None] == j[None, :], wide, 0.0), 1)
                 mine = (i >= tl.maximum(key, history)) & (i < tl.minimum(key + N, length))
-                tl.store(by_self + start + i, alone, mask=mine)
+                tl.store(by_self + head.to(tl.int64) * tokens + start + i, alone, mask=mine)
 
 
 @triton.jit

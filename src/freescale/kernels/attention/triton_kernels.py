@@ -19,7 +19,7 @@ fixed order is half as fast (223 TFLOP/s against 444 for heads of 128): its prog
 turns. Storing the scores instead of recomputing them is slower at every width.
 
 The bias of a score is read from a table of all pairs or computed here. `triton_bias_kernels` has
-the kernel that fills the table, and the one that adds the gradients of the scores.
+the kernel that fills the table, and the sums of the biases' gradients.
 
 With `first` and `last`, a query sees the first keys and the last ones; tiles between are not
 visited.
@@ -165,16 +165,6 @@ def _find_pairs(pairs, query, key):
     block = pairs + above * (above + 1) + before
     row = (block - above) * ROWS_OF_PAIRS + query
     return row, key - before * COLUMNS_OF_PAIRS
-
-
-@triton.jit
-def _find_stored(pairs, query, key, head, HEADS: tl.constexpr):
-    """Row and column in the table of the gradients of scores, for queries from `query` and keys
-    from `key` of one head. Its blocks are square: two blocks of pair biases side by side."""
-    above, before = query // ROWS_OF_PAIRS, key // ROWS_OF_PAIRS
-    block = pairs // 2 + above * (above + 1) // 2 + before
-    row = (block * HEADS + head - above) * ROWS_OF_PAIRS + query
-    return row, key - before * ROWS_OF_PAIRS
 
 
 @triton.jit
@@ -539,16 +529,15 @@ def backward_kv_kernel(
 
 @triton.jit
 def _add_query_gradients(
-    total, buckets_seen, q, grad, own, of_query, along, k_desc, v_desc, pairs_desc, changes_desc,
-    distances, by_self, i, row, key, head, sample, visible, dropout, bias, factor,
-    later,
+    total, buckets_seen, q, grad, own, of_query, along, k_desc, v_desc, pairs_desc, distances,
+    by_self, i, row, key, head, sample, visible, dropout, bias, factor,
+    later, tokens,
     HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BUCKETS: tl.constexpr, FAST: tl.constexpr, INLINE: tl.constexpr, PRECISION: tl.constexpr,
     CANDIDATES: tl.constexpr, SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """total [M, D_QK] plus the contributions of the keys [key, key + N) to the queries i. The
-    gradients of their scores are stored, or added by distance and by bucket, if there is room for
-    either."""
+    """total [M, D_QK] plus the contributions of the keys [key, key + N) to the queries i; and the
+    sums of the gradients of their scores by distance and by bucket, if there is room for them."""
     start, length, history, pairs = sample
     k = k_desc.load([start + key, head * D_QK])
     if MASKED:
@@ -573,12 +562,10 @@ def _add_query_gradients(
         seen = _allowed(i[:, None], j[None, :], length, history, visible, CANDIDATES)
         change = tl.where(seen, change, 0.0)
     narrow = change.to(k.dtype)
-    if changes_desc is not None:
-        at, column = _find_stored(pairs, row, key, head, HEADS)
-        changes_desc.store([at, column], narrow)
     if distances is not None:
         _store_distances(
-            narrow, distances, by_self, i, j, row, key, sample, M, N, CANDIDATES, MASKED
+            narrow, distances, by_self, i, j, row, key, head, sample, tokens, M, N, CANDIDATES,
+            MASKED,
         )  # fmt: skip
     if BUCKETS > 0:
         buckets_seen = _add_to_buckets(
@@ -590,7 +577,7 @@ def _add_query_gradients(
 
 @triton.jit(do_not_specialize=[*VARYING, "plane"])
 def backward_q_kernel(
-    q_desc, k_desc, v_desc, grad_desc, pairs_desc, changes_desc, logarithms, along,
+    q_desc, k_desc, v_desc, grad_desc, pairs_desc, logarithms, along,
     by_distance, by_self, by_bucket, plane, grad_q, tiles,
     tokens, first, last, keys, layer, threshold, share,
     position_bias, farthest, time_bias, edges, times, buckets, score_factor, factor,
@@ -602,10 +589,9 @@ def backward_q_kernel(
     """Gradients of the queries [row, row + M), summed over the keys in their order. Rows past a
     sample's end have arbitrary values.
 
-    Stores the gradients of the scores for those of the biases in the table of `changes_desc`. If
-    it is too large, adds them here, which is slower: `by_distance` has `plane` numbers for each
-    head (`_store_distances` writes a tile's part of them), `by_bucket` a row of BUCKETS for each
-    program.
+    Sums the gradients of the scores for those of the biases: `by_distance` has `plane` numbers for
+    each head (`_store_distances` writes a tile's part of them), `by_bucket` a row of BUCKETS for
+    each program.
     """
     head, sample, row = _load_tile(tiles, HEADS)
     start, length, history, _ = sample
@@ -622,8 +608,6 @@ def backward_q_kernel(
     if by_distance is not None:
         slot = tl.load(tiles + tl.program_id(0) // HEADS * TILE_COLUMNS + TILE_SUMS).to(tl.int64)
         distances = by_distance + head.to(tl.int64) * plane + slot * (M // N + 1 + CANDIDATES)
-        if CANDIDATES:
-            by_self += head.to(tl.int64) * tokens
     later = 0
     state = (0, 0.0, 0.0, 0.0)
     if BUCKETS > 0:
@@ -635,16 +619,16 @@ def backward_q_kernel(
         key = _find_unmasked(number, parts[0], parts[1], visible, N)
         total, state = _add_query_gradients(
             total, state, q, grad, own, of_query, of_output, k_desc, v_desc, pairs_desc,
-            changes_desc, distances, by_self, i, row, key, head, sample, visible,
-            dropout, bias, score_factor, later, HEADS, D_QK, D_V, M, N, BUCKETS, FAST,
+            distances, by_self, i, row, key, head, sample, visible,
+            dropout, bias, score_factor, later, tokens, HEADS, D_QK, D_V, M, N, BUCKETS, FAST,
             INLINE, PRECISION, CANDIDATES, SOFTMAX, MASKED=False,
         )  # fmt: skip
     for number in tl.range(0, parts[6], num_stages=MASKED_STAGES):
         key = _find_masked(number, row, parts, visible, N)
         total, state = _add_query_gradients(
             total, state, q, grad, own, of_query, of_output, k_desc, v_desc, pairs_desc,
-            changes_desc, distances, by_self, i, row, key, head, sample, visible,
-            dropout, bias, score_factor, later, HEADS, D_QK, D_V, M, N, BUCKETS, FAST,
+            distances, by_self, i, row, key, head, sample, visible,
+            dropout, bias, score_factor, later, tokens, HEADS, D_QK, D_V, M, N, BUCKETS, FAST,
             INLINE, PRECISION, CANDIDATES, SOFTMAX, MASKED=True,
         )  # fmt: skip
     if BUCKETS > 0:

@@ -28,7 +28,7 @@ class KeyLaunch(AttentionLaunch):
 
 @dataclass(frozen=True)
 class PairLaunch:
-    """The kernel that fills the table of pair biases, or adds the gradients of scores."""
+    """The kernel that fills the table of pair biases."""
 
     queries: int  # of a program
     split: int  # programs that share the keys of its queries
@@ -88,7 +88,7 @@ FLOAT32_PRECISION = "bf16x6"
 # Most pairs of tokens, in whole blocks, in a table that a call makes: 4 GiB at 2 bytes each, and a
 # share of the device's memory; and in one that forward keeps for backward, in each layer.
 PAIR_BUDGET, BUDGET_SHARE, KEPT_SHARE = 1 << 31, 1 / 32, 1 / 192
-PAIR_BIAS, CHANGE_SUMS = PairLaunch(32, 2, 2), PairLaunch(64, 4, 8)
+PAIR_BIAS = PairLaunch(32, 2, 2)
 # A softmax has the launches without biases; forward keeps more in registers.
 SOFTMAX_FORWARD = {
     32: AttentionLaunch(64, 64, 4, 3),
@@ -96,6 +96,8 @@ SOFTMAX_FORWARD = {
     128: AttentionLaunch(128, 64, 8, 3),
     256: AttentionLaunch(128, 32, 8, 2),
 }
+# Of heads of 128 if queries see some keys only: most tiles have a mask, which takes registers.
+LOCAL_FORWARD = AttentionLaunch(64, 64, 4, 3, 2)
 
 
 class Launches(NamedTuple):
@@ -108,15 +110,9 @@ class Launches(NamedTuple):
 
 
 def choose_launches(
-    width: int,
-    *,
-    narrow: bool,
-    biased: bool,
-    timed: bool,
-    tabled: bool,
-    softmax: bool = False,
+    width: int, *, narrow: bool, biased: bool, timed: bool, tabled: bool, softmax: bool = False,
     visible: bool = False,
-) -> Launches:
+) -> Launches:  # fmt: skip
     """Chooses the launches for heads of this width.
 
     Args:
@@ -130,12 +126,14 @@ def choose_launches(
     """
     if not narrow:
         return Launches(FLOAT32_FORWARD, FLOAT32_KV, FLOAT32_Q)
+    of_keys = BACKWARD_KV[width]
     if softmax:  # dropout takes registers
-        of_keys = tuple(replace(launch, registers=None) for launch in BACKWARD_KV[width])
-        return Launches(SOFTMAX_FORWARD[width], of_keys, BACKWARD_Q[width])
-    if not biased:
-        forward = SOFTMAX_FORWARD if visible else FORWARD  # masks take registers
-        return Launches(forward[width], BACKWARD_KV[width], BACKWARD_Q[width])
+        of_keys = tuple(replace(launch, registers=None) for launch in of_keys)
+    if softmax or not biased:
+        forward = SOFTMAX_FORWARD[width] if softmax else FORWARD[width]
+        if visible and width == 128:
+            forward = LOCAL_FORWARD
+        return Launches(forward, of_keys, BACKWARD_Q[width])
     if tabled:
         own = BIASED_FORWARD[width], BIASED_KV[width], BIASED_Q[width]
         return Launches(*own, tabled=True)
