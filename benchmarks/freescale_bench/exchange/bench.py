@@ -110,7 +110,7 @@ def count_crossings(workload: Workload, steps: Sequence[int]) -> dict[str, float
     routes = [plan_route("two-level", MACHINES, rank) for rank in range(world)]
     totals = dict.fromkeys(EXCHANGES, 0)
     for step in steps:
-        asked: dict[str, list[np.ndarray]] = {name: [] for name in EXCHANGES}
+        wanted: dict[str, list[np.ndarray]] = {name: [] for name in EXCHANGES}
         for rank in range(world):
             ids = batches[rank][step % workload.steps][0]
             keys = np.unique(layout.compute_keys(0, ids).numpy())
@@ -118,9 +118,9 @@ def count_crossings(workload: Workload, steps: Sequence[int]) -> dict[str, float
             far = np.array(MACHINES)[owner] != MACHINES[rank]
             through = np.array(routes[rank].through)[owner]
             # who asks for a row: the rank itself, or its leader for the owner
-            asked["flat"].append(rank * world * layout.size + keys[far])
-            asked["two-level"].append(through[far] * world * layout.size + keys[far])
-        for name, parts in asked.items():
+            wanted["flat"].append(rank * world * layout.size + keys[far])
+            wanted["two-level"].append(through[far] * world * layout.size + keys[far])
+        for name, parts in wanted.items():
             totals[name] += len(np.unique(np.concatenate(parts)))
     return {name: total / len(steps) for name, total in totals.items()}
 

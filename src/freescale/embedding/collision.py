@@ -162,6 +162,6 @@ def _join_hops(hops: Sequence[list[RequestPart]], whole: Relay | None) -> list[R
     members = places[whole.members]
     for part, within in zip(*hops, strict=True):
         assert within.requested is not None and within.served is not None
-        read, asked = whole.requested[within.requested], members[within.served]
-        joined.append(replace(part, relay=Relay(read, asked, within.send, within.receive)))
+        read, passed = whole.requested[within.requested], members[within.served]
+        joined.append(replace(part, relay=Relay(read, passed, within.send, within.receive)))
     return joined
