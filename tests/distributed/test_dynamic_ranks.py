@@ -26,7 +26,8 @@ class TwoShards(Dynamic):
 
 def _train(transport, schedule, rules, folder=None, saved=()):
     """(losses, what this rank's rows hold, dense weights)."""
-    parallel, pipeline = build(transport, schedule, rules, optimizer="adam", balance="greedy")
+    options = {"optimizer": "adam", "balance": "greedy", "exchange": "two-level"}
+    parallel, pipeline = build(transport, schedule, rules, **options)
     checkpoints = None
     if folder is not None:
         checkpoints = Checkpoints(folder, transport, keep=99, full_every=2, asynchronous=True)

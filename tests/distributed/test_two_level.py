@@ -8,7 +8,15 @@ from datetime import timedelta
 
 import pytest
 import torch
-from helpers.collisions import batch_of, build, colliding, in_pieces, share_of, train
+from helpers.collisions import (
+    StagedAsOnGpus,
+    batch_of,
+    build,
+    colliding,
+    in_pieces,
+    share_of,
+    train,
+)
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.wires import wired
 
@@ -110,11 +118,14 @@ def _differences(transport):
         transport.machines = machines
         for wire in (None, torch.bfloat16):
             options = {"wire": wire, "optimizer": "adam" if wire is None else "adagrad"}
+            options["exchange"] = "two-level"
             stream = colliding(0.4, steps=8)
             losses, expected = train(transport, "serial", stream, **options)
-            actual_losses, actual = train(transport, "staged", stream, **options)
-            wrong = [n for n, value in expected.items() if not torch.equal(actual[n], value)]
-            found[f"{name}, {wire}"] = wrong + ["losses"] * (actual_losses != losses)
+            for schedule in ("staged", StagedAsOnGpus):
+                actual_losses, actual = train(transport, schedule, stream, **options)
+                wrong = [n for n, value in expected.items() if not torch.equal(actual[n], value)]
+                wrong += ["losses"] * (actual_losses != losses)
+                found[f"{name}, {wire}, {schedule}"] = wrong
     return found
 
 
@@ -138,8 +149,8 @@ def _over(transport, wire):
     """Whether staged over a wire has the bits of serial over process groups."""
     over, stream = _open(transport, wire, 60.0), colliding(0.4, steps=8)
     transport.machines = over.machines
-    losses, expected = train(transport, "serial", stream)
-    actual_losses, actual = train(over, "staged", stream)
+    losses, expected = train(transport, "serial", stream, exchange="two-level")
+    actual_losses, actual = train(over, "staged", stream, exchange="two-level")
     over.close()
     return actual_losses == losses and all(
         torch.equal(actual[name], value) for name, value in expected.items()
@@ -154,7 +165,7 @@ def test_staged_is_serial_over_hostwire(wire):
 def _dies(transport, wire):
     """A rank exchanges nothing with that of the other machine and another number."""
     over = _open(transport, wire, 5.0)
-    _, pipeline = build(over, "staged")
+    _, pipeline = build(over, "staged", exchange="two-level")
 
     def data():
         for number, ids in enumerate(colliding(0.3, steps=8)):

@@ -68,22 +68,23 @@ def test_rows_go_to_the_leader_of_their_owner(case, data):
 
 
 @pytest.mark.parametrize(
-    ("machines", "expected"),
+    ("machines", "rdma", "expected"),
     [
-        ([0], "flat"),
-        ([0, 0, 0, 0], "flat"),
-        ([0, 1, 2], "flat"),
-        ([0, 0, 1, 1], "two-level"),
-        ([0, 0, 0, 1], "two-level"),
+        ([0], False, "flat"),
+        ([0, 0, 0, 0], False, "flat"),
+        ([0, 1, 2], False, "flat"),
+        ([0, 0, 0, 1, 1, 1, 1], False, "flat"),
+        ([0, 0, 0, 0, 1, 1, 1, 1], False, "two-level"),
+        ([0, 0, 0, 0, 1, 1, 1, 1], True, "flat"),
     ],
 )
-def test_auto_follows_machines_and_checkpoints(machines, expected):
-    assert choose_exchange("auto", machines)[0] == expected
+def test_auto_follows_machines_and_checkpoints(machines, rdma, expected):
+    assert choose_exchange("auto", machines, rdma)[0] == expected
     for name in ("flat", "two-level"):
-        assert choose_exchange(name, machines) == (name, "as requested")
-        assert choose_exchange("auto", machines, name) == (name, "as in the checkpoint")
-        assert choose_exchange(name, machines, name) == (name, "as in the checkpoint")
+        assert choose_exchange(name, machines, rdma) == (name, "as requested")
+        assert choose_exchange("auto", machines, rdma, name) == (name, "as in the checkpoint")
+        assert choose_exchange(name, machines, rdma, name) == (name, "as in the checkpoint")
     with pytest.raises(ValueError, match="pass --exchange two-level or auto"):
-        choose_exchange("flat", machines, "two-level")
+        choose_exchange("flat", machines, rdma, "two-level")
     with pytest.raises(ValueError, match="not 'nearest'"):
-        choose_exchange("nearest", machines)
+        choose_exchange("nearest", machines, rdma)

@@ -40,7 +40,7 @@ HOT = Workload(
 )  # fmt: skip
 WORKLOADS = {
     "hot ids (Zipf 1.05)": HOT,
-    "warm ids (Zipf 0.7)": replace(HOT, popularity=0.7),
+    "hot ids, 20,000 rows": replace(HOT, rows=20_000),
     "no id twice (control)": replace(HOT, popularity="unique", collisions=0.1),
 }
 POINTS = 2.0  # that measured savings may differ from the share of duplicates

@@ -124,8 +124,8 @@ class TrainConfig(Checked):
     exchange: str = _distribution_option(
         "auto",
         "rows and gradients between machines: flat sends them once per rank, two-level once per "
-        "machine, which adds gradients in another order; auto is two-level if several machines "
-        "have several ranks, and a resumed run keeps its own",
+        "machine, which adds gradients in another order; auto is two-level from four ranks per "
+        "machine, without RDMA, and a resumed run keeps its own",
         choices=("auto", "flat", "two-level"),
     )
     placement: str = _distribution_option(

@@ -71,8 +71,8 @@ def parallelize(
         row_clip: largest norm of a row's gradient; None does not clip.
         wire_dtype: rounds rows and gradients on their way between ranks, to torch.bfloat16.
         exchange: "two-level" sends a row across machines once per machine, "flat" once per rank
-            that reads it. "auto": two-level if several ranks are on each of several machines. A
-            checkpoint keeps its own, because gradients are added in another order.
+            that reads it. "auto": two-level from four ranks on each of several machines, without
+            RDMA. A checkpoint keeps its own, because gradients are added in another order.
 
     Returns:
         The model, its tables not allocated yet: that happens before the first step, evaluation or

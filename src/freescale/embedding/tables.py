@@ -46,7 +46,7 @@ class Tables:
         self.row_clip = row_clip
         self._wire = wire
         # flat or two-level, and why; decided when the tables are placed
-        self.exchange = choose_exchange(exchange, transport.machines)
+        self.exchange = choose_exchange(exchange, transport.machines, transport.rdma)
         self._requested_exchange = exchange
         self.placements: dict[str, Placement] = {}  # empty until the tables are placed
         self.set = TableSet(transport)  # the groups, with the verbs of a step
@@ -82,8 +82,10 @@ class Tables:
         this rank's first; None if nobody has looked at the data. `recorded`: placement of each
         table in an earlier run, which is kept, and so is its `exchange`."""
         assert not self.placed, "tables are placed once"
-        specs, machines = list(self.specs.values()), self.transport.machines
-        self.exchange = choose_exchange(self._requested_exchange, machines, exchange)
+        specs, transport = list(self.specs.values()), self.transport
+        self.exchange = choose_exchange(
+            self._requested_exchange, transport.machines, transport.rdma, exchange
+        )
         self.placements = place_tables(
             specs, self.optimizers, self._wanted, recorded or {}, batch, self.transport
         )

@@ -28,14 +28,24 @@ from freescale.embedding.request import Relay, RequestPart
 from freescale.transport.api import Handle, Sizes, Transport
 
 EXCHANGES = ("auto", "flat", "two-level")
+# Mean ranks of a machine from which on `auto` takes two levels: fewer have few rows in common.
+_FEWEST = 4
 
 
 def choose_exchange(
-    requested: str, machines: Sequence[int], recorded: str | None = None
+    requested: str, machines: Sequence[int], rdma: bool, recorded: str | None = None
 ) -> tuple[str, str]:
-    """Returns flat or two-level, and the reason: a pure function of what decides about the order of
-    sums, never of times. `machines`: of each rank; `recorded`: what a checkpoint was trained with.
-    ValueError if the request is unknown or differs from that."""
+    """Returns flat or two-level, and the reason, never by times: it decides the order of sums.
+
+    Args:
+        requested: one of EXCHANGES.
+        machines: the machine of each rank.
+        rdma: whether RDMA connects them. It is about as fast as PCIe, which the second hop crosses.
+        recorded: what a checkpoint was trained with.
+
+    Raises:
+        ValueError: the request is unknown, or the checkpoint was trained with another exchange.
+    """
     if requested not in EXCHANGES:
         raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {requested!r}")
     if recorded is not None:
@@ -50,9 +60,12 @@ def choose_exchange(
     count = len(set(machines))
     if count == 1:
         return "flat", "one machine"
-    if count == len(machines):
-        return "flat", "one rank per machine"
-    return "two-level", f"{len(machines)} ranks on {count} machines"
+    about = f"{len(machines)} ranks on {count} machines"
+    if len(machines) < _FEWEST * count:
+        return "flat", f"{about}: fewer than {_FEWEST} each read few rows twice"
+    if rdma:
+        return "flat", f"{about}: RDMA is as fast as a second hop"
+    return "two-level", f"{about}: rows cross once per machine"
 
 
 def is_two_level(exchange: str, machines: Sequence[int]) -> bool:

@@ -49,6 +49,7 @@ class Transport(Protocol):
     lines: int  # messages that it can carry at the same time
     sums_apart: bool  # a channel's exchanges are a way around the process group, which sums
     machines: Sequence[int]  # the machine of each rank, from 0: they share memory there
+    rdma: bool  # machines exchange by RDMA
     about: str  # its name, and why it was chosen
 
     def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Handle:

@@ -252,7 +252,7 @@ def _join(
             owner=owner,
             timeout=limit,
         )
-    made.machines = machines
+    made.machines, made.rdma = machines, chosen == "hostwire-ucx"
     made.about = f"transport {chosen} ({why})"
     if owner:
         shared = shares_store(os.environ)

@@ -30,6 +30,7 @@ class LocalTransport:
     lines = 1
     sums_apart = False
     machines: Sequence[int] = (0,)
+    rdma = False
     about = "transport local (one process)"
 
     def __init__(

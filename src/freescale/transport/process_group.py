@@ -146,7 +146,7 @@ class ProcessGroupTransport:
         self.signs: SignsOfLife | None = None
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
-        self.sums_apart = False
+        self.sums_apart, self.rdma = False, False
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
         self.group: dist.ProcessGroup = world
