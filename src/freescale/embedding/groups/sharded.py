@@ -175,30 +175,6 @@ class Sharded:
             *self._read_description(about),
         )
 
-    def _gather_ids(
-        self, keys: Tensor, about: Tensor | None, own: list[int], transport: Transport
-    ) -> tuple[Tensor, Tensor | None, list[int], int, Relay]:
-        """The ranks of a machine send their keys [u], and what the owners have to know `about` each
-        of them, to the leaders; own [world] is how many each owner has. Returns what this rank
-        requests as a leader: keys, what is known about them, how many each owner has. And how many
-        keys the machine's ranks have together, and how all that returns to them. A collective."""
-        route = self._route
-        assert route.through is not None
-        order, send = order_by_leader(route.through, own)
-        receive, total = exchange_counts(
-            send, sum(send), route.near, route.near, transport, self._counts_kind
-        )
-        places = torch.split(torch.arange(len(keys), dtype=torch.int32, device=keys.device), own)
-        requested = _join([places[owner] for owner in order])
-        chosen = about[requested] if about is not None else None
-        arrived, about = _send_ids(keys[requested], chosen, send, receive, transport)
-        with transport.ledger.span("deduplicate"):
-            found = deduplicate(arrived, self._edges)
-            own = self.layout.count_owned(arrived, found.counts).tolist()
-            about = self._describe_ids(self._read_description(about), found)
-        relay = Relay(requested, found.inverse, send, receive)
-        return found.keys[: sum(own)], about, own, total, relay
-
     def fetch(self, request: Requested, transport: Transport, train: bool) -> FetchedRows:
         """Brings all rows of the request here. With `train`, their step begins. A collective."""
         if train:
@@ -366,6 +342,30 @@ class Sharded:
             parts.append(self.layout.compute_keys(table, _join(ids)))
         return _join(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
+    def _gather_ids(
+        self, keys: Tensor, about: Tensor | None, own: list[int], transport: Transport
+    ) -> tuple[Tensor, Tensor | None, list[int], int, Relay]:
+        """The ranks of a machine send their keys [u], and what the owners have to know `about` each
+        of them, to the leaders; own [world] is how many each owner has. Returns what this rank
+        requests as a leader: keys, what is known about them, how many each owner has. And how many
+        keys the machine's ranks have together, and how all that returns to them. A collective."""
+        route = self._route
+        assert route.through is not None
+        order, send = order_by_leader(route.through, own)
+        receive, total = exchange_counts(
+            send, sum(send), route.near, route.near, transport, self._counts_kind
+        )
+        places = torch.split(torch.arange(len(keys), dtype=torch.int32, device=keys.device), own)
+        requested = _join([places[owner] for owner in order])
+        chosen = about[requested] if about is not None else None
+        arrived, about = _send_ids(keys[requested], chosen, send, receive, transport)
+        with transport.ledger.span("deduplicate"):
+            found = deduplicate(arrived, self._edges)
+            own = self.layout.count_owned(arrived, found.counts).tolist()
+            about = self._describe_ids(self._read_description(about), found)
+        relay = Relay(requested, found.inverse, send, receive)
+        return found.keys[: sum(own)], about, own, total, relay
+
     def _describe_ids(self, counted: Counted, found: Unique) -> Tensor | None:
         """[u] int64, for the different ids of a dynamic table: the lowest bits are the largest
         mark, the others the sum of draws. None if the owner need know neither."""
@@ -422,8 +422,13 @@ class Sharded:
         if relay is None:
             return send(chosen)
         sums = relay.sum_gradients or group_duplicates(relay.members, self.rows.weight)
-        handle = transport.all_to_all(chosen, relay.send, relay.receive, "gradients")
-        return TwoHops(handle, lambda received: send(sums(received)[1][: sum(part.send)]))
+
+        def add(received: Tensor) -> Handle:
+            with transport.ledger.span("update rows"):
+                added = sums(received)[1][: sum(part.send)]
+            return send(added)
+
+        return TwoHops(transport.all_to_all(chosen, relay.send, relay.receive, "gradients"), add)
 
     def _update(
         self,
