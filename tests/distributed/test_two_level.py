@@ -3,6 +3,7 @@ the staged schedule against the serial one."""
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import timedelta
 
@@ -27,6 +28,7 @@ from freescale.embedding.optimizers import SGD
 from freescale.embedding.two_level import is_two_level
 from freescale.ledger.ledger import Ledger
 from freescale.train.state.checkpoints import Checkpoints
+from freescale.train.state.disk import write_state
 from freescale.transport.hostwire.transport import HostwireTransport
 
 MACHINES = {
@@ -198,39 +200,45 @@ def test_without_machines_of_several_ranks_it_is_flat():
 
 
 def _resume(transport, folder):
-    """The exchange of each, and what others say."""
+    """What each choice becomes when it goes on from a two-level checkpoint, and from one of an
+    earlier version."""
     in_pieces()
-    transport.machines = [0, 0, 1]
     batches = [share_of(batch_of(ids, n), transport) for n, ids in enumerate(colliding(0.4, 4))]
 
     def begin(exchange, machines=(0, 0, 1)):
         transport.machines = machines
         return build(transport, "serial", exchange=exchange)
 
-    parallel, pipeline = begin("flat")
-    list(pipeline.run(batches))
-    checkpoints = Checkpoints(folder, transport)
-    checkpoints.save(parallel, pipeline.optimizer, {"step": 4})
-    newest, found = checkpoints.latest(), {}
-    for exchange in ("auto", "flat", "two-level"):
-        parallel, pipeline = begin(exchange)
+    def load(begun):
+        parallel, pipeline = begun
         try:
-            checkpoints.load(newest, parallel, pipeline.optimizer)
-            found[exchange] = parallel.tables.exchange
+            checkpoints.load(checkpoints.latest(), parallel, pipeline.optimizer)
+            return parallel.tables.exchange
         except ValueError as error:
-            found[exchange] = str(error)
-    parallel, pipeline = begin("two-level")
-    list(pipeline.run(batches))  # the tables have their place
-    with pytest.raises(ValueError, match="in another order than 'two-level'"):
-        checkpoints.load(newest, parallel, pipeline.optimizer)
-    parallel, pipeline = begin("two-level", (0, 0, 0))
-    list(pipeline.run(batches))
-    checkpoints.load(newest, parallel, pipeline.optimizer)  # one machine: nothing differs
-    assert parallel.tables.exchange[0] == "flat"
-    return found
+            return str(error)
+
+    def place(begun):
+        list(begun[1].run(batches))
+        return begun
+
+    first = place(begin("two-level"))
+    checkpoints = Checkpoints(folder, transport)
+    path = checkpoints.save(first[0], first[1].optimizer, {"step": 4})
+    found = {name: load(begin(name)) for name in ("auto", "flat", "two-level")}
+    found["placed"] = load(place(begin("flat")))
+    found["placed on one machine"] = load(place(begin("flat", (0, 0, 0))))
+    if transport.rank == 0:
+        state = json.loads((path / "state.json").read_text())
+        assert state.pop("exchange") == "two-level" and state.pop("checksum")
+        write_state(path, state)
+    transport.gather_bytes(b"")
+    return found | {"before": load(begin("auto"))}
 
 
 def test_a_checkpoint_keeps_its_exchange(tmp_path):
     for found in run_ranks(3, _resume, str(tmp_path)):
-        assert found["auto"] == found["flat"] == ("flat", "as in the checkpoint")
-        assert "'two-level', but the checkpoint was trained with 'flat'" in found["two-level"]
+        kept = "two-level", "as in the checkpoint"
+        assert found["auto"] == found["two-level"] == found["placed on one machine"] == kept
+        assert "'flat', but the checkpoint was trained with 'two-level'" in found["flat"]
+        assert "in another order than 'flat': pass exchange='two-level'" in found["placed"]
+        assert found["before"] == ("flat", "as in the checkpoint")
