@@ -121,9 +121,9 @@ def _differences(transport):
         for wire in (None, torch.bfloat16):
             options = {"wire": wire, "optimizer": "adam" if wire is None else "adagrad"}
             options["exchange"] = "two-level"
-            stream = colliding(0.4, steps=8)
+            stream = colliding(0.4, steps=6)
             losses, expected = train(transport, "serial", stream, **options)
-            for schedule in ("staged", StagedAsOnGpus):
+            for schedule in ("staged", StagedAsOnGpus)[: 1 if wire else 2]:
                 actual_losses, actual = train(transport, schedule, stream, **options)
                 wrong = [n for n, value in expected.items() if not torch.equal(actual[n], value)]
                 wrong += ["losses"] * (actual_losses != losses)
