@@ -157,7 +157,7 @@ def _join_hops(hops: Sequence[list[RequestPart]], whole: Relay | None) -> list[R
     places, joined = whole.members.new_empty(rows), []  # of each row within its part
     for part in hops[0]:
         assert part.requested is not None
-        numbers = torch.arange(sum(part.send), device=places.device)
+        numbers = torch.arange(sum(part.send), dtype=places.dtype, device=places.device)
         places.index_copy_(0, part.requested.long(), numbers)
     members = places[whole.members]
     for part, within in zip(*hops, strict=True):
