@@ -7,6 +7,7 @@ BENCHMARKS = {
     "torchrec": "TorchRec's models in FreeScale and in TorchRec: parity and samples/s.",
     "balance": "Straggler % with and without balancing, predicted and measured.",
     "split": "Histories divided over ranks: equal to whole ones, step time, memory.",
+    "exchange": "Two-level exchange: bytes between machines, bits and step times.",
     "overlap": "How much NCCL and hostwire slow down concurrent compute.",
     "kernels": "Time of each Triton kernel, and its share of the GPU's ceiling.",
     "quality": "HR@10 and NDCG@10 of a recipe over several seeds, against popularity and a peer.",

@@ -32,6 +32,7 @@ from freescale_bench.common.options import make_parser
 from freescale_bench.common.repository import require_repository
 from freescale_bench.common.results import read_result
 from freescale_bench.dlrm.table import format_dlrm
+from freescale_bench.exchange.table import format_exchange
 from freescale_bench.faults import figure as faults_figure
 from freescale_bench.faults.table import format_faults, format_restarts
 from freescale_bench.features.table import format_features, format_preparation
@@ -175,6 +176,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "recommend-serve": (("recommend-serve-*",), format_claims),
     "update": (("update-*",), format_claims),
     "stream": (("stream-kills-*", "stream-soak-*", "stream-shift-*"), format_claims),
+    "exchange": (("peer-exchange-cpu",), format_exchange),
     "overlap-claims": (("overlap-4ranks-h200",), format_claims),
     "staged": (("staged-hosts",), format_staged),
     "torchrec-parity": (("torchrec-parity-cpu",), format_claims),
@@ -183,6 +185,7 @@ TABLES: dict[str, tuple[Sequence[str], Table]] = {
     "staged-gpu": (("staged-4ranks-h200",), format_staged_gpu),
     "train": (("train-h200",), format_train),
     "simulate-claims": (("simulate-paper",), format_claims),
+    "simulate-exchange": (("simulate-exchange",), simulate_table.format_exchange),
     "simulate-verdict": (("simulate-paper",), simulate_table.format_prediction),
     "simulate-ablation": (("simulate-paper",), simulate_table.format_ablation),
     "simulate-scaling": (("simulate-paper",), simulate_table.format_scaling),

@@ -26,7 +26,8 @@ class TwoShards(Dynamic):
 
 def _train(transport, schedule, rules, folder=None, saved=()):
     """(losses, what this rank's rows hold, dense weights)."""
-    parallel, pipeline = build(transport, schedule, rules, optimizer="adam", balance="greedy")
+    options = {"optimizer": "adam", "balance": "greedy", "exchange": "two-level"}
+    parallel, pipeline = build(transport, schedule, rules, **options)
     checkpoints = None
     if folder is not None:
         checkpoints = Checkpoints(folder, transport, keep=99, full_every=2, asynchronous=True)
@@ -44,8 +45,10 @@ def _train(transport, schedule, rules, folder=None, saved=()):
     return losses, *list_local_rows(parallel), dense
 
 
-def _both(transport, folder):
+def _both(transport, folder, machines=None):
     in_pieces()
+    if machines is not None:
+        transport.machines = machines
     return (
         _train(transport, "serial", RULE),
         _train(transport, "staged", RULE, folder, (4, 7, 8)),
@@ -79,9 +82,9 @@ def _assert_close(losses, parts, alone):
     assert torch.equal(held[:, :3], expected[:, :3])
 
 
-def check_ranks(world, other, folder):
+def check_ranks(world, other, folder, machines=None):
     alone = _train(LocalTransport(), "serial", RULE)
-    pairs = run_ranks(world, _both, str(folder))
+    pairs = run_ranks(world, _both, str(folder), machines)
     for serial, *others in pairs:
         for staged in others:
             assert serial[0] == staged[0]
@@ -93,6 +96,11 @@ def check_ranks(world, other, folder):
 
 def test_three_ranks_decide_as_one_and_two_go_on(tmp_path):
     check_ranks(3, 2, tmp_path)
+
+
+def test_two_machines_of_two_ranks_decide_as_one(tmp_path):
+    """In two levels: the leaders merge what the ranks count and draw. The checkpoint goes on."""
+    check_ranks(4, 1, tmp_path, [0, 0, 1, 1])
 
 
 def test_a_rank_may_own_no_shard(tmp_path):

@@ -318,7 +318,7 @@ def test_something_is_deferred():
 
 def _few(transport, nearby):
     in_pieces()
-    transport.nearby = nearby
+    transport.machines = [0] * transport.world if nearby else range(transport.world)
     parallel, pipeline = build(transport, "serial")
     batches = [
         share_of(batch_of(ids, number), transport) for number, ids in enumerate(few_and_many())

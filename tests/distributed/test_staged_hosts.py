@@ -13,7 +13,7 @@ from freescale.embedding.optimizers import ROW_OPTIMIZERS
 
 def _compare(transport, optimizer):
     """What is not bit-equal to the serial schedule."""
-    transport.nearby = False
+    transport.machines = range(transport.world)
     stream = colliding(0.4, steps=12)
     losses, expected = train(transport, "serial", stream, optimizer=optimizer)
     actual_losses, actual = train(transport, "staged", stream, optimizer=optimizer)
@@ -29,7 +29,7 @@ def test_bit_equal_to_serial(ranks, optimizer):
 
 def _run_twice(transport, schedule):
     """Two runs of one pipeline: in the second one the tables have their place from the start."""
-    transport.nearby = False
+    transport.machines = range(transport.world)
     parallel, pipeline = build(transport, schedule)
     losses = []
     for begin in (0, 5):
@@ -51,7 +51,7 @@ def test_runs_follow_each_other():
 
 def _list_lanes(transport, nearby):
     """Lanes that asked for rows, of each step but the first two, whose tables had no place."""
-    transport.nearby = nearby
+    transport.machines = [0] * transport.world if nearby else range(transport.world)
     _, pipeline = build(transport, "staged")
     batches = (
         share_of(batch_of(ids, number), transport)

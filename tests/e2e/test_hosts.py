@@ -96,11 +96,15 @@ def train_and_resume(network: Network, tmp_path: Path) -> None:
     common += ["--transport", "hostwire-tcp", "--dense-sums", "collective"]
     said = on_every_host(
         network,
-        [*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"],
+        [*common, *SMALL, "--steps", "4", "--checkpoint-every", "2", "--log-every", "1"]
+        + ["--exchange", "two-level"],
     )
+    assert "exchange two-level (as requested)" in said[0]
     assert "2 ranks on cpu" in said[0] and "2 ranks" not in said[1]  # rank 0 speaks
     ledger = json.loads((run / "ledger.json").read_text())
     assert ledger["steps"] == 4 and ledger["ranks"] == 2
+    far = [ledger["bytes_per_step"][kind] for kind in ("ids", "rows", "gradients")]
+    assert sum(far) <= ledger["bytes_between_machines"]  # each host has a rank: all of them cross
     # not in shared memory
     assert ledger["bytes_per_step"]["rows"] > 0 and set(ledger["paths"]["rows"]) == {
         "hostwire: tcp"

@@ -95,12 +95,14 @@ def build(
     placement="sharded",
     lr=0.5,
     wire=None,
+    exchange="auto",
     **options,
 ):
     torch.manual_seed(3)
     model = model() if model is not None else Clicks(items=ITEMS)
     rows = ROW_OPTIMIZERS[optimizer](lr=lr)
     shape = {"placement": placement, "init_std": 0.3, "seed": 5, "wire_dtype": wire}
+    shape |= {"exchange": exchange}
     parallel = freescale.parallelize(model, model.ids, rows, transport=transport, **shape)
     if schedule == "stale":
         schedule = partial(Staged, masks=no_collisions)

@@ -82,6 +82,7 @@ def build(
     placement="sharded",
     lr=0.5,
     model=CorrectedClicks,
+    exchange="auto",
     **options,
 ):
     """`rules`: None for a static table of 200 rows."""
@@ -95,6 +96,7 @@ def build(
         placement=placement,
         init_std=0.3,
         seed=5,
+        exchange=exchange,
     )
     dense = torch.optim.AdamW(parallel.dense_parameters(), lr=1e-2)
     options = {"dense_sums": "collective", **options}

@@ -91,11 +91,12 @@ def open_transport(
     cpu = torch.device(device).type == "cpu"
     control = None if cpu else dist.new_group(backend="gloo", timeout=limit)
     plain = ProcessGroupTransport(device, ledger, control=control, timeout=limit)
-    carrier, *_ = agree_on_transport(transport_name, plain)
-    if carrier == "collective":
-        return plain, carrier
-    wire = carrier.removeprefix("hostwire-")
-    return HostwireTransport(device, ledger, plain.group, plain.control, wire), carrier
+    carrier, _, machines = agree_on_transport(transport_name, plain)
+    if carrier != "collective":
+        wire = carrier.removeprefix("hostwire-")
+        plain = HostwireTransport(device, ledger, plain.group, plain.control, wire)
+    plain.machines = machines
+    return plain, carrier
 
 
 def wait_for_lanes(pipeline: freescale.Pipeline) -> None:
@@ -142,7 +143,8 @@ class Arm(Running):
             transport: `local` for a single process.
             options: of the pipeline, and `permuted` (permute the samples of every batch), `pinned`
                 (pin the batches), `placement` (of the table), `own_rows` (keep FreeScale's initial
-                rows). The precision is fp32: the model casts by itself (`Dense`) in every arm.
+                rows), `exchange` (flat or two-level). The precision is fp32: the model casts by
+                itself (`Dense`) in every arm.
         """
         self.ledger = WaitLedger(device) if device == "cpu" else Ledger(device)
         self.transport: Transport
@@ -152,7 +154,7 @@ class Arm(Running):
             self.transport, self.carrier = open_transport(device, self.ledger, transport)
         fed = {name: options.pop(name, False) for name in ("permuted", "pinned")}
         placement = options.pop("placement", "sharded")
-        own_rows = options.pop("own_rows", False)
+        own_rows, exchange = options.pop("own_rows", False), options.pop("exchange", "auto")
         model = Model(workload)
         self.parallel = freescale.parallelize(
             model,
@@ -160,6 +162,7 @@ class Arm(Running):
             make_row_optimizer(workload),
             transport=self.transport,
             placement={"item": placement},
+            exchange=exchange,
         )
         self.parallel.tables.place()
         if not own_rows:

@@ -79,22 +79,28 @@ class Network:
         return ["ip", "netns", "exec", name]
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = 3600
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout: float = 3600,
+        ranks: int = 1,
     ) -> list[Any]:
-        """Calls `function(rank, world, *arguments)` on every host, each in its own process, which
-        has joined a gloo group. `function` must be importable.
+        """Calls `function(rank, world, *arguments)` in `ranks` processes of every host, which have
+        joined a gloo group and share the host's core. `function` must be importable.
 
         Returns:
-            The return values, in rank order.
+            The return values, in rank order: those of the first host come first.
         """
-        world, cores = len(self.names), _list_cores()
+        hosts = list(zip(self.names, self.devices, strict=True))
+        world, cores = len(hosts) * ranks, _list_cores()
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             (folder / "call").write_bytes(pickle.dumps((function, arguments)))
             started: list[subprocess.Popen[bytes]] = []
             stack.callback(_stop, started)
-            for rank, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
-                core = str(cores[rank % len(cores)])
+            for rank in range(world):
+                name, device = hosts[rank // ranks]
+                core = str(cores[rank // ranks % len(cores)])
                 command = [sys.executable, "-m", "freescale_bench.common.hosts", core, self.address]
                 command = [*self.enter(name), *command, str(rank), str(world), str(folder)]
                 own = {"GLOO_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1"}
@@ -105,7 +111,7 @@ class Network:
             limit = time.monotonic() + timeout
             while any(process.poll() != 0 for process in started):
                 if failed := [rank for rank, process in enumerate(started) if process.poll()]:
-                    raise SystemExit(f"{function.__name__} failed on hosts {failed}")
+                    raise SystemExit(f"{function.__name__} failed on ranks {failed}")
                 if time.monotonic() > limit:
                     raise SystemExit(f"{function.__name__} took over {timeout:.0f} s")
                 time.sleep(0.2)

@@ -109,6 +109,24 @@ def format_one_sample(used: Results, folder: str) -> str:
     return format_table(used, folder, head, rows, conditions="Predicted.")
 
 
+def format_exchange(used: Results, folder: str) -> str:
+    """Formats predicted times of the flat and the two-level exchange."""
+    found = single(used)["rows"]
+    by_nodes = {(r["network"], r["way"], r["nodes"]): r for r in found}
+    counts = [
+        nodes for nodes in sorted({r["nodes"] for r in found}) if nodes in (2, 8, 32, 128, 512)
+    ]
+    rows = []
+    for name, way in dict.fromkeys((r["network"], r["way"]) for r in found):
+        each = [by_nodes[name, way, nodes] for nodes in counts]
+        times = (f"{r['flat_ms']:.1f}, {r['two_level_ms']:.1f}" for r in each)
+        rows.append((f"{name}, {way}", *times))
+    shares = (by_nodes[found[0]["network"], found[0]["way"], nodes] for nodes in counts)
+    rows.append(("duplicates", *(f"{r['duplicates_percent']:.0f} %" for r in shares)))
+    head = ("ms: flat, two-level", *(f"{nodes} nodes" for nodes in counts))
+    return format_table(used, folder, head, rows, conditions="Predicted.")
+
+
 def _select(used: Results, figure: str) -> list[Mapping[str, Any]]:
     return [row for row in single(used)["rows"] if row["figure"] == figure]
 

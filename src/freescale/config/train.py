@@ -121,6 +121,13 @@ class TrainConfig(Checked):
         "precision of rows and gradients on the way (bf16 rounds each value)",
         choices=("full", "bf16"),
     )
+    exchange: str = _distribution_option(
+        "auto",
+        "rows and gradients between machines: flat sends them once per rank, two-level once per "
+        "machine, which adds gradients in another order; auto is two-level from four ranks per "
+        "machine, without RDMA, and a resumed run keeps its own",
+        choices=("auto", "flat", "two-level"),
+    )
     placement: str = _distribution_option(
         "auto",
         "auto, sharded, replicated, host:8GB (rows in host memory, the size is that of the cache "

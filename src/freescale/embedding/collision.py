@@ -12,12 +12,13 @@ part with the marked rows, then pieces of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.embedding.request import Requested, RequestPart, split_request
+from freescale.embedding.request import Relay, Requested, RequestPart, split_request
 from freescale.kernels.dispatch.requests import collision_masks, tag_rows
 from freescale.kernels.requests.native import divide, fits_division
 from freescale.kernels.requests.reference import MarkedRows, group_by_tag
@@ -94,33 +95,73 @@ def compare_requests(
     requests, ranks = (current, following), transport.world
     with transport.ledger.span("compare"):
         served = masks(current.owned, following.owned)
-        # One message to each requester: marks of its current request, then of the following one.
-        pairs = zip(
-            *(torch.split(marks, one.whole.receive) for one, marks in zip(requests, served)),
-            strict=True,
-        )
-        marks = torch.cat([part for pair in pairs for part in pair]).view(torch.uint8)
-        send = [sum(pair) for pair in zip(current.whole.receive, following.whole.receive)]
-        sizes = list(zip(current.whole.send, following.whole.send, strict=True))
-        receive = [sum(pair) for pair in sizes]
-    answer = transport.all_to_all(marks, send, receive, "ids").wait().view(torch.bool)
+    requested = _send_back(served, [one.whole for one in requests], transport)
+    relays = [one.whole.relay for one in requests if one.whole.relay is not None]
+    if relays:  # the leaders tell the ranks of their machine
+        members = [marks[relay.members] for marks, relay in zip(requested, relays, strict=True)]
+        read = _send_back(members, relays, transport)
     with transport.ledger.span("compare"):
-        by_owner, lists = torch.split(answer, [size for pair in sizes for size in pair]), []
+        lists = []
         for place, one in enumerate(requests):
-            whole, keys, pieces = one.whole, one.index.keys, one.pieces
-            # a single piece has all rows, whatever their numbers
-            local = find_local(keys) if pieces > 1 else keys
-            requested = torch.cat(by_owner[place::2])
-            lists.append(MarkedRows(requested, local, whole.send, pieces))
+            whole, pieces = one.whole, one.pieces
+
+            def number(keys: Tensor, pieces: int = pieces) -> Tensor:
+                # a single piece has all rows, whatever their numbers
+                return find_local(keys) if pieces > 1 else keys
+
+            local = number(one.keys)
+            lists.append(MarkedRows(requested[place], local, whole.send, pieces))
             lists.append(MarkedRows(served[place], one.owned, whole.receive, pieces))
+            if relays:
+                relay, own = relays[place], number(one.index.keys)
+                own, others = own[relay.requested], local[relay.members]
+                lists.append(MarkedRows(read[place], own, relay.send, pieces))
+                lists.append(MarkedRows(members[place], others, relay.receive, pieces))
         positions, counts = divide_rows(lists)
         read_counts = begin_reading(counts)  # one trip to the host for all split sizes
     meanwhile()
     with transport.ledger.span("compare"):
-        numbers, parts = iter(read_counts()), []
-        for place, one in enumerate(requests):
-            bins = (1 + one.pieces) * ranks
-            send, receive = ([next(numbers) for _ in range(bins)] for _ in range(2))
-            here, there = positions[2 * place : 2 * place + 2]
-            parts.append(split_request(here, send, there, receive, ranks))
+        numbers, places, parts = iter(read_counts()), iter(positions), []
+        for one in requests:
+            hops = []
+            for _ in range(2 if relays else 1):
+                bins = (1 + one.pieces) * ranks
+                send, receive = ([next(numbers) for _ in range(bins)] for _ in range(2))
+                hops.append(split_request(next(places), send, next(places), receive, ranks))
+            parts.append(_join_hops(hops, one.whole.relay))
         return parts[0], parts[1]
+
+
+def _send_back(
+    marks: Sequence[Tensor], ways: Sequence[RequestPart | Relay], transport: Transport
+) -> list[Tensor]:
+    """Marks [sum(receive)] of two requests, to those that sent them -> [sum(send)] of each. A
+    collective."""
+    with transport.ledger.span("compare"):
+        # One message to each requester: marks of its current request, then of the following one.
+        parts = (torch.split(own, way.receive) for own, way in zip(marks, ways, strict=True))
+        message = torch.cat([part for pair in zip(*parts, strict=True) for part in pair])
+        send = [sum(pair) for pair in zip(*(way.receive for way in ways), strict=True)]
+        sizes = list(zip(*(way.send for way in ways), strict=True))
+        receive = [sum(pair) for pair in sizes]
+    answer = transport.all_to_all(message.view(torch.uint8), send, receive, "ids").wait()
+    by_sender = torch.split(answer.view(torch.bool), [size for pair in sizes for size in pair])
+    return [torch.cat(by_sender[place::2]) for place in range(2)]
+
+
+def _join_hops(hops: Sequence[list[RequestPart]], whole: Relay | None) -> list[RequestPart]:
+    """The parts of a request to the owners, with those of what the machine's ranks request."""
+    if whole is None:
+        return hops[0]
+    rows = sum(sum(part.send) for part in hops[0])
+    places, joined = whole.members.new_empty(rows), []  # of each row within its part
+    for part in hops[0]:
+        assert part.requested is not None
+        numbers = torch.arange(sum(part.send), dtype=places.dtype, device=places.device)
+        places.index_copy_(0, part.requested.long(), numbers)
+    members = places[whole.members]
+    for part, within in zip(*hops, strict=True):
+        assert within.requested is not None and within.served is not None
+        read, passed = whole.requested[within.requested], members[within.served]
+        joined.append(replace(part, relay=Relay(read, passed, within.send, within.receive)))
+    return joined

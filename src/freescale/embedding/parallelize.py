@@ -44,6 +44,7 @@ def parallelize(
     seed: int = TrainConfig.seed,
     row_clip: float | None = TrainConfig.row_clip,
     wire_dtype: torch.dtype | None = None,
+    exchange: str = TrainConfig.exchange,
 ) -> ShardedModel:
     """Puts tables over all ranks in the place of a model's nn.Embedding and nn.EmbeddingBag
     modules. Changes `model` in place and moves it to the transport's device. A collective.
@@ -69,6 +70,9 @@ def parallelize(
         seed: of drawn rows.
         row_clip: largest norm of a row's gradient; None does not clip.
         wire_dtype: rounds rows and gradients on their way between ranks, to torch.bfloat16.
+        exchange: "two-level" sends a row across machines once per machine, "flat" once per rank
+            that reads it. "auto": two-level from four ranks on each of several machines, without
+            RDMA. A checkpoint keeps its own, because gradients are added in another order.
 
     Returns:
         The model, its tables not allocated yet: that happens before the first step, evaluation or
@@ -121,6 +125,7 @@ def parallelize(
         weights=kept,
         row_clip=row_clip,
         wire=wire_dtype,
+        exchange=exchange,
     )
     readers = {id(modules[spec.name]): _make_reader(sharded, spec, modules) for spec in specs}
     for path, module in list(model.named_modules(remove_duplicate=False)):

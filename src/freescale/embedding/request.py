@@ -163,6 +163,20 @@ class Index:
 
 
 @dataclass(frozen=True)
+class Relay:
+    """How the rows of a part travel within a machine (two_level.py): requests of its ranks to the
+    leaders."""
+
+    requested: Tensor  # [sum(send)] positions among the rows that this rank reads, by leader
+    # [sum(receive)] which row of the part, in the order of its `requested`, each row is that ranks
+    # of this machine request from this leader, in rank order
+    members: Tensor
+    send: list[int]  # of `requested`, to each leader
+    receive: list[int]  # of `members`, from each rank
+    sum_gradients: SumGradients | None = None  # of `members`, if prepared
+
+
+@dataclass(frozen=True)
 class RequestPart:
     """Some of a request's rows, and where they travel."""
 
@@ -173,6 +187,14 @@ class RequestPart:
     send: list[int]  # of `requested`, owned by each rank
     receive: list[int]  # of `served`, requested by each rank
     sum_gradients: SumGradients | None = None  # of `served`, if prepared
+    relay: Relay | None = None  # None: the rows that this rank requests are those that it reads
+
+    @property
+    def places(self) -> Tensor | None:
+        """[n] positions among the rows that this rank reads; None: all, in their order."""
+        if self.relay is None or self.requested is None:
+            return self.requested
+        return self.relay.requested
 
 
 def split_request(
@@ -195,6 +217,7 @@ class Requested:
     """The rows of one group that a rank reads in a step, as their owners know them."""
 
     index: Index
+    keys: Tensor  # [sum(send)] sorted: what this rank requests, for its machine if it leads
     whole: RequestPart  # all rows
     owned: Tensor  # [sum(receive)] local rows requested from this rank, in rank order
     bytes: int  # of the rows that a rank reads, mean over the ranks
@@ -204,7 +227,9 @@ class Requested:
 
     def list_tensors(self) -> list[Tensor]:
         """All tensors, for streams other than the one that made them."""
-        found = [self.owned, self.index.keys, *self.index.parts]
+        found = [self.owned, self.keys, self.index.keys, *self.index.parts]
+        if (relay := self.whole.relay) is not None:
+            found += [relay.requested, relay.members]
         return found + [each for each in (self.marks, self.draws) if each is not None]
 
 

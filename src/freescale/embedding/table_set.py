@@ -107,6 +107,7 @@ def open_tables(
     placements: Mapping[str, Placement],
     transport: Transport,
     wire: torch.dtype | None,
+    exchange: str,
 ) -> TableSet:
     """Allocates the rows of all tables, without values. Tables of one width, dtype, optimizer and
     placement make a group; a dynamic table is alone in its group."""
@@ -119,7 +120,7 @@ def open_tables(
         kinds[placed.kind].setdefault(key, []).append(spec)
     tables = TableSet(transport)
     for (tier, _, _, optimizer, _), together in kinds["sharded"].items():
-        tables.sharded.append(Sharded(together, optimizer, transport, wire, tier))
+        tables.sharded.append(Sharded(together, optimizer, transport, wire, tier, exchange))
     for (_, _, _, optimizer, _), together in kinds["replicated"].items():
         tables.replicated.append(Replicated(together, optimizer, transport))
     tables.groups = [*tables.sharded, *tables.replicated]

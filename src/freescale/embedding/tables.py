@@ -16,6 +16,7 @@ from freescale.embedding.optimizers import RowOptimizer
 from freescale.embedding.placement import Placement, Wanted, parse_placement, place_tables
 from freescale.embedding.rows import Rows
 from freescale.embedding.table_set import TableGroup, TableSet, open_locally, open_tables
+from freescale.embedding.two_level import choose_exchange, is_two_level
 from freescale.transport.api import Transport
 from freescale.transport.failures import failing_together
 
@@ -35,6 +36,7 @@ class Tables:
         weights: Mapping[str, Tensor] | None = None,
         row_clip: float | None = TrainConfig.row_clip,
         wire: torch.dtype | None = None,
+        exchange: str = TrainConfig.exchange,
     ) -> None:
         if row_clip is not None and not row_clip > 0:
             raise ValueError(f"row_clip must be positive, got {row_clip}")
@@ -43,6 +45,9 @@ class Tables:
         self.transport = transport
         self.row_clip = row_clip
         self._wire = wire
+        # flat or two-level, and why; decided when the tables are placed
+        self.exchange = choose_exchange(exchange, transport.machines, transport.rdma)
+        self._requested_exchange = exchange
         self.placements: dict[str, Placement] = {}  # empty until the tables are placed
         self.set = TableSet(transport)  # the groups, with the verbs of a step
         self._wanted = parse_placement(placement, list(self.specs))
@@ -67,19 +72,31 @@ class Tables:
     # ---- before step 1
 
     def place(
-        self, batch: SequenceBatch | None = None, recorded: Mapping[str, str] | None = None
+        self,
+        batch: SequenceBatch | None = None,
+        recorded: Mapping[str, str] | None = None,
+        exchange: str | None = None,
     ) -> None:
         """Decides where each table lives and allocates it. A collective. ValueError if the tables
-        do not fit into the memory of a machine. `batch`: this rank's first; None if nobody has
-        looked at the data. `recorded`: placement of each table in an earlier run, which is kept."""
+        do not fit into the memory of a machine, or `exchange` is not the requested one. `batch`:
+        this rank's first; None if nobody has looked at the data. `recorded`: placement of each
+        table in an earlier run, which is kept, and so is its `exchange`."""
         assert not self.placed, "tables are placed once"
-        specs = list(self.specs.values())
+        specs, transport = list(self.specs.values()), self.transport
+        self.exchange = choose_exchange(
+            self._requested_exchange, transport.machines, transport.rdma, exchange
+        )
         self.placements = place_tables(
             specs, self.optimizers, self._wanted, recorded or {}, batch, self.transport
         )
         with failing_together(self.transport):
             self.set = open_tables(
-                specs, self.optimizers, self.placements, self.transport, self._wire
+                specs,
+                self.optimizers,
+                self.placements,
+                self.transport,
+                self._wire,
+                self.exchange[0],
             )
             self.lease.storages = [group.rows for group in self.groups]
             for name in self.specs:
@@ -89,6 +106,21 @@ class Tables:
                 else:
                     rows.initialise(name, self._seed, self.init_std[name])
         self._weights.clear()
+
+    def place_as_saved(self, placement: Mapping[str, str], exchange: str, continues: bool) -> None:
+        """Places the tables as a checkpoint says, unless they are placed. A collective. ValueError
+        if the run `continues` and would add gradients in another order than before."""
+        if not self.placed:
+            return self.place(recorded=placement, exchange=exchange)
+        if not continues or exchange == self.exchange[0]:
+            return
+        machines = self.transport.machines
+        if is_two_level(exchange, machines) != is_two_level(self.exchange[0], machines):
+            raise ValueError(
+                f"the checkpoint was trained with exchange {exchange!r}, which adds gradients in "
+                f"another order than {self.exchange[0]!r}: pass exchange={exchange!r}"
+            )
+        self.exchange = exchange, "as in the checkpoint"
 
     @cached_property
     def local(self) -> TableSet:

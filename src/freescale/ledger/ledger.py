@@ -135,6 +135,7 @@ class Collective(AbstractContextManager[None]):
         assert kind in KINDS, kind
         self._ledger, self._clock = ledger, ledger.clock
         self.kind, self.sent, self.received, self.path = kind, sent, received, path
+        self.far = 0  # bytes sent to ranks of other machines, of an AllToAll
         self.thread = ledger.name
         self.issued = self._clock.stamp()
         self.waited: Any = None
@@ -284,6 +285,8 @@ class Ledger:
         # Here and not in the merge: each rank sums its own.
         busy = sum_busy(begin, end, spans, records)
         lanes = sum(busy.pop(name, 0) for name in LANE_WAITS)
+        if far := sum(collective.far for collective in collectives):
+            step.counters["bytes_between_machines"] = far
         return {
             "step": step.number,
             "begin": begin,

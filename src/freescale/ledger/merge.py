@@ -135,6 +135,8 @@ def _derive_ratios(counters: Mapping[str, float], costs: Sequence[float]) -> dic
             ratios["predicted_imbalance_before"] = max(costs) * len(costs) / sum(costs)
         tokens = max(1, counters.get("tokens", 0))
         ratios["moved_tokens_percent"] = 100 * counters["max_moved_tokens"] / tokens
+    if "bytes_between_machines" in counters:
+        ratios["bytes_between_machines"] = counters["bytes_between_machines"]
     if "split_parts" in counters:
         ratios["split_samples"] = counters["max_split_samples"]
         ratios["split_parts"] = counters["split_parts"]

@@ -14,6 +14,7 @@ from freescale.ledger.trace import rename_lane
 # Figures that not every step has.
 _OPTIONAL = (
     "collision_percent",
+    "bytes_between_machines",
     "sparsity",
     "predicted_imbalance_before",
     "predicted_imbalance",

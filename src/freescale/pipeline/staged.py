@@ -42,6 +42,7 @@ from freescale.pipeline.row_stages import RowStages, plan_stages
 from freescale.pipeline.schedule import Schedule
 from freescale.pipeline.source import BatchSource
 from freescale.pipeline.step_result import StepResult
+from freescale.transport.api import is_nearby
 
 
 class Staged(Schedule):
@@ -56,7 +57,7 @@ class Staged(Schedule):
         collective: opens three channels."""
         super().__init__(*arguments, **options)
         self._on_host = self.transport.device.type == "cpu"
-        self._plan = plan_stages(self.transport.device, self.transport.nearby)
+        self._plan = plan_stages(self.transport.device, is_nearby(self.transport))
         if self._on_host:
             share_heap()  # before the lanes' threads have heaps of their own
         self.ahead = Lane("ahead", self.transport)

@@ -161,6 +161,7 @@ def list_omissions(trained: RunConfig | None) -> list[str]:
         return []
     left = {
         "SASRec (simulated with the compute of HSTU)": trained.model.encoder == "sasrec",
+        "the two-level exchange": trained.train.exchange == "two-level",
         "micro-batches": trained.train.accumulate > 1,
         "recomputed activations": trained.model.recompute,
         "sums of the rows of features": bool(get_request(trained.data)),

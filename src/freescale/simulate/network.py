@@ -166,8 +166,10 @@ class Network:
 
     # ---- collectives: seconds after the last rank has arrived
 
-    def time_all_to_all(self, moved: Exchange, transport: str = "collective") -> NDArray[Any]:
-        """[ranks] seconds."""
+    def time_all_to_all(
+        self, moved: Exchange, transport: str = "collective", peers: int | None = None
+    ) -> NDArray[Any]:
+        """[ranks] seconds. `peers`: with how many ranks each exchanges anything; None: all."""
         ranks = len(moved.sent_near)
         if ranks == 1:
             return np.zeros(1)
@@ -181,7 +183,8 @@ class Network:
             seconds = np.maximum(seconds, outside)
             latency = max(latency, far.latency)
         filling = self._time_filling(np.maximum(moved.sent, moved.received), transport)
-        return np.asarray(seconds + latency + filling + self.per_peer_us * 1e-6 * (ranks - 1))
+        peers = ranks - 1 if peers is None else peers
+        return np.asarray(seconds + latency + filling + self.per_peer_us * 1e-6 * peers)
 
     def time_all_gather(self, size: float, ranks: int, transport: str = "collective") -> float:
         """Seconds; `size` bytes from each rank. A ring in which the cards of a node share traffic

@@ -110,6 +110,7 @@ def parallelize(
     seed: int = TrainConfig.seed,
     row_clip: float | None = None,
     wire_dtype: torch.dtype | None = None,
+    exchange: str = TrainConfig.exchange,
     shared: Sequence[str] = (),
     loss_weight: str | Callable[[Any], Tensor] | None = None,
 ) -> ShardedModel:
@@ -134,6 +135,7 @@ def parallelize(
             their config's uniform distribution, as a function of (seed, table, row).
         row_clip: largest norm of a row's gradient; None does not clip.
         wire_dtype: torch.bfloat16 rounds rows and gradients in messages between ranks.
+        exchange: "auto", "flat" or "two-level", as of `freescale.parallelize`.
         shared: paths of tensors that belong to the batch as a whole.
         loss_weight: weight of each sample in the mean loss: the path of a tensor [samples], or a
             function from a batch to one. None: all samples weigh the same.
@@ -171,6 +173,7 @@ def parallelize(
         seed=seed,
         row_clip=row_clip,
         wire_dtype=wire_dtype,
+        exchange=exchange,
     )
     readers: dict[int, nn.Module] = {}
     for path, collection in collections.items():

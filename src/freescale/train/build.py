@@ -259,6 +259,7 @@ def build_model(config: RunConfig, data: Histories, transport: Transport) -> Sha
         seed=train.seed,
         row_clip=train.row_clip,
         wire_dtype=torch.bfloat16 if train.wire_precision == "bf16" else None,
+        exchange=train.exchange,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from freescale.config.metrics import select_headlines
 from freescale.pipeline.step_result import StepResult
 from freescale.train.callbacks import Callback, Metrics, RunView
+from freescale.transport.api import is_nearby
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -141,6 +142,7 @@ class ConsoleProgress(Callback):
 def describe_run(trainer: RunView) -> list[str]:
     """Lines about the data, the ranks, the model and its tables."""
     data, settings, transport = trainer.data, trainer.config.train, trainer.transport
+    tables = trainer.model.tables
     parameters = sum(parameter.numel() for parameter in trainer.model.dense_parameters())
     drawn = f"; {describe_negatives(data.negatives)}" if data.sample.task == "retrieval" else ""
     items = f"{data.num_items:,} items"
@@ -159,7 +161,8 @@ def describe_run(trainer: RunView) -> list[str]:
         *(["the layers of --head dlrm run in plain torch: their kernels are for GPUs"] * wide),
         transport.about,
         *trainer.pipeline.describe_choices(),
-        *trainer.model.tables.describe(),
+        *tables.describe(),
+        *([] if is_nearby(transport) else ["exchange {} ({})".format(*tables.exchange)]),
     ]
 
 

@@ -48,7 +48,8 @@ class Transport(Protocol):
     ledger: Ledger | ThreadLedger  # records every collective
     lines: int  # messages that it can carry at the same time
     sums_apart: bool  # a channel's exchanges are a way around the process group, which sums
-    nearby: bool  # all ranks are on one machine
+    machines: Sequence[int]  # the machine of each rank, from 0: they share memory there
+    rdma: bool  # machines exchange by RDMA
     about: str  # its name, and why it was chosen
 
     def all_to_all(self, tensor: Tensor, send: Sizes, receive: Sizes, kind: str) -> Handle:
@@ -88,6 +89,11 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Closes connections, threads and channels. Peers that still wait for this rank fail."""
+
+
+def is_nearby(transport: Transport) -> bool:
+    """Whether all ranks are on one machine."""
+    return len(set(transport.machines)) == 1
 
 
 class Gathers(Protocol):

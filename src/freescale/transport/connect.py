@@ -241,7 +241,7 @@ def _join(
     made = ProcessGroupTransport(
         device, Ledger(device), group=group, control=control, owner=owner, timeout=limit
     )
-    chosen, why, nearby = agree_on_transport(transport, made)
+    chosen, why, machines = agree_on_transport(transport, made)
     if chosen != "collective":
         made = HostwireTransport(
             device,
@@ -252,7 +252,7 @@ def _join(
             owner=owner,
             timeout=limit,
         )
-    made.nearby = nearby
+    made.machines, made.rdma = machines, chosen == "hostwire-ucx"
     made.about = f"transport {chosen} ({why})"
     if owner:
         shared = shares_store(os.environ)
@@ -261,10 +261,10 @@ def _join(
     return made
 
 
-def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str, bool]:
+def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str, str, list[int]]:
     """Chooses the transport of ranks that have joined, by what all of them have: they may have
-    different packages and devices. A collective. Returns its name, the reason, and whether all
-    ranks are on one machine. ValueError, on all ranks, if one may not open enough files."""
+    different packages and devices. A collective. Returns its name, the reason, and the machine of
+    each rank. ValueError, on all ranks, if one may not open enough files."""
     needs_engine = depends_on_engine(transport)
     here = [
         identify_machine().hex(),
@@ -274,14 +274,15 @@ def agree_on_transport(transport: str, made: ProcessGroupTransport) -> tuple[str
         explain_missing_engine() if needs_engine else "",
     ]
     machines, limits, ucx, rdma, missing = zip(*gather_json(made, here), strict=True)
-    device, count = made.device.type, len(set(machines))
+    names = list(dict.fromkeys(machines))
+    device, count = made.device.type, len(names)
     engine = needs_engine and not any(missing)
     chosen, why = choose_transport(transport, device, count, all(ucx), all(rdma), engine)
     if chosen == "collective" and needs_engine:
         _print_on_first(explain_fallback(missing), made.rank)
     for rank, most in enumerate(limits):
         check_limit(chosen, device, made.world, machines.count(machines[rank]), most, rank)
-    return chosen, why, count == 1
+    return chosen, why, [names.index(machine) for machine in machines]
 
 
 def _print_on_first(line: str, rank: int) -> None:

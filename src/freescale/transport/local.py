@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,8 @@ class LocalTransport:
     world = 1
     lines = 1
     sums_apart = False
-    nearby = True
+    machines: Sequence[int] = (0,)
+    rdma = False
     about = "transport local (one process)"
 
     def __init__(

@@ -146,12 +146,13 @@ class ProcessGroupTransport:
         self.signs: SignsOfLife | None = None
         self.lines, self._next_line = max(1, len(lines)), cycle(lines) if lines else None
         self.device = torch.device(device)
-        self.sums_apart, self.nearby = False, False
+        self.sums_apart, self.rdma = False, False
         world = group if group is not None else dist.group.WORLD
         assert world is not None, "initialise the process group first (transport.connect does)"
         self.group: dist.ProcessGroup = world
         self.control: dist.ProcessGroup = control if control is not None else world
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.machines: Sequence[int] = range(self.world)
         self.ledger: Ledger | ThreadLedger = ledger or Ledger(self.device)
 
     def _group(self, tensor: Tensor, kind: str) -> dist.ProcessGroup:
@@ -159,9 +160,16 @@ class ProcessGroupTransport:
         return self.control if kind in _PLANNING and tensor.device.type == "cpu" else self.group
 
     def _begin(
-        self, kind: str, sent: int, received: int, path: str, start: Callable[[], Started]
+        self,
+        kind: str,
+        sent: int,
+        received: int,
+        path: str,
+        start: Callable[[], Started],
+        far: int = 0,
     ) -> Pending:
         collective = self.ledger.begin_collective(kind, sent, received, path)
+        collective.far = far
         return Pending(
             start,
             collective,
@@ -175,9 +183,7 @@ class ProcessGroupTransport:
         size = tensor.element_size() * (
             tensor[0].numel() if tensor.shape[0] else output[:1].numel()
         )
-        sent, received = (
-            size * (sum(part) - part[self.rank]) for part in (list(send), list(receive))
-        )
+        bytes_ = self._count_bytes(size, send, receive)
         group = self._group(tensor, kind)
         staged = self._next_line is not None and tensor.device.type == "cuda"
 
@@ -194,13 +200,15 @@ class ProcessGroupTransport:
             # than the call, and their result is known here.
             return group.alltoall_base(output, tensor, list(receive), list(send)), output
 
-        return self._begin(
-            kind,
-            sent,
-            received,
-            "gloo through pinned memory" if staged else self._path(tensor),
-            start,
-        )
+        path = "gloo through pinned memory" if staged else self._path(tensor)
+        return self._begin(kind, bytes_[0], bytes_[1], path, start, bytes_[2])
+
+    def _count_bytes(self, row: int, send: Sizes, receive: Sizes) -> tuple[int, int, int]:
+        """Bytes that leave this rank, that it receives, and that leave its machine."""
+        sent, received = (row * (sum(sizes) - sizes[self.rank]) for sizes in (send, receive))
+        own = self.machines[self.rank]
+        far = sum(size for size, there in zip(send, self.machines, strict=True) if there != own)
+        return sent, received, row * far
 
     def all_gather(self, tensor: Tensor, kind: str) -> Handle:
         output = tensor.new_empty((self.world, *tensor.shape))
@@ -274,7 +282,7 @@ class ProcessGroupTransport:
         if made is None:
             made = self._open_channel(ledger, urgent)
             self._channels.add(made, urgent, made.exchanges)
-        made.ledger, made.nearby = ledger, self.nearby
+        made.ledger, made.machines = ledger, self.machines
         return made
 
     def open_control(self) -> ProcessGroupTransport:

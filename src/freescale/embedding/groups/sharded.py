@@ -46,8 +46,8 @@ from freescale.embedding.request import (
     GroupIds,
     Index,
     LogQ,
+    Relay,
     Requested,
-    RequestedIds,
     RequestPart,
     Resident,
     RowParts,
@@ -58,10 +58,17 @@ from freescale.embedding.request import (
 from freescale.embedding.rows import FetchedRows, TrainingRows
 from freescale.embedding.storage.api import Counted, Storage, UpdateOptions
 from freescale.embedding.storage.opening import open_storage
+from freescale.embedding.two_level import (
+    TwoHops,
+    exchange_counts,
+    order_by_leader,
+    pass_on,
+    plan_route,
+)
 from freescale.kernels.dispatch.requests import deduplicate, put_rows
 from freescale.kernels.dispatch.rows import group_duplicates
 from freescale.kernels.requests.reference import Unique
-from freescale.transport.api import Handle, Transport
+from freescale.transport.api import Handle, Sizes, Transport
 from freescale.transport.failures import raise_in_step
 
 Piece = TypeVar("Piece")
@@ -77,20 +84,37 @@ def run_pipelined(
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """Starts and finishes all pieces. One per line and one more are under way before the first is
-    finished, so the network does not wait for the host, which does something `meanwhile`."""
-    under_way: deque[tuple[Piece, Handle]] = deque()
+    finished, so the network does not wait for the host, which does something `meanwhile`. Of two
+    hops, as many are on each: a channel ends its exchanges in order, and who waited at once for the
+    second hop of one piece would wait for the first hop of all others."""
+    first_hop: deque[tuple[Piece, Handle]] = deque()
+    last_hop: deque[tuple[Piece, Handle]] = deque()
+
+    def advance() -> None:
+        piece, handle = first_hop.popleft()
+        if isinstance(handle, TwoHops):
+            handle.advance()
+        last_hop.append((piece, handle))
+        if not isinstance(handle, TwoHops) or len(last_hop) > lines:
+            end()
+
+    def end() -> None:
+        piece, handle = last_hop.popleft()
+        finish(piece, handle.wait())
+
     for piece in pieces:
-        under_way.append((piece, start(piece)))
-        if len(under_way) > lines:
+        first_hop.append((piece, start(piece)))
+        if len(first_hop) > lines:
             if meanwhile is not None:
                 meanwhile()
                 meanwhile = None
-            first, handle = under_way.popleft()
-            finish(first, handle.wait())
+            advance()
     if meanwhile is not None:
         meanwhile()
-    for first, handle in under_way:
-        finish(first, handle.wait())
+    while first_hop:
+        advance()
+    while last_hop:
+        end()
 
 
 class Sharded:
@@ -103,9 +127,11 @@ class Sharded:
         transport: Transport,
         wire: torch.dtype | None = None,
         tier: Tier | None = None,
+        exchange: str = "flat",
     ) -> None:
         """`wire`: the dtype of rows and gradients on the way; each value is rounded, on its own
-        rank's rows too. `tier`: where rows are at home, if not on the device."""
+        rank's rows too. `tier`: where rows are at home, if not on the device. `exchange`: flat or
+        two-level."""
         rules = specs[0].dynamic  # such a table is alone in its group
         self.layout: Layout = ShardLayout(tuple(specs), transport.world)
         if rules is not None:
@@ -114,6 +140,7 @@ class Sharded:
         self.encoding = wire if wire is not None else specs[0].dtype
         self._ids = self.layout.local_dtype
         self._edges = self.layout.list_edges(transport.device)
+        self._route = plan_route(exchange, transport.machines, transport.rank)
         self._last_read: Tensor | None = None
         negatives = rules is not None and set(rules.negatives) & set(specs[0].features)
         self._has_marks = bool(negatives) or has_default_row(specs[0])
@@ -127,29 +154,25 @@ class Sharded:
             given = list_ids(batches, self.layout.specs)
             keys = self._compute_keys(given.ids, transport.device)
             found = deduplicate(keys, self._edges)
-            own = self.layout.count_owned(keys, found.counts)
-        send, receive, totals = _exchange_counts(own, transport)
-        unique = found.keys[: sum(send)]
-        local = self.layout.find_local(unique).to(self._ids)
-        about = self._describe_ids(given, found)
-        marks = draws = None
-        if about is None:
-            owned = transport.all_to_all(local, send, receive, "ids").wait().long()
-        else:  # one message for all
-            both = torch.stack([local, about[: sum(send)]], 1)
-            owned, about = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
-            owned = owned.contiguous()
-            marks = (about & _MARK).to(torch.uint8) if self._has_marks else None
-            draws = about >> _MARK_BITS if self._counts_draws else None
-        size = sum(totals) * self.layout.specs[0].bytes_per_row // transport.world
+            send = self.layout.count_owned(keys, found.counts).tolist()
+            unique = keys = found.keys[: sum(send)]
+            about = self._describe_ids(Counted(given.marks, given.draws), found)
+        total, relay = sum(send), None
+        if self._route.through is not None:
+            keys, about, send, total, relay = self._gather_ids(keys, about, send, transport)
+        route, kind = self._route, self._counts_kind
+        receive, total = exchange_counts(send, total, route.leads, route.leaders, transport, kind)
+        local = self.layout.find_local(keys).to(self._ids)
+        owned, about = _send_ids(local, about, send, receive, transport)
+        size = total * self.layout.specs[0].bytes_per_row // transport.world
         return Requested(
             Index(unique, given.ids, found.inverse),
-            RequestPart(None, None, send, receive),
-            owned,
+            keys,
+            RequestPart(None, None, send, receive, relay=relay),
+            owned.long(),
             size,
             count_pieces(size, transport.device, transport.world),
-            marks,
-            draws,
+            *self._read_description(about),
         )
 
     def fetch(self, request: Requested, transport: Transport, train: bool) -> FetchedRows:
@@ -222,11 +245,11 @@ class Sharded:
             raise error
         assert found is not None
         targets = self.rows.find_targets(found.slots)  # once, not for each piece of the gradient
-        index, log_q, part = request.index, None, request.whole
+        index, log_q = request.index, None
         if found.missing is not None:
             index = self._redirect(request, found.missing, transport)
         if found.log_q is not None:
-            log_q = LogQ(transport.all_to_all(found.log_q, part.receive, part.send, "ids"))
+            log_q = LogQ(self._answer(found.log_q, request.whole, transport, "ids"))
         return Resident(index, found.slots, targets, log_q)
 
     def compare(
@@ -256,6 +279,9 @@ class Sharded:
         with transport.ledger.span("compare"):
             # Prepared here: the update of these rows delays the next forward.
             urgent = replace(urgent, sum_gradients=self._prepare_sums(resident.targets, urgent))
+            if (relay := urgent.relay) is not None:
+                sums = group_duplicates(relay.members, self.rows.weight)
+                urgent = replace(urgent, relay=replace(relay, sum_gradients=sums))
         return GradientParts(urgent, deferred), RowParts(late, early, collisions)
 
     def allocate_rows(self, request: Requested, spent: Tensor | None) -> Tensor:
@@ -273,10 +299,10 @@ class Sharded:
         """Looks up the parts on their owners, into rows [u, width]. A collective."""
 
         def store(part: RequestPart, found: Tensor) -> None:
-            if part.requested is None:
+            if (places := part.places) is None:
                 rows.copy_(found)
             else:
-                put_rows(rows, part.requested, found)
+                put_rows(rows, places, found)
 
         lines = transport.lines
         if self.rows.weight.is_cuda:
@@ -316,23 +342,57 @@ class Sharded:
             parts.append(self.layout.compute_keys(table, _join(ids)))
         return _join(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
-    def _describe_ids(self, given: RequestedIds, found: Unique) -> Tensor | None:
+    def _gather_ids(
+        self, keys: Tensor, about: Tensor | None, own: list[int], transport: Transport
+    ) -> tuple[Tensor, Tensor | None, list[int], int, Relay]:
+        """The ranks of a machine send their keys [u], and what the owners have to know `about` each
+        of them, to the leaders; own [world] is how many each owner has. Returns what this rank
+        requests as a leader: keys, what is known about them, how many each owner has. And how many
+        keys the machine's ranks have together, and how all that returns to them. A collective."""
+        route = self._route
+        assert route.through is not None
+        order, send = order_by_leader(route.through, own)
+        receive, total = exchange_counts(
+            send, sum(send), route.near, route.near, transport, self._counts_kind
+        )
+        places = torch.split(torch.arange(len(keys), dtype=torch.int32, device=keys.device), own)
+        requested = _join([places[owner] for owner in order])
+        chosen = about[requested] if about is not None else None
+        arrived, about = _send_ids(keys[requested], chosen, send, receive, transport)
+        with transport.ledger.span("deduplicate"):
+            found = deduplicate(arrived, self._edges)
+            own = self.layout.count_owned(arrived, found.counts).tolist()
+            about = self._describe_ids(self._read_description(about), found)
+        relay = Relay(requested, found.inverse, send, receive)
+        return found.keys[: sum(own)], about, own, total, relay
+
+    def _describe_ids(self, counted: Counted, found: Unique) -> Tensor | None:
         """[u] int64, for the different ids of a dynamic table: the lowest bits are the largest
         mark, the others the sum of draws. None if the owner need know neither."""
         if not self._has_marks and not self._counts_draws:
             return None
         about = torch.zeros_like(found.keys)
-        if given.draws is not None:
-            about.index_add_(0, found.inverse, given.draws << _MARK_BITS)
-        if given.marks is not None:
-            about |= mark_any(given.marks, found.inverse, found.keys.numel())
+        if counted.draws is not None:
+            about.index_add_(0, found.inverse, counted.draws << _MARK_BITS)
+        if counted.marks is not None:
+            about |= mark_any(counted.marks, found.inverse, found.keys.numel())
         return about
+
+    def _read_description(self, about: Tensor | None) -> Counted:
+        """What `_describe_ids` wrote."""
+        if about is None:
+            return Counted()
+        marks = (about & _MARK).to(torch.uint8) if self._has_marks else None
+        return Counted(marks, about >> _MARK_BITS if self._counts_draws else None)
+
+    @property
+    def _counts_kind(self) -> str:
+        return "ids" if self._edges.is_cpu else "counts"
 
     def _redirect(self, request: Requested, missing: Tensor, transport: Transport) -> Index:
         """Requesters learn which of their ids have no row, and read the default row for them.
         missing [sum(receive)] uint8. A collective."""
-        part = request.whole
-        absent = transport.all_to_all(missing, part.receive, part.send, "ids").wait().bool()
+        absent = self._answer(missing, request.whole, transport, "ids").wait().bool()
         return request.index.redirect(absent)
 
     def _look_up(self, resident: Resident, part: RequestPart, transport: Transport) -> Handle:
@@ -341,13 +401,34 @@ class Sharded:
             found = self.rows.gather(_select_served(resident.slots, part), self.encoding)
         return self._answer(found, part, transport)
 
-    def _answer(self, rows: Tensor, part: RequestPart, transport: Transport) -> Handle:
-        return transport.all_to_all(rows, part.receive, part.send, "rows")
+    def _answer(
+        self, rows: Tensor, part: RequestPart, transport: Transport, kind: str = "rows"
+    ) -> Handle:
+        """Something for each row of a part, on its way to the requesters."""
+        handle = transport.all_to_all(rows, part.receive, part.send, kind)
+        relay = part.relay
+        return handle if relay is None else pass_on(handle, part, relay, transport, kind)
 
     def _send(self, gradient: Tensor, part: RequestPart, transport: Transport) -> Handle:
         """A part of the gradient [u, width], on its way to the owners."""
-        chosen = gradient if part.requested is None else gradient.index_select(0, part.requested)
-        return transport.all_to_all(chosen.to(self.encoding), part.send, part.receive, "gradients")
+        relay = part.relay
+        places = part.requested if relay is None else relay.requested
+        chosen = gradient if places is None else gradient.index_select(0, places)
+
+        def send(rows: Tensor) -> Handle:
+            rows = rows.to(self.encoding)
+            return transport.all_to_all(rows, part.send, part.receive, "gradients")
+
+        if relay is None:
+            return send(chosen)
+        sums = relay.sum_gradients or group_duplicates(relay.members, self.rows.weight)
+
+        def add(received: Tensor) -> Handle:
+            with transport.ledger.span("update rows"):
+                added = sums(received)[1][: sum(part.send)]
+            return send(added)
+
+        return TwoHops(transport.all_to_all(chosen, relay.send, relay.receive, "gradients"), add)
 
     def _update(
         self,
@@ -371,15 +452,15 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _exchange_counts(own: Tensor, transport: Transport) -> tuple[list[int], list[int], list[int]]:
-    """own [ranks]: how many rows this rank requests from each owner. Returns the rows that this
-    rank requests from each, that each requests from this one, and that each requests in all."""
-    ones, send = [1] * transport.world, own.tolist()
-    # From host to host, of a GPU too: a few numbers, which nobody wants on a device.
-    counts = torch.tensor([[count, sum(send)] for count in send])
-    kind = "ids" if own.is_cpu else "counts"
-    receive, totals = transport.all_to_all(counts, ones, ones, kind).wait().T.tolist()
-    return send, receive, totals
+def _send_ids(
+    ids: Tensor, about: Tensor | None, send: Sizes, receive: Sizes, transport: Transport
+) -> tuple[Tensor, Tensor | None]:
+    """Ids [sum(send)], and what is known about each, in one message. A collective."""
+    if about is None:
+        return transport.all_to_all(ids, send, receive, "ids").wait(), None
+    both = torch.stack([ids, about[: len(ids)]], 1)
+    arrived, about = transport.all_to_all(both, send, receive, "ids").wait().unbind(1)
+    return arrived.contiguous(), about
 
 
 def _select_served(numbers: Tensor, part: RequestPart) -> Tensor:

@@ -17,7 +17,7 @@ from freescale.train.state.file_reads import FileReads
 from freescale.train.state.held import Choice, Held, choose_snapshots, explain_none
 from freescale.train.state.holder_link import HolderLink
 from freescale.train.state.memory import Segment, exchange_files
-from freescale.train.state.model import refuse_other_model
+from freescale.train.state.model import place_as_saved, refuse_other_model
 from freescale.train.state.restore import load_snapshot
 from freescale.transport.api import Transport, gather_json
 from freescale.transport.failures import run_on_all_ranks
@@ -86,8 +86,7 @@ class FoundSnapshots:
             segment = self._fetch(choice, own, stack)
             reads = stack.enter_context(closing(FileReads()))
             state: dict[str, Any] = segment.header["state"]
-            if not model.tables.placed:
-                model.tables.place(recorded=state["placement"])
+            place_as_saved(model, state)
 
             def verify() -> dict[str, Tensor]:
                 _refuse_other(own, state, model, optimizer)

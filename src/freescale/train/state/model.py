@@ -182,8 +182,16 @@ def describe_model(
             for name, spec in tables.specs.items()
         },
         "placement": {name: placement.kind for name, placement in tables.placements.items()},
+        "exchange": tables.exchange[0],
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
     }
+
+
+def place_as_saved(model: ShardedModel, state: Mapping[str, Any], continues: bool = True) -> None:
+    """Places the tables as the description of a saved model says, unless they are placed. A
+    collective."""
+    exchange = state.get("exchange", "flat")  # earlier versions had no other
+    model.tables.place_as_saved(state["placement"], exchange, continues)
 
 
 def refuse_other_model(

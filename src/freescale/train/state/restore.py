@@ -24,6 +24,7 @@ from freescale.train.state.model import (
     collect_tables,
     list_state,
     name_parameters,
+    place_as_saved,
     refuse_other_model,
     restore_extra,
     restore_random,
@@ -144,8 +145,7 @@ def load_checkpoint(
     go on where it was (`continues`), another one begins with its model, whose tables may have more
     rows, with their initial values."""
     path, state, transport = checkpoint.path, checkpoint.state, model.transport
-    if not model.tables.placed:
-        model.tables.place(recorded=state["placement"])
+    place_as_saved(model, state, continues)
     refuse_other_model(path, state, model, optimizer, may_grow=not continues)
     reader = SafeReader(path)
     saved = run_on_all_ranks(transport, reader.list_tensors)

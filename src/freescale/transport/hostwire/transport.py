@@ -115,13 +115,13 @@ class HostwireTransport(ProcessGroupTransport):
         assert tensor.is_contiguous() and sum(send) == tensor.shape[0], (send, tensor.shape)
         output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
         row = tensor.element_size() * math.prod(tensor.shape[1:])
-        sent, received = (row * (sum(sizes) - sizes[self.rank]) for sizes in (send, receive))
+        sent, received, far = self._count_bytes(row, send, receive)
 
         def start() -> Started:
             channel = self._channel
             return channel.all_to_all(kind, self._urgent, tensor, send, output, receive), output
 
-        return self._begin(kind, sent, received, self._path_name, start)
+        return self._begin(kind, sent, received, self._path_name, start, far)
 
     def all_gather(self, tensor: Tensor, kind: str) -> Pending:
         return self._start_gathering(tensor, kind, self._urgent)
