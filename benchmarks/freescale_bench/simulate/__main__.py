@@ -1,5 +1,6 @@
 """The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
-takes minutes), and useful time under failures (`recovery`). `calibrate` measures this machine."""
+takes minutes), and useful time under failures (`recovery`). `calibrate` measures this machine,
+`useful` predicts the useful time of any cluster."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from freescale_bench.simulate.calibrate import command
 
         command.main(list(arguments[1:]), "freescale simulate calibrate")
+    if arguments and arguments[0] == "useful":
+        from freescale_bench.simulate.recovery import command as predict
+
+        predict.main(list(arguments[1:]), "freescale bench simulate useful")
     parser = make_parser("simulate", __doc__)
     parser.add_argument("part", choices=("validate", "paper", "recovery"))
     parser.add_argument("--most", type=int, default=4096, help="paper: largest number of GPUs")
