@@ -21,7 +21,6 @@ from freescale.data.features.store import ABOUT, FOLDER
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.models.heads import Ranking, Retrieval
 from freescale.recommend import example
-from freescale.recommend.compiled_program import SERVING, compile_program
 from freescale.recommend.loading import Loaded
 from freescale.recommend.portable import Input, PaddedHead, trace
 
@@ -33,34 +32,28 @@ _TRAINING = (
     *("precision", "seed"),
 )
 _VERSION = 1
-PROGRAM, COMPILED, VECTORS, IDS = "encoder.pt2", "encoder-aot.pt2", "item_vectors.pt", "items.json"
+SERVING, PROGRAM, VECTORS, IDS = "serving.json", "encoder.pt2", "item_vectors.pt", "items.json"
 CARD, CARD_TEXT, EXAMPLE = "model_card.json", "MODEL_CARD.md", "example.py"
-FILES = (PROGRAM, COMPILED, VECTORS, IDS, SERVING, CARD, CARD_TEXT, EXAMPLE)
+FILES = (PROGRAM, VECTORS, IDS, SERVING, CARD, CARD_TEXT, EXAMPLE)
 
 
-def write_serving(loaded: Loaded, out: Path, aot: str | None = None) -> Iterator[Path]:
+def write_serving(loaded: Loaded, out: Path) -> Iterator[Path]:
     """Writes into the folder of an export what a service needs: the model as a program of torch,
     vectors and ids of the items, a description of all inputs, a model card and an example.
 
     Args:
         loaded: a run.
         out: the folder.
-        aot: `cpu` or `cuda`: also compile the program for this machine.
 
     Raises:
-        ValueError: the model has no portable form, or cannot be compiled here.
+        ValueError: the model has no portable form.
     """
     module: Any = loaded.module
     head = PaddedHead(module)
     inputs = head.list_inputs(_count_places(loaded))
-    program = trace(head, inputs)
-    torch.export.save(program, out / PROGRAM)
+    torch.export.save(trace(head, inputs), out / PROGRAM)
     yield out / PROGRAM
     about = describe_serving(loaded, module, inputs)
-    if aot is not None:
-        needed = compile_program(program, head, inputs, out / COMPILED, aot)
-        about["aot"] = {"program": COMPILED, "requirements": needed}
-        yield out / COMPILED
     if isinstance(module, Retrieval):
         with torch.no_grad():
             vectors = module.encode_items(module.item.weight[: len(loaded.catalogue)])
