@@ -109,15 +109,12 @@ def test_the_model_card(retrieval, tmp_path):
     assert card["data"]["users"] == 30 and card["data"]["events"] == 360
     assert card["data"]["features"]["item"] == ["category", "price"]
     assert card["data"]["source"] == "sales.csv"
-    text = (out / "MODEL_CARD.md").read_text()
-    value = card["metrics"]["test"]["model"]["hr@10"]
-    assert f"| hr@10 | {value:.4g} |" in text and "## Limits" in text
-    assert "item category, price; event channel" in text
+    assert card["data"]["features"]["event"] == ["channel"] and len(card["limits"]) > 3
     # a checkpoint that was never evaluated has no metrics
     copied = shutil.copytree(run, tmp_path / "run")
     (copied / "metrics.jsonl").unlink()
     bare = json.loads((export(copied, tmp_path / "a") / "model_card.json").read_text())
-    assert bare["metrics"] == {} and "not evaluated" in (tmp_path / "a/MODEL_CARD.md").read_text()
+    assert bare["metrics"] == {}
     step = next(copied.joinpath("checkpoints").iterdir()).name
     for name, checkpoint in (("test", step), ("validation", "step-00000001")):
         result = {"checkpoint": checkpoint, "quality": {"model": {"hr@10": 0.25}}}

@@ -14,7 +14,6 @@ import torch
 import freescale
 from freescale.config import RunConfig
 from freescale.config.features import KEPT_SCHEMA
-from freescale.config.metrics import select_headlines
 from freescale.config.time_order import DEFAULT_WINDOW
 from freescale.data.catalogue import read_texts
 from freescale.data.features.store import ABOUT, FOLDER
@@ -33,8 +32,8 @@ _TRAINING = (
 )
 _VERSION = 1
 SERVING, PROGRAM, VECTORS, IDS = "serving.json", "encoder.pt2", "item_vectors.pt", "items.json"
-CARD, CARD_TEXT, EXAMPLE = "model_card.json", "MODEL_CARD.md", "example.py"
-FILES = (PROGRAM, VECTORS, IDS, SERVING, CARD, CARD_TEXT, EXAMPLE)
+CARD, EXAMPLE = "model_card.json", "example.py"
+FILES = (PROGRAM, VECTORS, IDS, SERVING, CARD, EXAMPLE)
 
 
 def write_serving(loaded: Loaded, out: Path) -> Iterator[Path]:
@@ -61,13 +60,10 @@ def write_serving(loaded: Loaded, out: Path) -> Iterator[Path]:
         yield out / VECTORS
     (out / IDS).write_text(json.dumps(loaded.catalogue.ids.to_pylist()), encoding="utf-8")
     yield out / IDS
-    card = describe_model(loaded)
-    for name, value in ((SERVING, about), (CARD, card)):
+    for name, value in ((SERVING, about), (CARD, describe_model(loaded))):
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
         (out / name).write_text(text, encoding="utf-8")
         yield out / name
-    (out / CARD_TEXT).write_text(render_card(card), encoding="utf-8")
-    yield out / CARD_TEXT
     yield Path(copyfile(example.__file__, out / EXAMPLE))
 
 
@@ -215,47 +211,3 @@ def _list_limits(config: RunConfig) -> list[str]:
     elif config.data.split != "none":
         found.append(f"Held-out events (--split {config.data.split}) were not trained on.")
     return found
-
-
-def render_card(card: dict[str, Any]) -> str:
-    """The card as Markdown."""
-    lines = [
-        f"# {card['name']}",
-        "",
-        f"A {card['task']} model, trained with FreeScale {card['freescale']} until "
-        f"{card['trained']} ({card['step']:,} steps).",
-    ]
-    for part in ("data", "model", "training"):
-        lines += ["", f"## {part.capitalize()}", ""]
-        lines += [f"- {name.replace('_', ' ')}: {_render(v)}" for name, v in card[part].items()]
-    lines += ["", "## Metrics", ""]
-    if not card["metrics"]:
-        lines += ["This checkpoint was not evaluated. `freescale eval` does it.", ""]
-    for part, quality in card["metrics"].items():
-        names = select_headlines(quality["model"])
-        lines += [f"| {part} part | {' | '.join(quality)} |", "|---" * (len(quality) + 1) + "|"]
-        for name in names:
-            values = (_render(each.get(name)) for each in quality.values())
-            lines += [f"| {name} | {' | '.join(values)} |"]
-        lines += [""]
-    lines += ["## Limits", "", *(f"- {limit}" for limit in card["limits"])]
-    return "\n".join(lines) + "\n"
-
-
-def _render(value: Any) -> str:
-    if isinstance(value, dict):
-        parts = [f"{name} {_render(inner)}" for name, inner in value.items() if inner]
-        return "; ".join(parts) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(_render, value)) or "none"
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value)
-    )
