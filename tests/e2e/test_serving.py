@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from helpers.small_runs import interactions, train
 
 import freescale
 from freescale.cli.main import main
-from freescale.recommend.compiled_program import find_differences, load_compiled
 
 # runs the example where FreeScale cannot be imported
 ALONE = (
@@ -111,15 +109,12 @@ def test_the_model_card(retrieval, tmp_path):
     assert card["data"]["users"] == 30 and card["data"]["events"] == 360
     assert card["data"]["features"]["item"] == ["category", "price"]
     assert card["data"]["source"] == "sales.csv"
-    text = (out / "MODEL_CARD.md").read_text()
-    value = card["metrics"]["test"]["model"]["hr@10"]
-    assert f"| hr@10 | {value:.4g} |" in text and "## Limits" in text
-    assert "item category, price; event channel" in text
+    assert card["data"]["features"]["event"] == ["channel"] and len(card["limits"]) > 3
     # a checkpoint that was never evaluated has no metrics
     copied = shutil.copytree(run, tmp_path / "run")
     (copied / "metrics.jsonl").unlink()
     bare = json.loads((export(copied, tmp_path / "a") / "model_card.json").read_text())
-    assert bare["metrics"] == {} and "not evaluated" in (tmp_path / "a/MODEL_CARD.md").read_text()
+    assert bare["metrics"] == {}
     step = next(copied.joinpath("checkpoints").iterdir()).name
     for name, checkpoint in (("test", step), ("validation", "step-00000001")):
         result = {"checkpoint": checkpoint, "quality": {"model": {"hr@10": 0.25}}}
@@ -150,36 +145,3 @@ def test_a_plain_export_replaces_one_for_serving(retrieval, tmp_path):
     done = run_freescale("export", run, "--out", out, "--overwrite")
     assert done.returncode == 0, done.stderr
     assert not any((out / name).exists() for name in ("encoder.pt2", "serving.json", "example.py"))
-    done = run_freescale("export", run, "--out", out, "--overwrite", "--aot", "cpu")
-    assert done.returncode == 1 and "--aot cpu is of --for serving" in done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: make compiler")
-def test_a_compiled_program_runs_on_such_machines_alone(retrieval, tmp_path):
-    run, _ = retrieval
-    out = export(run, tmp_path / "out", "--aot", "cpu")
-    about = json.loads((out / "serving.json").read_text())
-    compiled, portable = load_compiled(out), torch.export.load(out / "encoder.pt2").module()
-    random = torch.Generator().manual_seed(0)
-    for batch, length in ((1, 1), (3, 17), (5, 20)):
-        sizes = {"batch": batch, "length": length}
-        given = {}
-        for each in about["inputs"]:
-            shape = [sizes.get(axis, axis) for axis in each["shape"]]
-            given[each["name"]] = torch.randint(each["below"] or 10**6, shape, generator=random)
-        given["lengths"] = given["lengths"].clamp(max=length)
-        torch.testing.assert_close(compiled(**given), portable(**given), rtol=0, atol=1e-5)
-    needed = about["aot"]["requirements"]
-    assert find_differences(needed) == []
-    for name, value, message in (
-        ("torch", "2.0.0", f"torch is {re.escape(torch.__version__)}, not 2.0.0"),
-        ("machine", "riscv64", "machine is .*, not riscv64"),
-        ("instructions", ["avx9000"], "the processor lacks avx9000"),
-    ):
-        about["aot"]["requirements"] = {**needed, name: value}
-        (out / "serving.json").write_text(json.dumps(about))
-        with pytest.raises(ValueError, match=f"another machine: {message}; load encoder"):
-            load_compiled(out)
-    with pytest.raises(ValueError, match="has no compiled program: export it again, with --aot"):
-        load_compiled(retrieval[1])

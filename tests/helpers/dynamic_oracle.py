@@ -13,8 +13,7 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class FineDynamic(Dynamic):
-    """With as many shards as a large table, so that few ids fill one. Earlier versions divided
-    every table so."""
+    """With as many shards as a large table, so that few ids fill one."""
 
     @property
     def shards(self) -> int:

@@ -17,11 +17,11 @@ from freescale.embedding.dynamic_rules import SHARDS, After, Dynamic, Seen
 from freescale.embedding.layout import TableSpec, compute_keys
 from freescale.embedding.storage.api import draw_initial_rows
 from freescale.kernels.id_map import reference as draws
-from freescale.kernels.id_map import reference as id_map
 from freescale.kernels.id_map import triton as triton_id_map
 from freescale.kernels.id_map import triton_memory as id_map_memory
 from freescale.kernels.row_moves import triton as row_exchange
 from freescale.random import derive, hash_name, mix
+from helpers import plain_id_map as id_map
 from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import SPECIAL, id_in
 
@@ -29,12 +29,11 @@ from helpers.dynamic_streams import SPECIAL, id_in
 @contextmanager
 def by_kernels(kernels) -> Iterator[None]:
     """Device directories that are made inside use this module."""
-    before = device_directory.choose_id_map
-    device_directory.choose_id_map = lambda device: kernels
+    before, device_directory.kernels = device_directory.kernels, kernels
     try:
         yield
     finally:
-        device_directory.choose_id_map = before
+        device_directory.kernels = before
 
 
 class Pair:

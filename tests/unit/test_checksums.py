@@ -8,10 +8,10 @@ import os
 import numpy as np
 import pytest
 import torch
+from helpers import plain_checksums as plain
 
 from freescale.kernels import native as bindings
 from freescale.kernels.checksums import native
-from freescale.kernels.checksums import reference as plain
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def draw(rows, width, dtype, seed=0):
 @pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)
 def test_threads_sum_what_one_sums(monkeypatch, rows, width, dtype):
     value = draw(rows, width, dtype)
-    monkeypatch.setattr(native, "_PART", plain.BYTES)
+    monkeypatch.setattr(native, "_PART", native.BYTES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert np.array_equal(native.sum_blocks(value), plain.sum_blocks(value))
 
@@ -48,12 +48,12 @@ def test_threads_sum_what_one_sums(monkeypatch, rows, width, dtype):
 @pytest.mark.parametrize(("rows", "width", "dtype"), SHAPES)
 def test_sums_of_a_file_are_those_of_a_tensor(monkeypatch, rows, width, dtype, version):
     value = draw(rows, width, dtype)
-    monkeypatch.setattr(native, "_PART", plain.BYTES)
+    monkeypatch.setattr(native, "_PART", native.BYTES)
     file = os.memfd_create("test")
-    os.pwrite(file, plain.as_bytes(value).data, 64)
+    os.pwrite(file, native.as_bytes(value).data, 64)
     assert np.array_equal(version.sum_file(file, 64, value.nbytes, 3), plain.sum_blocks(value))
     with pytest.raises(OSError, match="a file ends at byte"):
-        version.sum_file(file, 64, value.nbytes + plain.BYTES + 1, 3)
+        version.sum_file(file, 64, value.nbytes + native.BYTES + 1, 3)
     os.close(file)
 
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from freescale_bench.dlrm.generate import generate_yambda
 
 from freescale.config import RunConfig
-from freescale.data.synthetic.yambda import generate_yambda
 from freescale.train import mlperf_log
 from freescale.train.mlperf_log import TOKEN, MLPerfLog
 from freescale.train.trainer import Trainer

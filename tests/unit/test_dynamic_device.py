@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import dynamic_storage_cases, id_map_cases, interpreter
+from helpers import plain_id_map as id_map
 from helpers.collisions import batch_of
 from helpers.dynamic_oracle import FineDynamic
 from helpers.dynamic_streams import CHURN, RULES, SPECIAL, build, id_in, state_of
@@ -32,7 +33,6 @@ from freescale.embedding.storage import opening
 from freescale.embedding.storage.api import TableRange
 from freescale.embedding.storage.device import DeviceStorage
 from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
-from freescale.kernels.id_map import reference as id_map
 from freescale.kernels.jit.compile import find_versions
 from freescale.kernels.jit.launch import record_launches
 from freescale.kernels.row_moves import triton as row_exchange
@@ -90,7 +90,8 @@ RULE = st.builds(
 @given(rules=RULE, stream=STREAM, undone=st.integers(0, 2))
 @settings(max_examples=40, deadline=None)
 def test_the_twins_decide_as_the_host(rules, stream, undone):
-    pair = id_map_cases.Pair(rules, (0, SHARDS))
+    with id_map_cases.by_kernels(id_map):
+        pair = id_map_cases.Pair(rules, (0, SHARDS))
     for batch, marked in stream:
         keys = KEYS[torch.tensor([number for number, _ in batch], dtype=torch.int64)]
         counted = torch.tensor([counts for _, counts in batch], dtype=torch.uint8)
@@ -105,7 +106,8 @@ def test_the_twins_decide_as_the_host(rules, stream, undone):
 def test_the_twins_hold_what_the_host_holds_of_small_tables(rows):
     """By the same rule: the number of shards follows the capacity."""
     rules = Dynamic(rows)
-    pair = id_map_cases.Pair(rules, (0, rules.shards))
+    with id_map_cases.by_kernels(id_map):
+        pair = id_map_cases.Pair(rules, (0, rules.shards))
     for keys in compute_keys(torch.arange(rows) * 3).chunk(5):
         assert pair.decide(keys)[1]
     assert pair.device.used >= 0.9 * rows
@@ -168,7 +170,8 @@ def test_kernels_are_compiled_before_the_first_step(evict):
 
 
 def open_device(rules, shards, home):
-    return DeviceDirectory(rules, *shards, home)
+    with id_map_cases.by_kernels(id_map):
+        return DeviceDirectory(rules, *shards, home)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from freescale.kernels.checksums.reference import as_bytes
+from freescale.kernels.checksums.native import as_bytes
 from freescale.train.state import file_reads
 from freescale.train.state.file_reads import FileReads
 from freescale.train.state.memory import write_segment

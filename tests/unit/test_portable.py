@@ -13,7 +13,6 @@ from freescale.batch import Jagged, Nested, SequenceBatch
 from freescale.models import HSTU, FeatureTables, Ranking, Retrieval, SASRec
 from freescale.models.encoder import Encoder
 from freescale.models.features import add_features, sum_features
-from freescale.recommend.compiled_program import _check_outputs, compile_program
 from freescale.recommend.portable import PaddedHead, trace
 from freescale.visible import Visible
 
@@ -240,17 +239,3 @@ def test_an_encoder_of_another_kind_is_refused():
     model = Retrieval(Mine(**options, input_dropout=None), num_items=3)
     with pytest.raises(ValueError, match="Mine has no portable form; HSTU and SASRec"):
         PaddedHead(model)
-
-
-def test_a_wrongly_compiled_program_is_refused():
-    _, head, inputs, _ = evaluate(make_model("hstu"), [2], [1])
-    with torch.no_grad():
-        _check_outputs(head, head, inputs, "cpu")
-        with pytest.raises(ValueError, match="compiled for cpu is wrong by 1 for histories of 1: "):
-            _check_outputs(lambda **given: head(**given) + 1, head, inputs, "cpu")
-
-
-def test_without_a_gpu_nothing_is_compiled_for_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--aot cuda needs a GPU"):
-        compile_program(None, None, [], tmp_path / "a.pt2", "cuda")

@@ -6,18 +6,18 @@ import dataclasses
 
 import pytest
 from click.testing import CliRunner
-
-from freescale.cli.main import main
-from freescale.simulate.network import list_names
-from freescale.simulate.recovery import (
+from freescale_bench.simulate.recovery import (
     BUDDY,
     DISK,
     MEMORY,
     RecoveryCosts,
     Training,
+    command,
     compute_useful_time,
     load_recovery,
 )
+
+from freescale.simulate.network import list_names
 
 COSTS = RecoveryCosts(
     "by hand",
@@ -73,7 +73,7 @@ def test_failures_faster_than_a_recovery_leave_nothing():
 def test_costs_that_are_shipped_have_a_source_for_every_number():
     import tomllib
 
-    from freescale.simulate.recovery import RECOVERIES
+    from freescale_bench.simulate.recovery import RECOVERIES
 
     assert (names := list_names(RECOVERIES))
     for name in names:
@@ -102,9 +102,9 @@ def test_a_file_that_holds_no_costs_is_refused(text, words, tmp_path):
 
 
 def test_the_command_prints_what_each_failure_costs():
-    words = ["simulate", "--gpus", "16", "--steps", "3", "--schedule", "staged", "--layers", "1"]
+    words = ["--gpus", "16", "--steps", "3", "--schedule", "staged", "--layers", "1"]
     words += ["--batch", "2", "--items", "1000", "--failure-every", "600", "--state-gb", "1"]
-    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    done = CliRunner().invoke(command, words, catch_exceptions=False)
     assert done.exit_code == 0 and "useful time" in done.output
     for word in ("memory", "buddy", "disk", "recovery: this-machine"):
         assert word in done.output

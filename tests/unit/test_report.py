@@ -21,8 +21,6 @@ from freescale.launch.attempts import Ending, describe_restart
 from freescale.ledger.collector import Collector
 from freescale.ledger.ledger import Ledger, sum_busy
 from freescale.ledger.record import CollectiveRecord, Span
-from freescale.ledger.summary import Summary
-from freescale.ledger.trace import write_trace
 from freescale.report.charts import Series, choose_ticks, draw_lines, thin
 from freescale.report.console import _list_figures, print_quality
 from freescale.report.page import render_page
@@ -434,26 +432,6 @@ def test_timeline(tmp_path):
     (rows,) = [e for e in first if e[0] == 1 and e[3] == "rows"]
     assert rows[1] == "ahead" and rows[4:6] == [10_000, 10_000]
     assert rows[6] == {"sent": 1000, "received": 2000, "wait": 0.0, "path": "gloo"}
-
-
-def test_a_former_name_of_a_lane_is_read_as_its_present_one(tmp_path):
-    folder = run_folder(tmp_path / "a")
-    for name in ("ledger.json", "ledger.jsonl"):
-        text = (folder / name).read_text()
-        assert "ahead/lookup" in text
-        (folder / name).write_text(text.replace("ahead/lookup", "coming/data"))
-    events = read_run(folder).events
-    for event in events:
-        if event.get("args", {}).get("lane") == "ahead":
-            event["args"]["lane"] = "coming"
-    write_trace(folder / "trace.json.gz", events)
-    run = read_run(folder)
-    assert "input/data" in run.ledger["spans_ms"] and "input/data" in run.steps[0]["spans_ms"]
-    assert {e[1] for e in build_timeline(run.events)["events"] if e[3] == "rows"} == {"input"}
-    summary = Summary(2)
-    for line in (folder / "ledger.jsonl").read_text().splitlines():  # as a resumed run reads them
-        summary.add(json.loads(line))
-    assert "input/data" in summary.summarize()["spans_ms"]
 
 
 def test_the_page_stays_small(tmp_path):

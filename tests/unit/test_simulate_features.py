@@ -23,9 +23,9 @@ from freescale.simulate.inputs import (
 )
 from freescale.simulate.network import load_preset
 from freescale.simulate.placed_tables import ITEM, place_tables
-from freescale.simulate.recovery import GIVEN
 from freescale.simulate.run import run_simulation
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
+from freescale.simulate.verdict import GIVEN
 from freescale.train.build import build_model as build_sharded
 from freescale.train.build import load_histories, prepare_data
 from freescale.transport.local import LocalTransport

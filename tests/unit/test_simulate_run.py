@@ -23,8 +23,8 @@ from freescale.simulate.inputs import (
 )
 from freescale.simulate.network import load_preset
 from freescale.simulate.placed_tables import place_tables
-from freescale.simulate.recovery import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.simulate.run import run_simulation
+from freescale.simulate.verdict import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.train.build import build_model as build_sharded
 from freescale.transport.local import LocalTransport
 

@@ -8,10 +8,11 @@ import os
 import pytest
 import torch
 
-from freescale.train.state import memory as state_file
+from freescale.train.state import snapshots
 from freescale.train.state.disk import Damaged
 from freescale.train.state.holder_link import is_supported
 from freescale.train.state.memory import Segment, StateFile
+from freescale.transport.local import LocalTransport
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files are Linux's")
 
@@ -50,12 +51,7 @@ def file():
     made.close()
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "plain"])
-def test_a_file_holds_what_was_written_last(file, native, monkeypatch):
-    if not native:
-        from freescale.kernels.checksums import reference as checksums
-
-        monkeypatch.setattr(state_file, "choose_checksums", lambda: checksums)
+def test_a_file_holds_what_was_written_last(file):
     tables = draw_tables()
     assert not file.current
     write_whole(file, tables, {"rest/weight": torch.ones(90_000)}).close()
@@ -72,6 +68,12 @@ def test_a_file_holds_what_was_written_last(file, native, monkeypatch):
         for name, value in (tables | beside).items():
             assert torch.equal(tensors[name], value)
         found.close()
+
+
+def test_snapshots_need_a_compiler(monkeypatch):
+    monkeypatch.setattr(snapshots, "load_native", lambda: None)
+    with pytest.raises(ValueError, match="--snapshot-every needs a C compiler"):
+        snapshots.Snapshots(LocalTransport(), 5)
 
 
 def test_a_copy_lacks_only_what_changes_afterwards(file):

@@ -9,19 +9,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
-
-from freescale.cli.main import main
-from freescale.data.ingest.interactions import read_interactions
-from freescale.data.ingest.yambda import write_items
-from freescale.data.synthetic import yambda
-from freescale.data.synthetic.draws import LengthDistribution
-from freescale.data.synthetic.yambda import (
+from freescale_bench.dlrm import generate as yambda
+from freescale_bench.dlrm.generate import (
     CAP,
     MEDIAN,
     SIGMA,
     compute_chances,
     generate_yambda,
 )
+
+from freescale.cli.main import main
+from freescale.data.ingest.interactions import read_interactions
+from freescale.data.ingest.yambda import write_items
+from freescale.data.synthetic.draws import LengthDistribution
 from freescale.train.evaluate import area_under_curve
 
 SMALL = {"users": 150, "items": 2000, "median": 150, "cap": 900}
@@ -130,4 +130,4 @@ def test_the_command(tmp_path):
     assert done.exit_code == 0 and "5 users" in done.output and "47 items" in done.output
     assert "freescale train --data" in done.output and "listen_plus" in done.output
     wrong = CliRunner().invoke(main, [*map(str, arguments), "--collision", "0.1"])
-    assert wrong.exit_code and "--like yambda has no --collision" in wrong.output
+    assert wrong.exit_code and "--collision" in wrong.output

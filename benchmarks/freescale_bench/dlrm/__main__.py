@@ -8,6 +8,7 @@ learning  AUC on generated data with planted preferences, of the oracle's; with 
           public model on the same batches too
 hot-ids   memory and bytes of 4 CPU ranks with one album in 30 % of the events, against uniform
           ids
+generate  data in Yambda's layout with planted preferences, in a folder
 host      a step of samples of 4,096 tokens with tables in host memory, against all on the GPU"""
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from freescale_bench.common.options import make_parser, read_destination, run_co
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if arguments and arguments[0] == "generate":  # has options of its own
+        from freescale_bench.dlrm.generate import command
+
+        return command(arguments[1:])
     parser = make_parser("dlrm", __doc__)
     parser.add_argument("what", choices=("parity", "step", "learning", "hot-ids", "host"))
     parser.add_argument("--public", type=Path, help="folder with the public model's package")

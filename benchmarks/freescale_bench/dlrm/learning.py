@@ -22,12 +22,12 @@ from freescale.batch import SequenceBatch
 from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.features.store import FeatureStore
-from freescale.data.synthetic.yambda import YambdaReport, compute_chances, generate_yambda
 from freescale.train.build import load_histories
 from freescale.train.evaluate import area_under_curve
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
 from freescale_bench.common.results import Destination, Row, Target, make_claims, write
+from freescale_bench.dlrm.generate import YambdaReport, compute_chances, generate_yambda
 from freescale_bench.dlrm.shapes import TASK, Shape
 
 AUC = f"auc/{TASK}"

@@ -1,6 +1,7 @@
 """The simulator: against measured runs (`validate`), at the paper's setting to 4,096 GPUs (`paper`,
 takes minutes), useful time under failures (`recovery`), and rows that cross between nodes once per
-GPU or once per node (`exchange`). `calibrate` measures this machine."""
+GPU or once per node (`exchange`). `calibrate` measures this machine, `useful` predicts the useful
+time of any cluster."""
 
 from __future__ import annotations
 
@@ -14,6 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from freescale_bench.simulate.calibrate import command
 
         command.main(list(arguments[1:]), "freescale simulate calibrate")
+    if arguments and arguments[0] == "useful":
+        from freescale_bench.simulate.recovery import command as predict
+
+        predict.main(list(arguments[1:]), "freescale bench simulate useful")
     parser = make_parser("simulate", __doc__)
     parser.add_argument("part", choices=("validate", "paper", "recovery", "exchange"))
     parser.add_argument("--most", type=int, default=4096, help="paper: largest number of GPUs")

@@ -11,16 +11,14 @@ import numpy as np
 from freescale.config import SimulateConfig
 from freescale.simulate.generated_workload import GeneratedWorkload
 from freescale.simulate.inputs import build_cluster, build_workload
-from freescale.simulate.recovery import ALL, BASE, MEMORY, UNBALANCED
-from freescale.simulate.run import Plans, run_simulation
+from freescale.simulate.run import Plans
 from freescale.simulate.simulator import Setting
+from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale.simulate.workload import Demand, Rows
 from freescale_bench.common.results import Destination, Row, at_least, write
+from freescale_bench.simulate.recovery import MEMORY, USUAL, Failures, predict_useful_time
 
-# Recovery from failures.
-USUAL_RECOVERY = "this-machine"
 FAILURE_EVERY = 600.0  # seconds
-SNAPSHOT_EVERY = 20  # steps
 USEFUL = {64: 0.97, 4096: 0.95}  # targets of the useful share of time, by GPUs
 
 
@@ -228,19 +226,14 @@ def make_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def bench_recovery(recovery: str, to: Destination) -> None:
     """Simulates the useful share of a cluster's time under failures, with each part of a failure's
-    cost, by source of the restore. `recovery`: these costs, as for `freescale simulate`."""
-    config = SimulateConfig(
-        schedule="staged",
-        steps=5,
-        failure_every=FAILURE_EVERY,
-        snapshot_every=SNAPSHOT_EVERY,
-        recovery=recovery,
-    )
-    rows: list[Row] = run_simulation(config, list(USEFUL), report=lambda outcome: None)["useful"]
+    cost, by source of the restore. `recovery`: these costs."""
+    config = SimulateConfig(schedule="staged", steps=5)
+    failures = Failures(FAILURE_EVERY, recovery)
+    rows: list[Row] = predict_useful_time(config, list(USEFUL), failures)
     for row in rows:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds"].items())
         print(f"{row['gpus']:5d} GPUs, from {row['from']:6s} {row['useful']:.3f} ({parts} s)")
-    costs = "" if recovery == USUAL_RECOVERY else f", costs {recovery}"
+    costs = "" if recovery == USUAL else f", costs {recovery}"
     every = f"useful time at a failure every {FAILURE_EVERY / 60:g} minutes"
     claims = [
         at_least(

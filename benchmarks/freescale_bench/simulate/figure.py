@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from freescale.simulate.recovery import ALL, BASE, UNBALANCED
+from freescale.simulate.verdict import ALL, BASE, UNBALANCED
 from freescale_bench.common import drawing as svg
 from freescale_bench.common.markdown import Results, single
 

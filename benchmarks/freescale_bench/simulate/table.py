@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freescale.simulate.recovery import ALL, BASE, write_verdict
+from freescale.simulate.verdict import ALL, BASE, write_verdict
 from freescale_bench.common.markdown import Results, fold, format_sources, format_table, single
 
 _TARGETS = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from freescale.simulate.recovery import ALL
+from freescale.simulate.verdict import ALL
 from freescale_bench.common import drawing as svg
 from freescale_bench.common.markdown import Results
 from freescale_bench.simulate.figure import make_axes_over_collisions

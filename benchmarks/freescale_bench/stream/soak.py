@@ -17,7 +17,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from freescale.cli.demo_stream import ask, begin_command, find_address
 from freescale_bench.common.repository import package_path
 from freescale_bench.common.results import (
     Destination,
@@ -26,6 +25,7 @@ from freescale_bench.common.results import (
     show_claims,
     write,
 )
+from freescale_bench.stream.demo import ask, begin_command, find_address
 from freescale_bench.stream.events import make_events, write_file
 
 _EACH = 5000  # events of a file; two files are a window

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from freescale.cli.bench import run_benchmarks
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.layout import DataCommand
 from freescale.cli.options import PATH, add_settings, format_arguments, select_given
@@ -21,17 +22,18 @@ from freescale.config import DataConfig, GenerateConfig, ModelConfig, RunConfig,
 @click.argument("path", type=PATH)
 @add_settings(GenerateConfig)
 @exit_cleanly
-def generate(path: Path, **given: Any) -> None:
+def generate(path: Path, **given: Any) -> int:
     """Generate histories with the statistics of production data.
 
     Lengths are heavy-tailed, some items are popular, and --collision sets the collision rate.
     """
     config = GenerateConfig(**select_given(given))
-    if config.like is not None:
-        return _generate_yambda(path, config, select_given(given))
+    if given.pop("like") is not None:  # the benchmarks check the other options
+        return run_benchmarks("dlrm", "generate", str(path), *format_arguments(given))
     from freescale.data.synthetic import generate as synthetic
 
-    options = {name: value for name, value in asdict(config).items() if name not in _OF_LIKE}
+    options = asdict(config)
+    del options["like"], options["hot_album"]
     options |= {"labels": config.label_names, "actions": bool(config.label_names)}
     with show_progress() as progress:
         report = synthetic.generate(path, progress=progress, **options)
@@ -41,28 +43,7 @@ def generate(path: Path, **given: Any) -> None:
         f"wrote {report.path}: {report.users:,} users, {report.tokens:,} events, histories of "
         f"{report.lengths['p50']:,} events (median) to {report.lengths['max']:,}{collisions}"
     )
-
-
-_OF_LIKE = ("like", "hot_album")
-_LIKE_YAMBDA = ("users", "items", "median", "sigma", "cap", "popularity", "hot_album", "seed")
-
-
-def _generate_yambda(path: Path, config: GenerateConfig, given: dict[str, Any]) -> None:
-    """Options that are not given have the statistics of Yambda as their defaults."""
-    from freescale.data.synthetic.yambda import generate_yambda
-
-    if left := sorted(given.keys() - {*_LIKE_YAMBDA, "like"}):
-        raise ValueError(f"--like yambda has no --{left[0].replace('_', '-')}; leave it out")
-    options = {name: given[name] for name in _LIKE_YAMBDA if name in given}
-    with show_progress() as progress:
-        report = generate_yambda(path, progress=progress, **{"users": config.users} | options)
-    click.echo(
-        f"wrote {path}: {report.users:,} users, {report.events:,} events, {report.items:,} items "
-        f"of {report.artists:,} artists, {report.kinds['listen_plus']:.1%} listen_plus; the best "
-        f"AUC is {report.oracle_auc:.4f}"
-    )
-    train = ["--task", "ranking", "--labels", "listen_plus", "--split", "time", "--split-time"]
-    click.echo(f"train on it: freescale train {shlex.join(['--data', str(path), *train])} 25913600")
+    return 0
 
 
 _BLOCKS = str.maketrans(dict.fromkeys("\u2588\u2589\u258a\u258b\u258c\u258d\u258e\u258f", "#"))

@@ -99,11 +99,6 @@ def evaluate(
     show_default=True,
     help="python: weights, for freescale.load; serving: also a program that needs only torch",
 )
-@click.option(
-    "--aot",
-    type=click.Choice(("cpu", "cuda")),
-    help="with --for serving: also compile the program for this kind of machine",
-)
 @click.option("--index", is_flag=True, help="also an index for approximate search (needs faiss)")
 @click.option(
     "--min-recall",
@@ -120,7 +115,6 @@ def export(
     run_folder: Path,
     out: Path,
     purpose: str,
-    aot: str | None,
     index: bool,
     min_recall: float,
     overwrite: bool,
@@ -140,13 +134,8 @@ def export(
     """
     from freescale.recommend.export import export_run
 
-    serving = purpose == "serving"
-    if aot is not None and not serving:
-        raise ValueError(f"--aot {aot} is of --for serving: add it, or leave --aot out")
-    least = min_recall if index else None
-    for path in export_run(
-        run_folder, out, checkpoint, overwrite, data, serving=serving, aot=aot, least_recall=least
-    ):
+    serving, least = purpose == "serving", min_recall if index else None
+    for path in export_run(run_folder, out, checkpoint, overwrite, data, serving, least):
         click.echo(path)
     if index:
         from freescale.recommend.approximate import ApproximateIndex

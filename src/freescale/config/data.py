@@ -300,8 +300,8 @@ class GenerateConfig(Checked):
     like: str | None = option(
         None,
         "events in the layout of a published data set, in a folder, with its statistics, planted "
-        "preferences and the best AUC that they allow; of the other options --users, --items, "
-        "--median, --sigma, --cap, --popularity and --seed count",
+        "preferences and the best AUC that they allow; needs the benchmarks; of the other options "
+        "--users, --items, --median, --sigma, --cap, --popularity and --seed count",
         choices=("yambda",),
     )
     hot_album: float = option(

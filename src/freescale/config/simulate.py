@@ -114,27 +114,6 @@ class SimulateConfig(Checked):
         minimum=0.0,
         maximum=1.0,
     )
-    failure_every: float | None = option(
-        None,
-        "seconds between failures, to predict the useful time (default: no failures)",
-        above=0.0,
-    )
-    recovery: str = option(
-        "this-machine",
-        "costs of a failure: shipped ones or a TOML file of your own (with --failure-every)",
-    )
-    snapshot_every: int = option(
-        20, "steps between snapshots in memory (with --failure-every)", minimum=1
-    )
-    checkpoint_every: int = option(
-        TrainConfig.checkpoint_every, "steps between checkpoints (with --failure-every)", minimum=1
-    )
-    state_gb: float | None = option(
-        None,
-        "GB that a GPU restores (with --failure-every; default: its tables, weights and their "
-        "optimizers' state)",
-        above=0.0,
-    )
     steps: int = option(20, "steps to simulate; the first two are not averaged", minimum=3)
     seed: int = option(0, "seed of generated lengths")
     out: str | None = option(

@@ -14,7 +14,6 @@ from freescale.data.ingest.prepare import prepare
 from freescale.data.store.build import append_to_store, build_store
 from freescale.data.store.event_store import EventStore
 from freescale.data.synthetic.generate import SyntheticReport, generate
-from freescale.data.synthetic.yambda import YambdaReport, generate_yambda
 
 __all__ = [
     "EventStore",
@@ -26,11 +25,9 @@ __all__ = [
     "SplitSpec",
     "SyntheticReport",
     "TimeSpec",
-    "YambdaReport",
     "append_to_store",
     "build_store",
     "generate",
-    "generate_yambda",
     "hash_ids",
     "prefetch",
     "prepare",

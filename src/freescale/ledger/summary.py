@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from freescale.ledger.trace import rename_lane
-
 # Figures that not every step has.
 _OPTIONAL = (
     "collision_percent",
@@ -75,10 +73,8 @@ class Summary:
         self._step_ms.append(figures["step_ms"])
         flat = {k: figures[k] for k in ("straggler_percent", "imbalance", "samples", "tokens")}
         flat |= {k: figures[k] for k in _OPTIONAL if k in figures}
-        for group in ("exposed_ms", "bytes"):
+        for group in ("exposed_ms", "bytes", "spans_ms"):
             flat |= {f"{group}/{name}": value for name, value in figures[group].items()}
-        # A resumed run reads lines of an earlier version.
-        flat |= {f"spans_ms/{rename_lane(name)}": v for name, v in figures["spans_ms"].items()}
         for kind, by_path in figures.get("paths", {}).items():
             flat |= {f"paths/{kind}/{path}": sent for path, sent in by_path.items()}
         # Lines of an older version lack some of these.

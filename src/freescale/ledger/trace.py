@@ -16,13 +16,6 @@ from freescale.ledger.record import StepRecord
 
 COMPUTE_LANE, COMMUNICATION_LANE = 0, 1
 LANES = ("compute", "communication", "ahead", "urgent", "input")
-_FORMER_LANES = {"coming": "input"}  # in the files of earlier versions
-
-
-def rename_lane(name: str) -> str:
-    """The current name of a lane, or of a span `lane/span`, from a file of any version."""
-    lane, slash, span = name.partition("/")
-    return _FORMER_LANES.get(lane, lane) + slash + span
 
 
 def make_header(ranks: int) -> list[dict[str, Any]]:

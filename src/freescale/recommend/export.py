@@ -29,7 +29,6 @@ def export_run(
     overwrite: bool = False,
     data: str | None = None,
     serving: bool = False,
-    aot: str | None = None,
     least_recall: float | None = None,
 ) -> Iterator[Path]:
     """Writes a checkpoint of a run, file by file.
@@ -41,7 +40,6 @@ def export_run(
         overwrite: whether to replace an export.
         data: where the run's data is, if it has moved.
         serving: with the files of `write_serving`.
-        aot: as of `write_serving`.
         least_recall: with an index for approximate search that has this recall at least.
 
     Raises:
@@ -53,7 +51,7 @@ def export_run(
     folder = open_run(folder)
     if isinstance(out, StorePath):
         with writing(out, EXPORT) as place:
-            for path in export_run(folder, place, name, True, data, serving, aot, least_recall):
+            for path in export_run(folder, place, name, True, data, serving, least_recall):
                 yield out / path.relative_to(place)
         return
     loaded = load_model(folder, name, data)
@@ -70,7 +68,7 @@ def export_run(
     if least_recall is not None:
         yield from _make_index(loaded, least_recall).write(out)
     if serving:
-        yield from write_serving(loaded, out, aot)
+        yield from write_serving(loaded, out)
     yield write_about(out, loaded.time_unit, found.state["progress"]["step"])
 
 

@@ -14,14 +14,12 @@ import torch
 import freescale
 from freescale.config import RunConfig
 from freescale.config.features import KEPT_SCHEMA
-from freescale.config.metrics import select_headlines
 from freescale.config.time_order import DEFAULT_WINDOW
 from freescale.data.catalogue import read_texts
 from freescale.data.features.store import ABOUT, FOLDER
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.models.heads import Ranking, Retrieval
 from freescale.recommend import example
-from freescale.recommend.compiled_program import SERVING, compile_program
 from freescale.recommend.loading import Loaded
 from freescale.recommend.portable import Input, PaddedHead, trace
 
@@ -33,34 +31,28 @@ _TRAINING = (
     *("precision", "seed"),
 )
 _VERSION = 1
-PROGRAM, COMPILED, VECTORS, IDS = "encoder.pt2", "encoder-aot.pt2", "item_vectors.pt", "items.json"
-CARD, CARD_TEXT, EXAMPLE = "model_card.json", "MODEL_CARD.md", "example.py"
-FILES = (PROGRAM, COMPILED, VECTORS, IDS, SERVING, CARD, CARD_TEXT, EXAMPLE)
+SERVING, PROGRAM, VECTORS, IDS = "serving.json", "encoder.pt2", "item_vectors.pt", "items.json"
+CARD, EXAMPLE = "model_card.json", "example.py"
+FILES = (PROGRAM, VECTORS, IDS, SERVING, CARD, EXAMPLE)
 
 
-def write_serving(loaded: Loaded, out: Path, aot: str | None = None) -> Iterator[Path]:
+def write_serving(loaded: Loaded, out: Path) -> Iterator[Path]:
     """Writes into the folder of an export what a service needs: the model as a program of torch,
     vectors and ids of the items, a description of all inputs, a model card and an example.
 
     Args:
         loaded: a run.
         out: the folder.
-        aot: `cpu` or `cuda`: also compile the program for this machine.
 
     Raises:
-        ValueError: the model has no portable form, or cannot be compiled here.
+        ValueError: the model has no portable form.
     """
     module: Any = loaded.module
     head = PaddedHead(module)
     inputs = head.list_inputs(_count_places(loaded))
-    program = trace(head, inputs)
-    torch.export.save(program, out / PROGRAM)
+    torch.export.save(trace(head, inputs), out / PROGRAM)
     yield out / PROGRAM
     about = describe_serving(loaded, module, inputs)
-    if aot is not None:
-        needed = compile_program(program, head, inputs, out / COMPILED, aot)
-        about["aot"] = {"program": COMPILED, "requirements": needed}
-        yield out / COMPILED
     if isinstance(module, Retrieval):
         with torch.no_grad():
             vectors = module.encode_items(module.item.weight[: len(loaded.catalogue)])
@@ -68,13 +60,10 @@ def write_serving(loaded: Loaded, out: Path, aot: str | None = None) -> Iterator
         yield out / VECTORS
     (out / IDS).write_text(json.dumps(loaded.catalogue.ids.to_pylist()), encoding="utf-8")
     yield out / IDS
-    card = describe_model(loaded)
-    for name, value in ((SERVING, about), (CARD, card)):
+    for name, value in ((SERVING, about), (CARD, describe_model(loaded))):
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
         (out / name).write_text(text, encoding="utf-8")
         yield out / name
-    (out / CARD_TEXT).write_text(render_card(card), encoding="utf-8")
-    yield out / CARD_TEXT
     yield Path(copyfile(example.__file__, out / EXAMPLE))
 
 
@@ -222,47 +211,3 @@ def _list_limits(config: RunConfig) -> list[str]:
     elif config.data.split != "none":
         found.append(f"Held-out events (--split {config.data.split}) were not trained on.")
     return found
-
-
-def render_card(card: dict[str, Any]) -> str:
-    """The card as Markdown."""
-    lines = [
-        f"# {card['name']}",
-        "",
-        f"A {card['task']} model, trained with FreeScale {card['freescale']} until "
-        f"{card['trained']} ({card['step']:,} steps).",
-    ]
-    for part in ("data", "model", "training"):
-        lines += ["", f"## {part.capitalize()}", ""]
-        lines += [f"- {name.replace('_', ' ')}: {_render(v)}" for name, v in card[part].items()]
-    lines += ["", "## Metrics", ""]
-    if not card["metrics"]:
-        lines += ["This checkpoint was not evaluated. `freescale eval` does it.", ""]
-    for part, quality in card["metrics"].items():
-        names = select_headlines(quality["model"])
-        lines += [f"| {part} part | {' | '.join(quality)} |", "|---" * (len(quality) + 1) + "|"]
-        for name in names:
-            values = (_render(each.get(name)) for each in quality.values())
-            lines += [f"| {name} | {' | '.join(values)} |"]
-        lines += [""]
-    lines += ["## Limits", "", *(f"- {limit}" for limit in card["limits"])]
-    return "\n".join(lines) + "\n"
-
-
-def _render(value: Any) -> str:
-    if isinstance(value, dict):
-        parts = [f"{name} {_render(inner)}" for name, inner in value.items() if inner]
-        return "; ".join(parts) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(_render, value)) or "none"
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value)
-    )

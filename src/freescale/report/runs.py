@@ -13,7 +13,7 @@ from typing import Any
 from freescale.config.features import SOURCES
 from freescale.config.origin import Origin
 from freescale.ledger.summary import Summary
-from freescale.ledger.trace import COMMUNICATION_LANE, rename_lane
+from freescale.ledger.trace import COMMUNICATION_LANE
 
 WARM_UP = 2  # first steps, which are not averaged
 
@@ -79,7 +79,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         raise ValueError(f"{folder} is not the folder of a run: it has no {lacking}")
     missing: list[str] = []
     config = _read_config(folder / "config.json", missing)
-    steps = [_rename_lanes(line) for line in _read_lines(folder / "ledger.jsonl", missing)]
+    steps = _read_lines(folder / "ledger.jsonl", missing)
     metrics = _read_lines(folder / "metrics.jsonl", missing)
     ledger = _read_ledger(folder, steps, missing)
     events = _read_trace(folder / "trace.json.gz", missing)
@@ -155,7 +155,7 @@ def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) 
     """Reads ledger.json, or recomputes it if ledger.jsonl has more steps. For a run without
     figures, adds the reason to `missing`."""
     path = folder / "ledger.json"
-    ledger = _rename_lanes(_parse_json(path, path.read_bytes())) if path.exists() else {}
+    ledger = _parse_json(path, path.read_bytes()) if path.exists() else {}
     further = len(steps) > (ledger.get("steps", len(steps)) if ledger else 0)
     # Earlier versions averaged over steps on different numbers of ranks.
     mixed = len({_count_ranks(line) for line in steps}) > 1 and "steps_on_other_ranks" not in ledger
@@ -181,14 +181,6 @@ def _read_ledger(folder: Path, steps: list[dict[str, Any]], missing: list[str]) 
     elif lacking := [name for name in _NEEDED if name not in ledger]:
         raise ValueError(f"{path} is damaged: it has no {', '.join(lacking)}")
     return ledger
-
-
-def _rename_lanes(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a step or run, with the current names of lanes in its spans."""
-    spans = figures.get("spans_ms")
-    if not isinstance(spans, dict):
-        return figures
-    return {**figures, "spans_ms": {rename_lane(name): value for name, value in spans.items()}}
 
 
 def _read_trace(path: Path, missing: list[str]) -> list[dict[str, Any]]:

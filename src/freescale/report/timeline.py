@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from freescale.ledger.trace import COMMUNICATION_LANE, COMPUTE_LANE, LANES, rename_lane
+from freescale.ledger.trace import COMMUNICATION_LANE, COMPUTE_LANE, LANES
 from freescale.ledger.waits import split_wait
 
 STEPS, RANKS = 8, 16  # at most on the page: it stays small whatever the run was
@@ -151,7 +151,7 @@ def _list_events(ranks: Mapping[int, Mapping[int, _Step]], numbers: Sequence[int
 
 def _describe_transfer(about: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """The lane of a transfer, and what is known about it, from the arguments of its event."""
-    thread = rename_lane(about.get("lane") or "")
+    thread = about.get("lane") or ""
     lane = LANES.index(thread) if thread in LANES else COMMUNICATION_LANE
     return lane, {
         "sent": about.get("sent_bytes"),

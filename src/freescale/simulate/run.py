@@ -27,20 +27,8 @@ from freescale.simulate.network import Network
 from freescale.simulate.output import collect_run
 from freescale.simulate.placed_tables import PlacedTables, list_growth, place_tables
 from freescale.simulate.recorded_workload import RecordedWorkload
-from freescale.simulate.recovery import (
-    ALL,
-    BASE,
-    BUDDY,
-    DISK,
-    GIVEN,
-    MEMORY,
-    UNBALANCED,
-    Training,
-    compute_useful_time,
-    load_recovery,
-    write_verdict,
-)
 from freescale.simulate.simulator import Cluster, Setting, plan_batches, simulate
+from freescale.simulate.verdict import ALL, BASE, GIVEN, UNBALANCED, write_verdict
 from freescale.simulate.workload import Workload
 
 
@@ -174,7 +162,6 @@ def run_simulation(
     changes: list[dict[str, Any]] = []
     notes: list[str] = list_omissions(trained)
     verdicts: list[str] = []
-    useful: list[dict[str, Any]] = []
     growth: list[dict[str, Any]] = []
     dynamic = find_dynamic(config)
     for count in gpus:
@@ -199,9 +186,6 @@ def run_simulation(
         size = f"{count:,} x {cluster.network.gpu}, {config.batch:,} samples each"
         notes += [f"{size}: {line}" for line in tables.describe()]
         notes += [f"network: {cluster.network.name} ({cluster.network.about})"]
-        if config.failure_every is not None:
-            costs = load_recovery(config.recovery)
-            notes.append(f"recovery: {costs.name} ({costs.about})")
         measured = cluster.calibration.machine.get("gpu") or ""
         if measured and cluster.network.gpu not in ("GPU", *measured.split()):
             notes.append(f"each {cluster.network.gpu} is taken to compute as the {measured} does")
@@ -210,7 +194,6 @@ def run_simulation(
         changed = _compare_changes(config, plans, found)
         changes += changed
         named = {label: one.row for label, one in found.items()}
-        useful += _predict_useful_time(config, plans, found)
         verdicts.append(write_verdict(named, changed, cluster.network.gpu))
     data = {
         "config": asdict(config),
@@ -218,7 +201,6 @@ def run_simulation(
         "notes": list(dict.fromkeys(notes)),
         "rows": rows,
         "changes": changes,
-        "useful": useful,
         "growth": growth,
         "verdicts": verdicts,
     }
@@ -247,32 +229,6 @@ def _compare_changes(
         if twice is not None:
             made.append(_compare(label, "twice the batch", base, twice.simulate(label, setting)))
     return made
-
-
-def _predict_useful_time(
-    config: SimulateConfig, plans: Plans, found: dict[str, Outcome]
-) -> list[dict[str, Any]]:
-    """The share of useful time with regular failures, by the source of the restored state."""
-    if config.failure_every is None:
-        return []
-    cluster, outcome = plans.cluster, found.get(ALL) or found[GIVEN]
-    costs = load_recovery(config.recovery)
-    dense = 12 * cluster.model.parameters  # a weight and both of Adam's moments
-    tables = plans.place(outcome.setting.placement, outcome.setting.cache_miss)
-    state = tables.count_bytes(cluster.gpus) + dense
-    training = Training(
-        cluster.gpus,
-        outcome.figures["step_ms"]["mean"] / 1e3,
-        config.state_gb or state / 1e9,
-        config.snapshot_every,
-        config.checkpoint_every,
-        cluster.network.far.gb_per_s,
-    )
-    sources = [MEMORY, *([BUDDY] if cluster.gpus > cluster.network.gpus_per_node else []), DISK]
-    return [
-        compute_useful_time(costs, training, config.failure_every, source) | {"arm": outcome.label}
-        for source in sources
-    ]
 
 
 def _compare(label: str, what: str, base: Outcome, changed: Outcome) -> dict[str, Any]:

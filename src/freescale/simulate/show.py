@@ -15,8 +15,8 @@ from freescale.config import RunConfig, SimulateConfig
 from freescale.report.console import print_ledger
 from freescale.simulate.network import list_presets, load_preset
 from freescale.simulate.plan import GPUS, PRESETS, describe_plans, plan_recipe
-from freescale.simulate.recovery import BASE, GIVEN, PARTS
 from freescale.simulate.run import Outcome, run_simulation
+from freescale.simulate.verdict import BASE, GIVEN
 
 _WIDE = 120  # columns of a table, if the output is not a terminal
 
@@ -41,8 +41,6 @@ def print_simulation(config: SimulateConfig, gpus: Sequence[int]) -> None:
             console.print(_make_change_table(changes))
     if len(gpus) > 1:
         console.print(_make_gpu_table(outcomes))
-    if data["useful"]:
-        console.print(_make_useful_table(data["useful"], config.failure_every or 0.0))
     for one in outcomes:
         if one.label == GIVEN:
             print_ledger(console, one.figures)
@@ -143,19 +141,6 @@ def _make_change_table(changes: Sequence[dict[str, Any]]) -> Table:
         rows = [row for row in changes if row["change"] == what]
         gains = {row["arm"]: row["more_samples_per_second_percent"] for row in rows}
         table.add_row(what, *(f"{gains[arm]:+.2f} %" if arm in gains else "" for arm in arms))
-    return table
-
-
-def _make_useful_table(rows: Sequence[Mapping[str, Any]], failure_every: float) -> Table:
-    """The cost of each failure, and the time that remains."""
-    every = f"{rows[0]['arm']} at a failure every {failure_every:,.0f} s"
-    table = Table(title=f"useful time with {every}, and the seconds that each costs")
-    for column in ("GPUs", "restored from", *PARTS, "together", "useful"):
-        table.add_column(column, justify="left" if column == "restored from" else "right")
-    for row in rows:
-        seconds = row["seconds"]
-        cells = [f"{value:,.2f}" for value in (*seconds.values(), sum(seconds.values()))]
-        table.add_row(f"{row['gpus']:,}", row["from"], *cells, f"{100 * row['useful']:.1f} %")
     return table
 
 

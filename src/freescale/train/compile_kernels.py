@@ -26,7 +26,7 @@ from freescale.embedding.dynamic_rules import After, Dynamic
 from freescale.embedding.layout import TableSpec, choose_stride
 from freescale.embedding.storage.api import TableRange, UpdateOptions
 from freescale.embedding.storage.device import DeviceStorage
-from freescale.kernels.dispatch.id_map import choose_id_map
+from freescale.kernels.dispatch.id_map import choose_draw_sums
 from freescale.kernels.dispatch.requests import collision_masks, deduplicate, tag_rows
 from freescale.kernels.dispatch.rows import (
     gather_rows,
@@ -37,6 +37,7 @@ from freescale.kernels.dispatch.rows import (
 )
 from freescale.kernels.dispatch.versions import has_triton
 from freescale.kernels.id_map import triton as triton_id_map
+from freescale.kernels.id_map.triton_memory import Listed, Missing
 from freescale.kernels.jit.compile import compile_recorded
 from freescale.kernels.requests.reference import MarkedRows
 from freescale.kernels.row_moves import triton as row_moves
@@ -96,8 +97,7 @@ def call_kernels(
         if rules.maps_on_device:
             call_id_map(rules, config, device)
             call_draws(rules, device)
-        if has_triton():
-            call_row_exchange(config, device)
+        call_row_exchange(config, device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # the run's own draws do not change
         # two layers: the first differs from the others, which are alike
@@ -223,7 +223,7 @@ def call_narrow_reads(
 
 def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None:
     """Calls the operations of a dynamic table's map, for a batch and when it is loaded."""
-    kernels = choose_id_map(device)
+    kernels = triton_id_map
     rows = min(rules.shard_rows, triton_id_map.HELD_ROWS + 1)  # larger shards launch the same
     held = kernels.allocate(ACTIONS, rows, 0, device, rules.shard_bits)
     keys = torch.arange(ITEMS, device=device)
@@ -232,11 +232,12 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
     for counted in (None, torch.ones(ITEMS, dtype=torch.uint8, device=device)):
         looked = kernels.look_up(held, keys, counted, 0)
         kernels.swap_uses(held, looked.uses)
-        missing = kernels.list_missing(held, keys, looked, counted)
+        listed = kernels.list_missing(held, keys, looked, counted)
+        missing: Listed | Missing = listed
         if rules.shard_counters:
-            missing = kernels.order(held, missing)
-            kernels.count_room(held, missing, limit=0, evicts=order["evicts"])
-            missing = replace(missing, counts=missing.wanted)
+            ordered = kernels.order(held, listed)
+            kernels.count_room(held, ordered, limit=0, evicts=order["evicts"])
+            missing = replace(ordered, counts=ordered.wanted)
         new, came, sums = kernels.place(
             held, missing, batch=0, limit=0, host_sums=torch.zeros(3, dtype=torch.int64), **order
         )
@@ -244,15 +245,14 @@ def call_id_map(rules: Dynamic, config: RunConfig, device: torch.device) -> None
             kernels.swap_contents(held, new, *known)
         kernels.find_again(held, keys, looked)
     kernels.find(held, keys)
-    if has_triton():
-        weight = torch.zeros(ITEMS, config.model.width, device=device)
-        for wire in list_wires(config):
-            triton_id_map.read_rows(held, keys, weight, 0, wire)
+    weight = torch.zeros(ITEMS, config.model.width, device=device)
+    for wire in list_wires(config):
+        kernels.read_rows(held, keys, weight, 0, wire)
 
 
 def call_draws(rules: Dynamic, device: torch.device) -> None:
     """Calls the operations of a dynamic table for log-q."""
-    kernels, keys = choose_id_map(device), torch.zeros(1, dtype=torch.int64, device=device)
+    kernels, keys = choose_draw_sums(device), torch.zeros(1, dtype=torch.int64, device=device)
     sums = DrawCounts(rules, 0, 1, device).sums
     for back in (False, True):
         kernels.add_draws(sums, keys, keys, 0, take_back=back)

@@ -38,9 +38,8 @@ from freescale.embedding.dynamic.directory import (
     load_dynamic,
 )
 from freescale.embedding.dynamic_rules import PINNED, After, Dynamic
-from freescale.kernels.dispatch.id_map import choose_id_map
-from freescale.kernels.id_map.reference import EMPTY, Contents, Missing, Uses
-from freescale.kernels.id_map.triton import read_rows
+from freescale.kernels.id_map import triton as kernels
+from freescale.kernels.id_map.triton_memory import EMPTY, Missing, Noted
 from freescale.kernels.upload import upload
 from freescale.streams import InTurn
 
@@ -110,9 +109,9 @@ class WaitingIds:
 class DeviceChanges:
     """What a batch has changed: the other state of each entry."""
 
-    uses: Uses
-    swept: Contents | None
-    new: Contents  # some of them were swept before
+    uses: Noted
+    swept: Noted | None
+    new: Noted  # some of them were swept before
     rows: int  # that hold an id: more than before
     admitted: Admitted | None  # of tables that count ids before
 
@@ -127,9 +126,9 @@ class Deciding:
     """What the device decides about a batch, before the host knows how much it is."""
 
     entries: Tensor  # [n] of the keys
-    uses: Uses
-    swept: Contents | None
-    placed: Contents  # entries that ids get, and behind them anything
+    uses: Noted
+    swept: Noted | None
+    placed: Noted  # entries that ids get, and behind them anything
     new_ids: Tensor  # these ids
     total: Tensor  # [1] or more: how many they are
     admitted: Admitted | None
@@ -143,7 +142,7 @@ class DeviceDirectory(BatchClock):
     ) -> None:
         """For the shards [first, last)."""
         self._rules, self._shards, self._device = rules, (first_shard, last_shard), device
-        self._kernels = choose_id_map(device)
+        self._kernels = kernels
         count = last_shard - first_shard
         self.map = self._kernels.allocate(
             count, rules.shard_rows, first_shard, device, rules.shard_bits
@@ -219,7 +218,7 @@ class DeviceDirectory(BatchClock):
             changes=DeviceChanges(deciding.uses, swept if gone else None, new, rows, admitted),
         )
 
-    def _sweep(self, batch: int) -> Contents | None:
+    def _sweep(self, batch: int) -> Noted | None:
         """What was there before, in the shard whose turn it is. Tells the host how many went."""
         evict, (first, last), rows = self._rules.evict, self._shards, self.map.rows
         turn = batch % self._rules.shards
@@ -230,7 +229,7 @@ class DeviceDirectory(BatchClock):
         goes = (held != EMPTY) & (held < batch - evict.steps)
         entries = torch.arange(begin, begin + rows, device=self._device)
         nothing = torch.zeros_like(held)
-        swept: Contents = self._kernels.note(
+        swept: Noted = self._kernels.note(
             torch.where(goes, entries, -1), nothing + EMPTY, nothing, torch.zeros_like(entries)
         )
         self._kernels.swap_contents(self.map, swept)
@@ -246,7 +245,7 @@ class DeviceDirectory(BatchClock):
         """Rows [n, width], of weight [m, width] on a GPU, of keys [n]; row `absent` for those
         without one. In one pass; changes nothing."""
         with self._in_turn():
-            return read_rows(self.map, keys.contiguous(), weight, absent, dtype)
+            return self._kernels.read_rows(self.map, keys.contiguous(), weight, absent, dtype)
 
     def undo(self, changes: DeviceChanges) -> None:
         """Back to the state before the last batch that is not undone."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.dynamic_rules import SHARDS, Dynamic
-from freescale.kernels.dispatch.id_map import choose_id_map
+from freescale.kernels.dispatch.id_map import choose_draw_sums
 from freescale.kernels.id_map.buckets import ROWS
 from freescale.streams import InTurn
 
@@ -44,7 +44,7 @@ class DrawCounts:
         count = (last_shard - first_shard) * parts
         self.sums = torch.zeros(count, size, dtype=torch.int64, device=device)
         self._lowest = first_shard * parts - SHARDS // 2  # as keys begin
-        self._kernels = choose_id_map(device)
+        self._kernels = choose_draw_sums(device)
         self._in_turn = InTurn(device)  # lanes count, and the main thread may take back
 
     def add(self, keys: Tensor, worth: Tensor) -> BatchDraws:

@@ -15,6 +15,7 @@ from freescale.embedding.storage.api import Storage, TableRange
 from freescale.embedding.storage.cached import CachedStorage
 from freescale.embedding.storage.device import DeviceStorage
 from freescale.embedding.storage.dynamic import EXTRA_ROWS, DynamicStorage
+from freescale.kernels.dispatch.versions import runs_triton
 from freescale.transport.api import Transport
 
 
@@ -37,17 +38,17 @@ def open_storage(
         return rows
     first, last = shards = layout.get_owned_shards(transport.rank)
     home = transport.device if tier is None else torch.device("cpu")
-    draws = None
+    directory, draws = open_directory(layout.rules, shards, home), None
     if layout.rules.draws is not None:
-        where = home if layout.rules.maps_on_device else torch.device("cpu")
+        where = home if isinstance(directory, DeviceDirectory) else torch.device("cpu")
         draws = DrawCounts(layout.rules, first, last, where)
-    return DynamicStorage(rows, open_directory(layout.rules, shards, home), draws)
+    return DynamicStorage(rows, directory, draws)
 
 
 def open_directory(
     rules: Dynamic, shards: tuple[int, int], home: torch.device
 ) -> Directory | DeviceDirectory:
     """The directory of the shards [first, last), whose rows are at home on a device."""
-    if rules.maps_on_device and home.type != "cpu":
+    if rules.maps_on_device and runs_triton(home):
         return DeviceDirectory(rules, *shards, home)
     return Directory(rules, *shards)

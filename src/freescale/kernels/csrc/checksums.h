@@ -1,4 +1,4 @@
-/* checksums/reference.py: sums of blocks of words, each word multiplied by an odd factor of its place
+/* checksums/native.py: sums of blocks of words, each word multiplied by an odd factor of its place
    in the block. Rows are replaced and the sums kept right in one pass: memory bounds it. */
 
 #pragma once

@@ -1,5 +1,6 @@
-"""The map from ids to rows of a dynamic table, in the memory of a GPU: the functions of
-`id_map.reference`.
+"""The map from ids to rows of a dynamic table, in the memory of a GPU. A batch swaps its changes
+with the previous contents: the same call undoes them. Lists of a length that only the device knows
+have the length of the input; the rest of them is undefined.
 
     look up    reads for every id of a batch its bucket, one sector, and the entry found there,
                another sector; updates last uses and counts, and lists the ids without a row
@@ -20,18 +21,18 @@ buckets. The order of ids in the buckets does, but no result shows it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from freescale.kernels.id_map import reference
 from freescale.kernels.id_map.buckets import ROWS
-from freescale.kernels.id_map.reference import IdMap, Missing
 from freescale.kernels.id_map.triton_memory import (
+    EMPTY,
+    IdMap,
     Listed,
     LookedUp,
+    Missing,
     Noted,
     Zeros,
     allocate_choices,
@@ -76,10 +77,14 @@ _LIMIT = 2**31 - 1
 
 
 def allocate(shards: int, rows: int, first_shard: int, device: torch.device, bits: int) -> IdMap:
-    require_gpu(device, "kernels.id_map.reference")
-    plain = reference.allocate(shards, rows, first_shard, device, bits)
+    """Creates a map without ids."""
+    require_gpu(device, "embedding.dynamic.directory")
+    entries = torch.zeros(shards * rows, 2, dtype=torch.int64, device=device)
     words = torch.zeros(shards, count_buckets(rows), WORDS, dtype=torch.int32, device=device)
-    return replace(plain, words=words, zeros=Zeros(device))
+    _, _, last, count = entries.view(torch.int32).unbind(1)
+    last.fill_(EMPTY)
+    ids, zeros = entries[:, 0], Zeros(device)
+    return IdMap(shards, rows, first_shard, bits, ids, last, count, words, zeros)
 
 
 def count_buckets(rows: int) -> int:
@@ -88,6 +93,7 @@ def count_buckets(rows: int) -> int:
 
 
 def find(map: IdMap, keys: Tensor, absent: int = -1) -> Tensor:
+    """Finds the entries [n] of keys [n]; `absent` for keys without one."""
     found = torch.empty_like(keys)
     _launch(
         _kernels.find_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys,
@@ -113,6 +119,9 @@ def read_rows(
 def look_up(
     map: IdMap, keys: Tensor, counted: Tensor | None, batch: int, absent: int = -1
 ) -> LookedUp:
+    """Finds the entries of a batch's keys [n], and marks them as used; `absent`, which is no
+    entry's number, for keys without one. A batch counts as one use of an entry if one of the
+    entry's keys is `counted` [n] uint8; None: all are."""
     n, device = keys.numel(), keys.device
     if n > _LIMIT // 4:
         raise ValueError(f"up to {_LIMIT // 4} ids can be looked up at a time, not {n}")
@@ -135,6 +144,7 @@ def look_up(
 
 
 def find_again(map: IdMap, keys: Tensor, lookup: LookedUp, absent: int = -1) -> None:
+    """Looks up the keys [n] that had no entry again: their ids may have one now."""
     _launch(
         _kernels.find_again_kernel, keys.numel(), keys.device, FIND_BLOCK, map.words, map.ids, keys,
         lookup.found, lookup.scratch, pad(map.shards), lookup.uses.padded, *_measure(map),
@@ -143,6 +153,7 @@ def find_again(map: IdMap, keys: Tensor, lookup: LookedUp, absent: int = -1) -> 
 
 
 def swap_uses(map: IdMap, uses: Noted) -> None:
+    """Exchanges the last uses and counts of the map with those in `uses`."""
     _launch(
         _kernels.swap_uses_kernel, uses.n, uses.memory.device, BLOCK, map.last, map.count,
         uses.memory, uses.padded, uses.n,
@@ -150,7 +161,7 @@ def swap_uses(map: IdMap, uses: Noted) -> None:
 
 
 def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | None) -> Listed:
-    """As the reference, but the ids are neither collected nor ordered yet."""
+    """Lists counted ids of keys [n] without an entry, neither collected nor ordered yet."""
     n, device = keys.numel(), keys.device
     choices = allocate_choices(n, map.shards, device)
     missing = Listed(n, map.shards, lookup.scratch, choices, keys)
@@ -166,6 +177,7 @@ def list_missing(map: IdMap, keys: Tensor, lookup: LookedUp, counted: Tensor | N
 
 
 def order(map: IdMap, missing: Listed) -> Missing:
+    """The same ids in order, for readers before `place`."""
     n, memory = missing.n, (missing.scratch, missing.choices, *missing.sizes)
     device = missing.scratch.device
     _launch(
@@ -180,6 +192,7 @@ def order(map: IdMap, missing: Listed) -> Missing:
 
 
 def count_room(map: IdMap, missing: Missing, *, limit: int, evicts: bool) -> Tensor:
+    """[shards] int32: how many missing ids of each shard `place` would place."""
     room = torch.empty_like(missing.wanted)
     launch_blocks(
         _choice_kernels.room_kernel, room.device, map.shards, 1, map.last, missing.wanted, room,
@@ -192,6 +205,14 @@ def place(
     map: IdMap, missing: Missing | Listed, *, batch: int, limit: int, by_count: bool, evicts: bool,
     host_sums: Tensor | None = None,
 ) -> tuple[Noted, Tensor, Tensor]:  # fmt: skip
+    """Decides where missing ids go, and changes nothing. In their order they get the empty entries
+    of their shard, the lowest first. If the shard `evicts`, the next ones get the entries with a
+    last use before `limit`, in order of (last use, id), or of (count, last use, id).
+
+    Returns the contents to swap with the map, memory for as many ids, which `swap_contents` may
+    use, and sums over shards [3]: ids that get an entry, evicted ids, missing ids. `host_sums`,
+    maybe pinned, receives these too.
+    """
     if isinstance(missing, Missing):
         missing = _list(map, missing)
     n, device = missing.n, missing.scratch.device
@@ -238,6 +259,7 @@ def _divide(rows: int) -> dict[str, int | bool]:
 
 
 def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Noted:
+    """The argument of `swap_contents`, from columns [n]."""
     noted = allocate_noted(entries.numel(), 3, entries.device)
     parts = (noted.entries, entries), (noted.last, last), (noted.count, count), (noted.ids, ids)
     for part, values in parts:
@@ -246,6 +268,7 @@ def note(entries: Tensor, last: Tensor, count: Tensor, ids: Tensor) -> Noted:
 
 
 def shorten(contents: Noted, n: int) -> Noted:
+    """The first n entries."""
     # While launches are recorded, numbers read from the device are arbitrary: n is clamped like a
     # slice.
     return Noted(contents.memory, min(max(n, 0), contents.n))
@@ -254,6 +277,8 @@ def shorten(contents: Noted, n: int) -> Noted:
 def swap_contents(
     map: IdMap, contents: Noted, total: Tensor | None = None, came: Tensor | None = None
 ) -> None:
+    """Exchanges ids, last uses and counts of the map with `contents`: all, or only the first
+    `total` [1] if that is given. Writes the new ids of the map to `came` [n] if that is given."""
     n, memory, device = contents.n, contents.memory, contents.memory.device
     measures = _measure(map)[2:]
     _launch(
@@ -267,6 +292,7 @@ def swap_contents(
 
 
 def rebuild(map: IdMap) -> None:
+    """Makes the map consistent after its ids and last uses were overwritten."""
     map.words.zero_()
     for begin in range(0, map.ids.numel(), REBUILT):
         n = min(REBUILT, map.ids.numel() - begin)

@@ -1,4 +1,8 @@
-"""The memory in which the map from ids to rows decides about a batch.
+"""The map from ids to rows of a dynamic table, on the device that holds the rows, and the memory in
+which it decides about a batch.
+
+Ids belong to virtual shards of `rows` entries each, one shard after the other; an entry is a row of
+the table. The upper bits of a key (embedding/layout.py) are its shard.
 
 For the host an allocation takes as long as a launch, and so do two views of a tensor. So parts with
 the same lifetime share one tensor, and the kernels find them: in `split_noted`, `split_scratch`
@@ -27,6 +31,7 @@ from freescale.kernels.jit.launch import count_blocks
 
 HEAD = 32  # words
 ZEROS = 1024  # words
+EMPTY = -1  # `last` of an entry without an id
 
 
 def pad(n: int) -> int:
@@ -36,7 +41,8 @@ def pad(n: int) -> int:
 
 @dataclass(frozen=True)
 class Noted:
-    """`reference.Contents`, or in two rows `reference.Uses`."""
+    """Entries, each once, and the values to swap with them: those that change their id, or in two
+    rows those that a batch used, of which -1 is none."""
 
     memory: Tensor  # [3, padded] int64
     n: int
@@ -87,8 +93,28 @@ class Zeros:
 
 
 @dataclass(frozen=True)
+class IdMap:
+    """The ids of some virtual shards."""
+
+    shards: int
+    rows: int  # of a shard
+    first_shard: int
+    bits: int  # of a hash, below its shard
+    # The next three share the 16 bytes of an entry: one sector has them all.
+    ids: Tensor  # [shards * rows] int64, every second one of its memory
+    last: Tensor  # [shards * rows] int32, batch of the last use; EMPTY: no id
+    count: Tensor  # [shards * rows] int32, batches that used it
+    words: Tensor  # [shards, buckets, 8] int32: the buckets
+    zeros: Zeros
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.ids, self.last, self.count, self.words))
+
+
+@dataclass(frozen=True)
 class LookedUp:
-    """`reference.Lookup`."""
+    """The keys of a batch in the map."""
 
     found: Tensor  # [n] int64, a tensor of its own
     uses: Noted
@@ -102,8 +128,19 @@ def allocate_scratch(n: int, shards: int, device: torch.device, *, zero: bool) -
 
 
 @dataclass(frozen=True)
+class Missing:
+    """Ids without a row, each once, by shard; ascending in a shard after `order`."""
+
+    ids: Tensor  # [n] int64; undefined behind the last one
+    wanted: Tensor  # [shards] int32: the number of ids of each shard
+    starts: Tensor  # [shards] int64: the place of its first id
+    counts: Tensor | None = None  # [n] int32: batches in which they occurred; None: this one
+
+
+@dataclass(frozen=True)
 class Listed:
-    """`reference.Missing`, in any order in a shard; not collected yet while `keys` are given."""
+    """Ids without a row, each once, in any order in a shard; not collected yet while `keys` are
+    given."""
 
     n: int  # at most
     shards: int

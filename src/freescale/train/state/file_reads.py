@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from freescale.kernels.checksums.reference import as_bytes, cut_short
+from freescale.kernels.checksums.native import as_bytes, cut_short
 from freescale.packed import view_bytes
 from freescale.streams import record_event
 from freescale.worker_server import count_cores

@@ -5,7 +5,7 @@
     JSON         {"tensors": {name: [dtype, shape, place, checksum]}, ...}
 
 A file without its preamble is half written. The checksum of a tensor is the CRC-32 of the sums of
-its blocks (kernels/checksums/reference.py).
+its blocks (kernels/checksums/native.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ import zlib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freescale.embedding.placement import get_available_memory
-from freescale.kernels.checksums import native, reference
-from freescale.kernels.checksums.reference import Words, as_bytes
+from freescale.kernels.checksums.native import (
+    Words,
+    as_bytes,
+    copy_blocks,
+    replace_rows,
+    sum_blocks,
+    sum_file,
+)
 from freescale.train.state.disk import Damaged
 from freescale.train.state.file_reads import FileReads
 from freescale.transport.api import Transport, gather_json
@@ -82,25 +88,9 @@ _RESERVE = 0.95  # share of the free memory that a file may take
 Entries = dict[str, list[Any]]  # of the JSON
 
 
-class Checksums(Protocol):
-    """The functions of `checksums.reference`."""
-
-    def sum_blocks(self, value: Tensor) -> Words: ...
-    def sum_file(self, file: int, place: int, size: int, threads: int = 1) -> Words: ...
-    def copy_blocks(self, value: Tensor, into: Tensor) -> Words: ...
-    def replace_rows(
-        self, into: Tensor, sums: Words, rows: Tensor, source: Tensor, packed: bool = False
-    ) -> None: ...
-
-
-def choose_checksums() -> Checksums:
-    """In C if there is a compiler."""
-    return native if native.is_there() else reference
-
-
 def sum_tensor(value: Tensor) -> int:
     """The checksum of a contiguous tensor on the host."""
-    return _join_sums(choose_checksums().sum_blocks(value))
+    return _join_sums(sum_blocks(value))
 
 
 def _join_sums(blocks: Words) -> int:
@@ -145,7 +135,7 @@ class Segment:
         """As `read`; Damaged, with `label`, if a tensor is not as it was written."""
         tensors = self.read()
         for name, (_, _, place, checksum) in self.header["tensors"].items():
-            sums = choose_checksums().sum_file(self.file, place, tensors[name].nbytes, threads)
+            sums = sum_file(self.file, place, tensors[name].nbytes, threads)
             if _join_sums(sums) != checksum:
                 raise Damaged(f"{label} is damaged (the checksum of {name} does not match)")
         return tensors
@@ -206,12 +196,12 @@ class StateFile:
 
     def fill(self, name: str, value: Tensor) -> None:
         """Writes a table, on the host."""
-        self._sums[name] = choose_checksums().copy_blocks(value.contiguous(), self.tables[name])
+        self._sums[name] = copy_blocks(value.contiguous(), self.tables[name])
 
     def replace(self, name: str, rows: Tensor, source: Tensor, packed: bool = False) -> None:
         """Writes rows [n] of a table on the host, or if `packed`, of [n, ...]."""
         into, sums = self.tables[name], self._sums[name]
-        choose_checksums().replace_rows(into, sums, rows, source, packed)
+        replace_rows(into, sums, rows, source, packed)
 
     def copy_tables(self, other: StateFile) -> None:
         """Copies another file of the same tables, which is complete; from then on it lacks only the

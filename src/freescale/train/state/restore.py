@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from freescale.embedding.dynamic_rules import SHARDS
 from freescale.embedding.layout import ShardLayout, find_ids, spread_ids
 from freescale.embedding.sharded_model import ShardedModel
 from freescale.embedding.tables import Tables
@@ -32,7 +30,7 @@ from freescale.train.state.model import (
 )
 from freescale.train.state.packing import Unpacker, unpack_optimizer
 from freescale.train.torch_files.safe_reader import SafeReader
-from freescale.transport.api import Transport, gather_json
+from freescale.transport.api import gather_json
 from freescale.transport.failures import run_on_all_ranks
 
 _AT_ONCE = 1 << 18  # rows of a rank that are on their way together
@@ -161,39 +159,15 @@ def load_checkpoint(
     own = restore.tensors | collect_shards(model.tables, model.tables.specs)
     mark_all_changed(model.tables)
     if checkpoint.ancestors:
-        _load_tensors(SafeReader(checkpoint.base.path), tables, transport)
+        SafeReader(checkpoint.base.path).fill(tables, transport)
         parts = _list_parts(model, smaller)
         run_on_all_ranks(transport, lambda: apply_deltas(checkpoint.deltas, parts))
     else:
         own |= tables
-    _load_tensors(reader, own, transport)
+    reader.fill(own, transport)
     for table in smaller:
         table.move()
     return restore.finish()
-
-
-def _load_tensors(reader: SafeReader, tensors: dict[str, Tensor], transport: Transport) -> None:
-    saved = run_on_all_ranks(transport, reader.list_tensors)
-    finer = {
-        name: torch.empty_like(saved[name], device="cpu")
-        for name, value in tensors.items()
-        if name in saved
-        and name.startswith(("table/", "shards/"))
-        and saved[name].shape[0] == SHARDS > value.shape[0]
-    }
-    reader.fill(tensors | finer, transport)
-    for name, whole in finer.items():
-        _join_shards(tensors[name], whole, transport)
-
-
-def _join_shards(value: Tensor, whole: Tensor, transport: Transport) -> None:
-    """Copies this rank's part of a small dynamic table that an earlier version saved in as many
-    shards as a large one has: rows keep their positions. Only the number of batches, the same in
-    all shards, has fewer elements than before."""
-    joined = whole.view(-1)[: value.numel()].view(value.shape)
-    block = -(-value.shape[0] // transport.world)  # as DynamicLayout and torch divide shards
-    own = joined[transport.rank * block : (transport.rank + 1) * block]
-    (value.to_local() if isinstance(value, DTensor) else value).copy_(own)
 
 
 @dataclass(frozen=True)

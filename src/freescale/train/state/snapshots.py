@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from freescale.embedding.tables import Tables
+from freescale.kernels.native import explain_missing_native, load_native
 from freescale.ledger.ledger import ThreadLedger
 from freescale.train.state.contents import CONSUMER, MemoryContents
 from freescale.train.state.copies import Job
@@ -36,11 +37,12 @@ class Taking(Job):
 class Snapshots:
     """Takes a snapshot every few steps, one at a time; `auto`: as few as cost at most 1 % of
     training. Making one, and all methods except `abandon`, are collectives. ValueError if this
-    system has no memory files."""
+    system has no memory files, or a rank no C compiler."""
 
     def __init__(self, transport: Transport, every: Every) -> None:
         if not is_supported():
             raise ValueError("--snapshot-every needs memory files, which only Linux has: leave it")
+        run_on_all_ranks(transport, _require_compiler)
         self.transport, self.pace, self._costs = transport, Pace(every), StepCosts()
         self.machines = transport.gather_bytes(identify_machine())
         here, rank = self.machines[transport.rank], transport.rank
@@ -289,3 +291,9 @@ class Snapshots:
 
     def _name(self, run: str) -> str:
         return name_holder(run, self.machines[self.transport.rank])
+
+
+def _require_compiler() -> None:
+    """Checksums that follow replaced rows are C."""
+    if load_native() is None:
+        raise ValueError(f"--snapshot-every needs a C compiler: {explain_missing_native()}")

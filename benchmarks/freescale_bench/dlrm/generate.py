@@ -4,14 +4,16 @@ preferences.
 Users have hidden tastes, artists hidden styles, both vectors. A listen is played to the end with a
 probability that grows with their product, so a model that learns tastes from histories can reach
 the AUC of that probability itself, the oracle, which `truth.json` has. Memory is that of the
-catalogue and a block of users.
+catalogue and a block of users. `freescale generate --like yambda` runs it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from freescale.cli.runs import show_progress
 from freescale.config import GenerateConfig
 from freescale.data.batches.specs import check_least
 from freescale.data.ingest.yambda import EVENTS, KINDS, LISTENED, MAPPINGS
@@ -60,6 +63,32 @@ class YambdaReport:
     oracle_auc: float  # of listen_plus among listens
     hot_album: float
     seed: int
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Options that are not given have the statistics of Yambda as their defaults."""
+    parser = argparse.ArgumentParser("freescale generate --like yambda", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("--users", type=int, default=GenerateConfig.users)
+    parser.add_argument("--items", type=int, help="default: as many for each user as in Yambda")
+    parser.add_argument("--median", type=float, default=MEDIAN, help="events of a user")
+    parser.add_argument("--sigma", type=float, default=SIGMA, help="of their logarithm")
+    parser.add_argument("--cap", type=int, default=CAP, help="most events of a user")
+    parser.add_argument("--popularity", type=float, default=GenerateConfig.popularity)
+    parser.add_argument("--hot-album", type=float, default=GenerateConfig.hot_album)
+    parser.add_argument("--seed", type=int, default=GenerateConfig.seed)
+    options = parser.parse_args(arguments)
+    with show_progress() as progress:
+        report = generate_yambda(progress=progress, **vars(options))
+    print(
+        f"wrote {options.folder}: {report.users:,} users, {report.events:,} events, "
+        f"{report.items:,} items of {report.artists:,} artists, "
+        f"{report.kinds['listen_plus']:.1%} listen_plus; the best AUC is {report.oracle_auc:.4f}"
+    )
+    words = ["--data", str(options.folder), "--task", "ranking", "--labels", "listen_plus"]
+    split = "--split time --split-time 25913600"
+    print(f"train on it: freescale train {shlex.join(words)} {split}")
+    return 0
 
 
 def generate_yambda(

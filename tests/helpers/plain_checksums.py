@@ -1,42 +1,23 @@
-"""Checksums of host memory that stay right while its rows are replaced.
-
-The sum of a block of 4,096 words of 64 bits is the sum of its words, each multiplied by an odd
-factor of its place, modulo 2**64: it changes with any word, and a changed row's words are enough to
-update it. The last block is padded with zeros.
-"""
+"""The checksums of `kernels/checksums/native.py` in numpy: what those in C are compared with."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from freescale.packed import view_bytes
+from freescale.kernels.checksums.native import (
+    BYTES,
+    FACTORS,
+    WORDS,
+    Words,
+    as_bytes,
+    cut_short,
+)
 
-WORDS = 4096  # of a block
-BYTES = 8 * WORDS
 _READ = 32 * BYTES  # read from a file at a time
-
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-def _draw_factors() -> Words:
-    """Odd factors, the same on every machine: splitmix64 of the place."""
-    place = np.arange(1, WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (place ^ (place >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-
-
-FACTORS = _draw_factors()
-
-
-def as_bytes(value: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes [n] of a contiguous tensor on the host, sharing its memory."""
-    return view_bytes(value).numpy()
 
 
 def sum_blocks(value: Tensor) -> Words:
@@ -62,11 +43,6 @@ def sum_file(file: int, place: int, size: int, threads: int = 1) -> Words:
             raise cut_short(place + begin + len(data))
         parts.append(sum_blocks(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
     return np.concatenate(parts)
-
-
-def cut_short(place: int) -> OSError:
-    """The error for a file that ends there."""
-    return OSError(f"a file ends at byte {place}, where more of it was expected")
 
 
 def copy_blocks(value: Tensor, into: Tensor) -> Words:
