@@ -9,8 +9,7 @@ shift   a stream whose preferences change at once: windows until the model is as
         against a model that is not updated
 deltas  what a run publishes against its exports: bits, and bytes
 publish what publishing adds to a step
-freshness  how long events take until they change recommendations
-demo    events that keep coming, a model that trains on them and is served: freescale demo stream"""
+freshness  how long events take until they change recommendations"""
 
 from __future__ import annotations
 
@@ -25,10 +24,6 @@ _PARTS = ("kills", "soak", "shift", "deltas", "publish", "freshness")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    if arguments and arguments[0] == "demo":  # has options of its own
-        from freescale_bench.stream.demo import stream
-
-        stream.main(list(arguments[1:]), "freescale demo stream")
     parser = make_parser("stream", __doc__)
     parser.add_argument("what", choices=_PARTS)
     parser.add_argument("--source", choices=("folder", "kafka"), default="folder", help="kills")

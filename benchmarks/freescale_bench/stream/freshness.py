@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from freescale.cli.demo_stream import SETTINGS, Sender, ask, begin_command, find_address
 from freescale.cli.options import format_arguments
 from freescale_bench.common.results import Destination, at_least, at_most, show_claims, write
-from freescale_bench.stream.demo import SETTINGS, Sender, ask, begin_command, find_address
 
 _HISTORY, _MODEL = 100.0, 75.0  # targets: ms, s
 _RATE, _WINDOW = 500, 30  # events/s, s

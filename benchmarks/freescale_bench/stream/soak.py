@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from freescale.cli.demo_stream import ask, begin_command, find_address
 from freescale_bench.common.repository import package_path
 from freescale_bench.common.results import (
     Destination,
@@ -25,7 +26,6 @@ from freescale_bench.common.results import (
     show_claims,
     write,
 )
-from freescale_bench.stream.demo import ask, begin_command, find_address
 from freescale_bench.stream.events import make_events, write_file
 
 _EACH = 5000  # events of a file; two files are a window

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from freescale.cli.bench import FORWARDED, run_benchmarks
+from freescale.cli.demo_stream import stream
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.options import PATH, format_arguments
 from freescale.cli.train import train_run
@@ -78,13 +78,7 @@ def demo(context: click.Context, nproc: int, run_folder: Path | None) -> None:
         exit_cleanly(run_demo)(nproc, run_folder)
 
 
-@demo.command(context_settings=FORWARDED)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@exit_cleanly
-def stream(arguments: tuple[str, ...]) -> int:
-    """Train and serve on events that keep coming, and watch it on a page (with the benchmarks
-    installed)."""
-    return run_benchmarks("stream", "demo", *arguments)
+demo.add_command(stream)
 
 
 def run_demo(nproc: int, run_folder: Path | None) -> int:

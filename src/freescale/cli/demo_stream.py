@@ -1,5 +1,4 @@
-"""The command demo stream: events come, a model trains on them and is served, all on one page. It
-watches what `freshness` measures."""
+"""The command demo stream: events come, a model trains on them and is served, all on one page."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from datetime import datetime
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class StreamDemo:
     @contextmanager
     def show(self, port: int) -> Iterator[str]:
         """Serves the folder inside the block: its index is the page, which reads the rest."""
-        page = Path(__file__).with_suffix(".html").read_bytes()
+        page = files("freescale.recommend").joinpath("static", "stream.html").read_bytes()
         (self.folder / "index.html").write_bytes(page)
         try:
             server = ThreadingHTTPServer(
