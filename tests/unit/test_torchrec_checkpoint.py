@@ -1,4 +1,5 @@
-"""Checkpoints of TorchRec's sharded models: both sides go on from them and stay together."""
+"""Checkpoints of TorchRec's sharded models, read and written back: both sides go on from them and
+stay together."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor  # noqa: E402
 
 import freescale  # noqa: E402
-from freescale.torchrec import load_checkpoint  # noqa: E402
+from freescale.torchrec import load_checkpoint, save_checkpoint  # noqa: E402
 
 PATH = "model.sparse_arch.embedding_bag_collection"
 BAGS = f"{PATH}.embedding_bags"
@@ -79,6 +80,12 @@ class Theirs:
 
     def save(self, folder) -> None:
         dcp.save({"job": self.state_dict(), "epoch": 3}, checkpoint_id=folder)
+
+    def load(self, folder) -> None:
+        state = self.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 class Ours:
@@ -151,13 +158,13 @@ MIXED = {f"t{number}": freescale.RowWiseAdagrad(lr=LR, eps=1e-8) for number in r
 }
 
 
-def go_on(transport, folder):
+def go_to_and_fro(transport, folder):
     def agree(loss):
         total = torch.tensor([loss], dtype=torch.float64)
         transport.all_reduce(total, "dense").wait()
         return total.item() / transport.world
 
-    rank, batches = transport.rank, [dlrm_batch(seed) for seed in range(6)]
+    rank, batches = transport.rank, [dlrm_batch(seed) for seed in range(8)]
     placements = [row_wise(), row_wise(), table_wise(rank=1), data_parallel()]
     theirs = Theirs(placements=placements)
     for number in range(2):
@@ -168,16 +175,30 @@ def go_on(transport, folder):
     ours = Ours(transport, MIXED, {f"t{n}": "sharded" for n in range(3)} | {"t3": "replicated"})
     ours.load(f"{folder}/theirs")
     assert ours.step(batches[4 + rank]) == pytest.approx(expected, abs=1e-6)
-    return ours.gather()
+    save_checkpoint(f"{folder}/ours", ours.model, ours.optimizer)
+    # back: another job of theirs, with another sharding
+    again = Theirs(placements=[table_wise(rank=0), row_wise(), row_wise(), data_parallel()])
+    again.load(f"{folder}/ours")
+    expected = ours.step(batches[6 + rank])
+    assert agree(again.step(batches[6 + rank])) == pytest.approx(expected, abs=1e-6)
+    again.save(f"{folder}/again")
+    weights = ours.gather()
+    return (expected, weights) if rank == 0 else None
 
 
-def test_torchrec_on_two_ranks_goes_on_here(tmp_path):
-    weights = run_ranks(2, go_on, str(tmp_path))[0]
-    assert_near(weights, read_weights(tmp_path / "theirs-after"))
+def test_torchrec_on_two_ranks_goes_on_here_and_back(tmp_path):
+    batches = [dlrm_batch(seed) for seed in range(8)]
+    expected, weights = run_ranks(2, go_to_and_fro, str(tmp_path))[0]
+    assert_near(weights, read_weights(tmp_path / "again"))
     alone = Ours(row=MIXED)
     alone.load(tmp_path / "theirs")
-    alone.step(join([dlrm_batch(4), dlrm_batch(5)]))
-    assert_near(alone.gather(), weights)
+    alone.step(join(batches[4:6]))
+    assert_near(alone.gather(), read_weights(tmp_path / "theirs-after"))
+    assert_near(alone.gather(), read_weights(tmp_path / "ours"))
+    from_ours = Ours(row=MIXED)
+    from_ours.load(str(tmp_path / "ours"))
+    assert from_ours.step(join(batches[6:8])) == pytest.approx(expected, abs=1e-6)
+    assert_near(from_ours.gather(), weights)
 
 
 @pytest.fixture(scope="module")
@@ -203,10 +224,14 @@ def test_states_of_fused_optimizers(process_group, tmp_path, name):
     theirs.save(tmp_path / "theirs")
     ours.load(tmp_path / "theirs")
     assert ours.step(dlrm_batch(1)) == pytest.approx(theirs.step(dlrm_batch(1)), abs=1e-6)
-    ours.step(dlrm_batch(2))
+    save_checkpoint(tmp_path / "ours", ours.model, ours.optimizer)
+    again = Theirs(kind)
+    again.load(tmp_path / "ours")
+    again.step(dlrm_batch(2))
     theirs.step(dlrm_batch(2))
-    theirs.save(tmp_path / "after")
-    assert_near(ours.gather(), read_weights(tmp_path / "after"))
+    theirs.save(tmp_path / "two")
+    again.save(tmp_path / "three")
+    assert_near(read_weights(tmp_path / "two"), read_weights(tmp_path / "three"))
 
 
 def test_weights_of_column_wise_tables_but_not_their_sums(process_group, tmp_path):
@@ -256,6 +281,22 @@ def test_plain_state_dicts(tmp_path, name, as_file):
     ours.pipeline.load_state_dict({"steps": 1})
     ours.step(batch)
     assert_near(ours.gather(), expected)
+
+
+def test_fused_adam_is_written_as_fused_kernels_have_it(tmp_path):
+    """Fused kernels have no Adam on CPUs: names and shapes are compared with those of CUDA's."""
+    ours = Ours(row=freescale.Adam(lr=LR))
+    ours.step(dlrm_batch(0))
+    save_checkpoint(tmp_path / "ours", ours.model, ours.optimizer)
+    entries = dcp.FileSystemReader(tmp_path / "ours").read_metadata().state_dict_metadata
+    key = f"optimizer.state.{BAGS}.t1.weight.t1"
+    assert entries[f"{key}.momentum1"].size == entries[f"{key}.exp_avg_sq"].size == (51, 8)
+    again = Ours(row=freescale.Adam(lr=LR))
+    again.load(tmp_path / "ours")
+    states = gather_tables(ours.model)
+    assert any("/second" in name and value.abs().sum() for name, value in states.items())
+    for name, value in gather_tables(again.model).items():
+        assert torch.equal(value, states[name]), name
 
 
 def edit(**changes):
@@ -309,15 +350,28 @@ def test_another_dense_optimizer_is_refused(tmp_path):
         load_checkpoint(tmp_path / "file", ours.model, torch.optim.SGD(dense))
 
 
-def test_the_snippet_of_the_page(process_group, tmp_path, monkeypatch):
+def test_the_snippet_of_the_page(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "start" / "from_torchrec.md"
     (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    theirs, ours = Theirs(), Ours()
-    theirs.step(dlrm_batch(0))
-    theirs.save("checkpoints/1000")
-    exec(snippet, {"freescale": freescale, "model": ours.model, "optimizer": ours.optimizer})
-    assert_near(ours.gather(), read_weights("checkpoints/1000"))
+    ours, again = Ours(), Ours()
+    ours.step(dlrm_batch(0))
+    save_checkpoint("checkpoints/1000", ours.model, ours.optimizer)
+    exec(snippet, {"freescale": freescale, "model": again.model, "optimizer": again.optimizer})
+    trained = ours.gather()
+    assert all(torch.equal(value, trained[name]) for name, value in again.gather().items())
+    assert (tmp_path / "checkpoints" / "2000" / ".metadata").exists()
+
+
+def test_writing_refuses_what_is_there(tmp_path):
+    ours = Ours()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="folder is there already"):
+        save_checkpoint(tmp_path / "folder", ours.model)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="could not be written"):
+        save_checkpoint(tmp_path / "file" / "below", ours.model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_a_part_of_a_sharded_model_is_refused(process_group):

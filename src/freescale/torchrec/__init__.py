@@ -12,7 +12,7 @@ except ImportError as error:
         "pip install 'freescale[torchrec]'; for CPUs see docs/start/from_torchrec.md"
     ) from error
 
-from freescale.torchrec.checkpoint import load_checkpoint
+from freescale.torchrec.checkpoint import load_checkpoint, save_checkpoint
 from freescale.torchrec.parallelize import parallelize
 from freescale.torchrec.pipeline import Pipeline
 from freescale.torchrec.sharded_model import ShardedModel, check_samples_independent
@@ -23,4 +23,5 @@ __all__ = [
     "check_samples_independent",
     "load_checkpoint",
     "parallelize",
+    "save_checkpoint",
 ]

@@ -1,7 +1,8 @@
-"""Reads TorchRec's checkpoints, to continue a TorchRec job here."""
+"""Reads and writes TorchRec's checkpoints, to continue a TorchRec job here and vice versa."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from freescale.embedding.layout import ShardLayout, spread_ids
+from freescale.embedding.layout import ShardLayout, find_ids, spread_ids
 from freescale.embedding.tables import Tables
 from freescale.torchrec import checkpoint_optimizer as dense_optimizer
-from freescale.torchrec.checkpoint_names import find_states, find_weights, match_table_states
+from freescale.torchrec.checkpoint_names import (
+    STEP,
+    find_states,
+    find_weights,
+    match_table_states,
+    name_table_states,
+)
 from freescale.torchrec.checkpoint_source import Source, Take, open_source
 from freescale.torchrec.sharded_model import ShardedModel
 from freescale.train.state.contents import mark_all_changed
-from freescale.train.state.model import collect_dense, list_state
-from freescale.transport.failures import describe_error, run_on_all_ranks
+from freescale.train.state.model import collect_dense, list_state, shard_over_ranks
+from freescale.train.torch_files.tensor_writer import TensorWriter
+from freescale.transport.api import Transport
+from freescale.transport.failures import describe_error, run_on_all_ranks, run_on_rank_0
+from freescale.transport.process_group import ProcessGroupTransport
 
 
 def put_rows(local: Tensor, layout: ShardLayout, rank: int) -> Take:
@@ -39,6 +49,25 @@ def put_rows(local: Tensor, layout: ShardLayout, rank: int) -> Take:
             local[places, offsets[1] : offsets[1] + piece.shape[1]] = values
 
     return put
+
+
+def collect_block(local: Tensor, layout: ShardLayout, rank: int, transport: Transport) -> Tensor:
+    """A rank's part of a table in spread order [n, ...] -> the same part of the table in the order
+    of ids. A collective if the layout has more ranks than one."""
+    rows, block = layout.specs[0].rows, layout.block(0)
+    first, last = layout.get_owned_range(0, rank)
+    position = spread_ids(torch.arange(first, last, device=local.device), rows)
+    if layout.world == 1:
+        return local.index_select(0, position)
+    receivers = find_ids(torch.arange(first, last, device=local.device), rows) // block
+    send = torch.bincount(receivers, minlength=layout.world).tolist()
+    receive = torch.bincount(position // block, minlength=layout.world).tolist()
+    sent = local.index_select(0, receivers.argsort(stable=True))
+    received = transport.all_to_all(sent, send, receive, "rows").wait()
+    # Ordered by owner and within each owner: in all by position.
+    collected = torch.empty_like(received)
+    collected[position.argsort()] = received
+    return collected
 
 
 @dataclass(frozen=True)
@@ -157,6 +186,87 @@ def _fill(own: Tensor) -> Take:
         part.copy_(piece)
 
     return take
+
+
+def save_checkpoint(
+    folder: str | Path, model: ShardedModel, optimizer: torch.optim.Optimizer | None = None
+) -> Path:
+    """Writes a checkpoint for TorchRec, by torch.distributed.checkpoint:
+    `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}` of a sharded model is
+    loaded from it, on any number of ranks. A collective; needs the memory of the tables once more.
+
+    Args:
+        folder: the folder to write. It must not exist.
+        model: the result of `freescale.torchrec.parallelize`.
+        optimizer: of its dense parameters. With it the states of the dense and of the row
+            optimizers are written, too.
+
+    Raises:
+        ValueError: it cannot be written, or something has no counterpart in TorchRec. Nothing is
+            left behind.
+    """
+    path, transport, tables = Path(folder), model.transport, model.tables
+    failure = f"checkpoint {path} could not be written"
+    run_on_rank_0(transport, lambda: _refuse_existing(path), failure)
+    if not tables.placed:
+        tables.place()
+
+    def name_states() -> tuple[dict[str, dict[str, tuple[str, ...]]], dense_optimizer.States]:
+        if optimizer is None:
+            return {}, {}
+        of_tables = {
+            name: name_table_states(
+                _get_table(name),
+                tables.optimizers[name],
+                replicated=tables.placements[name].kind == "replicated",
+            )
+            for name in tables.specs
+        }
+        return of_tables, dense_optimizer.list_states(optimizer, _name_parameters(model))
+
+    of_tables, states = run_on_all_ranks(transport, name_states)
+    step = next((kept[STEP] for kept in states.values() if STEP in kept), None)
+    tables.lease.flush()
+    weights = _collect_dense(model)
+    for name in tables.specs:
+        parts = _collect_table(tables, name)
+        weights[f"{name}.weight"] = parts["rows"]
+        kept = {
+            known: parts[part] for part, every in of_tables.get(name, {}).items() for known in every
+        }
+        if step is not None and tables.placements[name].kind == "replicated":
+            kept[STEP] = step  # as the dense optimizer counts, which trains data-parallel tables
+        states[f"{name}.weight"] = kept
+    content: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        content["optimizer"] = {"state": states}
+    writing = path.with_name(f"{path.name}.writing")
+    try:
+        run_on_rank_0(transport, lambda: writing.mkdir(parents=True, exist_ok=True), failure)
+        TensorWriter().write(writing, content, transport, failure)
+        run_on_rank_0(transport, lambda: writing.rename(path), failure)
+    except ValueError:  # on all ranks
+        if transport.rank == 0:
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
+    return path
+
+
+def _collect_table(tables: Tables, name: str) -> dict[str, Tensor]:
+    """A table's rows and states in the order of ids, each whole over all ranks. A collective."""
+    layout, rank = _find_layout(tables, name)
+    parts = {}
+    for part, local in tables.get_local_state(name).items():
+        parts[part] = collect_block(local, layout, rank, tables.transport)
+        if layout.world > 1:
+            assert isinstance(tables.transport, ProcessGroupTransport)
+            parts[part] = shard_over_ranks(parts[part], layout.specs[0].rows, tables.transport)
+    return parts
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise ValueError(f"{path} is there already: remove it, or give another folder")
 
 
 def _find_layout(tables: Tables, name: str) -> tuple[ShardLayout, int]:

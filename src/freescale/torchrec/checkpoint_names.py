@@ -23,7 +23,7 @@ _TABLE_STATES: dict[str, dict[str, tuple[str, str]]] = {
     "RowWiseAdagrad": {"sum": ("{}.momentum1", "sum")},
     "Adam": {"first": ("{}.momentum1", "exp_avg"), "second": ("{}.exp_avg_sq", "exp_avg_sq")},
 }
-_STEP = "step"  # of optimizers without kernels; row optimizers use the pipeline's step
+STEP = "step"  # of optimizers without kernels; row optimizers use the pipeline's step
 
 
 def find_weights(keys: Collection[str], names: Sequence[str], prefix: str | None) -> dict[str, str]:
@@ -102,15 +102,25 @@ def find_states(keys: Collection[str], names: Collection[str]) -> dict[str, dict
     return found
 
 
+def name_table_states(
+    table: str, optimizer: RowOptimizer, *, replicated: bool
+) -> dict[str, tuple[str, ...]]:
+    """By a row optimizer's own name: the names under which its state of a table is written, of a
+    replicated one also that of data-parallel tables. ValueError if TorchRec has no such optimizer.
+    """
+    return {
+        part: (fused.format(table), plain) if replicated else (fused.format(table),)
+        for part, (fused, plain) in _list_states(optimizer).items()
+    }
+
+
 def match_table_states(
     table: str, optimizer: RowOptimizer, states: Mapping[str, str]
 ) -> dict[str, str]:
     """By a row optimizer's own name: the key of its state of a table. `states`: the keys in the
     checkpoint, by name. ValueError if the state is another optimizer's."""
-    if optimizer.name not in _TABLE_STATES:
-        raise ValueError(f"TorchRec has no fused optimizer that is {optimizer.name}")
-    found, left = {}, {name: key for name, key in states.items() if name != _STEP}
-    for part, (fused, plain) in _TABLE_STATES[optimizer.name].items():
+    found, left = {}, {name: key for name, key in states.items() if name != STEP}
+    for part, (fused, plain) in _list_states(optimizer).items():
         keys = [left.pop(name) for name in (fused.format(table), plain) if name in left]
         if not keys:
             raise ValueError(
@@ -125,6 +135,12 @@ def match_table_states(
             "not keep: give the row_optimizer that it was trained with, or load weights alone"
         )
     return found
+
+
+def _list_states(optimizer: RowOptimizer) -> dict[str, tuple[str, str]]:
+    if optimizer.name not in _TABLE_STATES:
+        raise ValueError(f"TorchRec has no fused optimizer that is {optimizer.name}")
+    return _TABLE_STATES[optimizer.name]
 
 
 def _shorten(names: Sequence[str], most: int = 4) -> str:
