@@ -139,7 +139,9 @@ def _watch(
             if "stream" in entry:
                 heard = time.monotonic()
                 _ask_server(folder / "serve.log", len(rows), seed)
-                rows.append(_measure(run.pid, server and server.pid, folder, entry["stream"]))
+                rows.append(
+                    _measure(run.pid, server.pid if server else None, folder, entry["stream"])
+                )
                 if len(rows) % 10 == 0:
                     print(rows[-1], flush=True)
     return rows
