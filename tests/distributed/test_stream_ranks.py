@@ -12,6 +12,7 @@ from helpers.ranks import gather_ranks, run_ranks
 from helpers.streams import (
     HOUR,
     START,
+    add_features,
     configure,
     make_events,
     move,
@@ -21,12 +22,13 @@ from helpers.streams import (
     split,
     train,
     train_alone,
+    write_attributes,
 )
 
+from freescale.config import RunConfig
 from freescale.data.batches.loader import Histories
-from freescale.data.ingest.prepare import prepare
 from freescale.data.store.build import build_store
-from freescale.train.build import build_specs, evaluate_part
+from freescale.train.build import build_specs, evaluate_part, load_features, prepare_data
 from freescale.train.callbacks import Callback
 from freescale.train.time_order import find_windows
 from freescale.train.trainer import Trainer
@@ -36,15 +38,22 @@ from freescale.transport.local import LocalTransport
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("events")
-    for name, part in split(make_events(), 6):
+    for name, part in split(add_features(make_events()), 6):
         move(folder / "in", name, part)
+    write_attributes(folder)
     return folder / "in"
+
+
+def configure_run(source, **settings):
+    """Events, items and users have features; more values come than have rows."""
+    known = write_attributes(source.parent)
+    return configure(source, source.parent / "cache", **known, new_values=9, **settings)
 
 
 @pytest.fixture(scope="module")
 def calm(source):
     """An undisturbed run: its bits, its steps and its folder."""
-    config = configure(source, source.parent / "cache")
+    config = configure_run(source)
     return *train_alone(config, source.parent / "calm"), source.parent / "calm"
 
 
@@ -82,22 +91,36 @@ class Windows(Callback):
         assert path.name.endswith(f"{trainer.step}")
 
 
+def decode(features, of, codes):
+    """The categories of rows [n, places]."""
+    return [
+        [fitted.name_categories([code]) for code in codes[:, place].tolist()]
+        for place, fitted in enumerate(getattr(features, of))
+    ]
+
+
 def test_batches_are_those_of_a_store_in_order_of_time(source, tmp_path):
     """As if all events had been there from the beginning."""
-    for name, part in split(make_events(text=False), 6):
+    for name, part in split(add_features(make_events(text=False)), 6):
         move(tmp_path / "in", name, part)
-    config = configure(tmp_path / "in", tmp_path / "cache")
-    stream = open_one(tmp_path / "s", tmp_path / "in")
+    known = write_attributes(tmp_path, text=False)
+    known["features"] = known["features"].replace("price=numeric:4", "price=categorical")
+    config = configure(tmp_path / "in", tmp_path / "cache", **known)
+    stream = open_one(tmp_path / "s", tmp_path / "in", **known)
     read_on(stream)
     path = tmp_path / "s" / "first" / "histories.parquet"
+    features = load_features(config, path)
     specs = build_specs(config) | find_windows(config, path, tmp_path, "train", None)
-    found = Histories(path, 8, **specs)
-    whole = prepare(tmp_path / "in", tmp_path / "cache", any_ids=True)
+    found = Histories(path, 8, features=features, **specs)
+    at_once = {"data": str(tmp_path / "in"), "split": "none", "rows": "item=dynamic:64"}
+    at_once = RunConfig.from_settings(at_once | {"cache": str(tmp_path / "cache")} | known)
+    whole = prepare_data(at_once)
     build_store(whole, tmp_path / "store")
     windows = range(START // HOUR, START // HOUR + 11)
     time = found.time.__class__(tmp_path / "store", HOUR, windows)
-    expected = Histories(whole, 8, **(specs | {"time": time}))
-    number = 0
+    all_known = load_features(at_once, whole)
+    expected = Histories(whole, 8, features=all_known, **(specs | {"time": time}))
+    number, seen = 0, set()
     for window in read_windows(tmp_path / "s"):
         found.open_window(window["window"], number)
         while number < found.stop:
@@ -105,8 +128,20 @@ def test_batches_are_those_of_a_store_in_order_of_time(source, tmp_path):
             for name in ("history", "timestamps", "targets", "target_weights"):
                 assert torch.equal(ours.sequences[name].values, theirs.sequences[name].values)
                 assert torch.equal(ours.sequences[name].lengths, theirs.sequences[name].lengths)
+            for of, part, name in (
+                ("event", "sequences", "event_features"),
+                ("context", "sequences", "context_features"),
+                ("item", "sequences", "history_features"),
+                ("user", "dense", "user_features"),
+            ):
+                ours_of, theirs_of = (getattr(batch, part)[name] for batch in (ours, theirs))
+                if part == "sequences":
+                    ours_of, theirs_of = ours_of.values, theirs_of.values
+                values = decode(features, of, ours_of)
+                assert values == decode(all_known, of, theirs_of)
+                seen |= {f"{of} {value}" for column in values for value in column}
             number += 1
-    assert number == expected.stop > 20
+    assert number == expected.stop > 20 and len(seen) > 80
 
 
 def test_each_window_is_evaluated_before_it_is_trained(source, calm, tmp_path):
@@ -118,7 +153,7 @@ def test_each_window_is_evaluated_before_it_is_trained(source, calm, tmp_path):
     assert [line["step"] for line in lines] == [line["step"] for line in trained[:-1]]
     assert trained[-1]["step"] == step
     # A run that ends there has the same figures for the next window.
-    config = configure(source, source.parent / "cache", windows=4)
+    config = configure_run(source, windows=4)
     run = Trainer(config, tmp_path / "run", transport=LocalTransport())
     run.train()
     assert run.step == trained[3]["step"]
@@ -134,7 +169,7 @@ def test_it_resumes(source, calm, tmp_path, at):
     bits, step, folder = calm
     ends = [line["step"] for line in read_metrics(folder, "stream")]
     assert 3 not in ends
-    config = configure(source, source.parent / "cache")
+    config = configure_run(source)
     stop, windows = StopAt(ends[2] if at == "end" else at), Windows()
     train_alone(config, tmp_path / "run", callbacks=[stop])
     found, steps = train_alone(config, tmp_path / "run", resume=True, callbacks=[windows])
@@ -152,7 +187,7 @@ def test_it_resumes(source, calm, tmp_path, at):
 
 def test_a_failure_before_the_first_checkpoint(source, calm, tmp_path):
     """The windows that were read stay; training begins with the first."""
-    config = configure(source, source.parent / "cache")
+    config = configure_run(source)
     with pytest.raises(OSError, match="lost"):
         train_alone(config, tmp_path / "run", callbacks=[StopAt(2, OSError("lost"))])
     assert_equal(train_alone(config, tmp_path / "run", resume="auto")[0], calm[0])
@@ -160,7 +195,7 @@ def test_a_failure_before_the_first_checkpoint(source, calm, tmp_path):
 
 def test_on_other_ranks(source, calm, tmp_path):
     """In float32: sums over ranks round otherwise."""
-    config = configure(source, source.parent / "cache")
+    config = configure_run(source)
     for found, step in run_ranks(2, partial(train, config=config, folder=tmp_path / "two")):
         assert step == calm[1]
         for name, value in calm[0].items():
@@ -186,7 +221,7 @@ def test_a_failure_of_reading_reaches_all_ranks(source, tmp_path):
 
 
 def test_a_changed_stream_is_not_resumed(source, tmp_path):
-    config = configure(source, source.parent / "cache")
+    config = configure_run(source)
     train_alone(config, tmp_path / "run", callbacks=[StopAt(5)])
     path = tmp_path / "run" / "stream" / "windows.jsonl"
     lines = path.read_text().splitlines(True)

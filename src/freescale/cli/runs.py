@@ -83,5 +83,5 @@ def prepare_data(config: RunConfig) -> Path:
     with show_progress() as progress:
         path = prepare_data(config, progress)
         if config.data.order == "time":
-            prepare_windows(config, path, find_cache(config), progress)
+            prepare_windows(config, path, find_cache(config.data), progress)
         return path

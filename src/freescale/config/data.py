@@ -31,6 +31,7 @@ OF_STREAM = (
     "stop_when_idle",
     "idle_partition",
     "avro_schema",
+    "new_values",
 )
 
 
@@ -143,6 +144,12 @@ class DataConfig(Checked):
     avro_schema: str | None = option(
         None, "schema of the values of a topic (--follow kafka://), a file; default: they are JSON"
     )
+    new_values: int = option(
+        1000,
+        "with --follow, rows that each categorical feature of events keeps for values that come "
+        "after the first window; later ones count as unknown",
+        minimum=0,
+    )
     stop_when_idle: float | None = option(
         None, "with --follow, seconds without an event after which the run ends", above=0.0
     )
@@ -229,8 +236,11 @@ class DataConfig(Checked):
                 f"--data {self.data} with --follow {self.follow}: all events come from one source; "
                 "move the files into the folder that is followed, or leave --data out"
             )
-        if self.users is not None:
-            raise ValueError("--users with --follow: attributes of users do not come; leave it out")
+        if self.features == "auto":
+            raise ValueError(
+                "--features auto with --follow: the columns of events are not known before they "
+                "come; name them with their kinds, as channel=categorical"
+            )
         object.__setattr__(self, "data", self.follow)
         object.__setattr__(self, "order", "time")
 

@@ -121,7 +121,9 @@ def _load_export(folder: Path) -> Loaded:
 
     about: dict[str, Any] = json.loads((folder / EXPORT).read_text(encoding="utf-8"))
     config = RunConfig.read(folder)
-    features = FeatureStore(folder / FOLDER) if (folder / FOLDER / ABOUT).is_file() else None
+    features, values = None, folder / VOCABULARY if config.data.follow else None
+    if (folder / FOLDER / ABOUT).is_file():
+        features = FeatureStore(folder / FOLDER, values)
     weights = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     catalogue = Catalogue.read(folder)
     module = build_plain(config, weights, catalogue, features)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from html import escape
+from itertools import chain
 from typing import Any
 
 from freescale.config.metrics import (
@@ -185,11 +186,12 @@ def _render(run: Run, lines: Sequence[dict[str, Any]]) -> str:
         if "validation" in entry and "window" in entry
     }
     moved = _sum_rows(run, [line["step"] for line in lines])
-    windows = [line["stream"] | rows for line, rows in zip(lines, moved, strict=True)]
+    streamed = [line["stream"] for line in lines]
+    windows = [w | _read_values(w) | rows for w, rows in zip(streamed, moved, strict=True)]
     names = select_headlines(dict.fromkeys(n for found in metrics.values() for n in found))
     for window in windows:
         window |= metrics.get(window["number"], {})
-    shown = [*names, *_COUNTS, *_ROWS, "lag"]
+    shown = [*names, *_COUNTS, *_ROWS, *dict.fromkeys(chain(*map(_read_values, streamed))), "lag"]
     shown = [name for name in shown if any(window.get(name) is not None for window in windows)]
     panels = []
     for name in shown:
@@ -219,6 +221,19 @@ def _sum_rows(run: Run, ends: Sequence[int]) -> list[dict[str, float]]:
                 count = sum(figures[key] for key in keys)
                 found[place][name] = found[place].get(name, 0) + count
     return found
+
+
+def _read_values(window: dict[str, Any]) -> dict[str, float]:
+    """What features of events held in a window: how many values were new, means, and shares of the
+    events, in percent."""
+    events = max(1, window["events"])
+    return {
+        f"{column}: {name}" + " (%)" * (is_share := name in ("missing", "unknown")): (
+            100 * value / events if is_share else value
+        )
+        for column, about in window.get("values", {}).items()
+        for name, value in about.items()
+    }
 
 
 def _label(name: str) -> str:

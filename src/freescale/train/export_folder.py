@@ -44,16 +44,18 @@ class RunData:
         self.config, self.run, self.features = config, run, features
         self.file = open_file(config, histories)
         self.vocabulary = find_run_vocabulary(histories, features)
-        self._stream = None if config.data.follow is None else histories.parent.parent
-        self.time_unit = None if self._stream is None else read_unit(self._stream)
-        if self._stream is None:
+        self._stream = None
+        if config.data.follow is None:
             self.time_unit = guess_unit(self.file.find_largest("timestamp"))
+        else:
+            self._stream, self.vocabulary = histories.parent.parent, histories.parent / VOCABULARY
+            self.time_unit = read_unit(self._stream)
         self._counts: Counter[int] = Counter()  # a stream's events by item, before `_counted`
         self._counted = _BEFORE
 
     def read_texts(self, progress: Mapping[str, Any]) -> pa.Table | None:
         """The vocabulary, which grows with a stream; None: ids are integers."""
-        if self.vocabulary is None:
+        if self.vocabulary is None or not self.vocabulary.is_file():
             return None
         texts = pq.read_table(self.vocabulary)
         return texts if self._stream is None else texts.slice(0, sum(progress["stream"]["texts"]))

@@ -14,6 +14,8 @@ from typing import IO, Any
 from freescale.config import RunConfig
 from freescale.config.data import DataConfig
 from freescale.data.batches.loader import Histories
+from freescale.data.features.sources import declare_events
+from freescale.data.features.store import list_stored
 from freescale.data.store.event_store import EventStore
 from freescale.data.store.window_index import WindowIndex
 from freescale.data.stream.folder import FolderSource
@@ -21,6 +23,7 @@ from freescale.data.stream.parsing import Parser
 from freescale.data.stream.source import Source
 from freescale.data.stream.stream import FIRST, HISTORIES, STORE, Manifest, Stream, read_manifests
 from freescale.data.stream.windows import WindowRule
+from freescale.train.build import find_cache
 from freescale.train.position import Position
 from freescale.train.run_folder import lock_folder
 from freescale.transport.api import Transport, gather_json
@@ -206,10 +209,16 @@ def open_stream(data: DataConfig, labels: str, folder: Path) -> Stream:
         ValueError: there is no such source, or the folder has a stream with other settings.
     """
     assert data.follow is not None
-    parser = Parser(data, labels)
+    declared = declare_events(data, find_cache(data))
+    columns = list(dict.fromkeys(name for each in declared for name in list_stored(each)))
+    asked = {name for each in declared if each.source == "context" for name in each.stored_columns}
+    fixed = {name for each in declared if each.least > 1 for name in list_stored(each)}
+    room = {name: data.new_values * (name not in fixed) for name in columns}
+    parser = Parser(data, labels, columns, asked)
     rule = WindowRule(0, drops=data.late == "drop")
     rule.oldest = data.event_id_windows if data.event_id else None
     about = {name: getattr(data, name) for name in _FIXED} | {"labels": labels}
+    about |= {"features": columns, "new_values": data.new_values} if columns else {}
     return Stream(
         folder,
         _open_source(data, parser),
@@ -219,6 +228,7 @@ def open_stream(data: DataConfig, labels: str, folder: Path) -> Stream:
         about,
         data.event_id_windows,
         data.idle_partition,
+        room,
     )
 
 

@@ -134,7 +134,8 @@ class KafkaSource(Source):
             shown = f"{self.name}, partition {number}, offsets {first} to {last}"
             try:
                 if self._decode is None:
-                    lines = (value.replace(b"\n", b" ") for value in values)
+                    lines = [value.replace(b"\n", b" ") for value in values]
+                    lines[0] = self._parser.complete(lines[0])
                     path.write_bytes(b"\n".join(lines) + b"\n")
                 else:
                     records = [self._decode(value) for value in values]

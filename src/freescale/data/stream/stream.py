@@ -7,7 +7,8 @@ those that are not.
     windows.jsonl    the manifest of each window
     waiting-N.arrow  events that were read and belong to windows that are not over
     first/           the events of the first window as a histories file, and the texts of hashed
-                     ids of all, as they came: the rows of later windows come later
+                     ids and of categories of all, as they came: the rows of later windows come
+                     later
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config.time_order import Duration
+from freescale.data.catalogue import select_texts
 from freescale.data.durable import append_at, put_in_place, sync, sync_tree
 from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.digest import compute_digest
+from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.store.build import (
     fit_integers,
@@ -42,7 +45,7 @@ from freescale.data.store.build import (
 )
 from freescale.data.store.event_store import ABOUT, EventStore
 from freescale.data.store.segment import Segment, SegmentWriter
-from freescale.data.stream.parsing import EVENT_ID, Columns, Parser, Texts
+from freescale.data.stream.parsing import EVENT_ID, MISSING, Columns, Parser, Texts
 from freescale.data.stream.source import Chunk, Source
 from freescale.data.stream.windows import WindowRule
 
@@ -66,6 +69,7 @@ class Stream:
         about: settings that later runs in this folder have to have, too.
         remembered: windows whose event ids are known, to find events that come twice.
         idle: seconds after which a clock without events does not hold up the others.
+        room: of each category of the parser, how many values after the first window have a row.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Stream:
         about: Mapping[str, Any],
         remembered: int,
         idle: float | None = None,
+        room: Mapping[str, int] | None = None,
     ) -> None:
         self._folder, self._source, self._parser, self._rule = folder, source, parser, rule
         self._durations = durations
@@ -88,6 +93,8 @@ class Stream:
         self._entries: list[dict[str, Any]] = []
         # ids of items and actions that are known, ascending
         self._known = {name: np.zeros(0, np.int64) for name in ("item_id", "action")}
+        self._numbers: dict[str, dict[int, int]] = {}  # of categories: column -> id -> number
+        self._room, self._ends = room or {}, dict[str, int]()  # ends: of the numbers with a row
         self._seen: dict[int, _Ids] = {}  # ids of events by window
         self._length = self._rows = 0  # bytes of the manifests, rows of the vocabulary
         self._waiting: str | None = None
@@ -166,7 +173,7 @@ class Stream:
             events, duplicates = self._order({n: v[chosen] for n, v in waiting.items()}, window)
             manifest = self._describe(window, events, duplicates, position)
             position = self._source.position()  # only the first manifest lists what was read
-            added = self._list_texts(events, manifest)
+            added = [*self._list_texts(events, manifest), *self._number(events, manifest)]
             manifest["texts"] = [self._rows + len(texts), len(added)]
             texts += added
             if not self.count:
@@ -264,6 +271,34 @@ class Stream:
             manifest[f"new_{name.removesuffix('_id')}s"] = int((~known).sum())
             texts = self._texts.get(name, {})
             found += [(name, id, texts[id]) for id in ids[~known].tolist() if id in texts]
+        return found
+
+    def _number(self, events: Columns, manifest: Manifest) -> list[tuple[str, int, str]]:
+        """Numbers the categories in the order in which they come, over all windows. Returns
+        columns, numbers and texts of the new ones. What features hold goes to the manifest."""
+        found: list[tuple[str, int, str]] = []
+        for name in self._parser.features:
+            values, column = events[name], name.partition(".")[2]
+            if name.startswith("number."):
+                there = values[~np.isnan(values)]
+                about: dict[str, float] = {"missing": len(values) - len(there)}
+                about |= {"mean": float(there.mean())} if len(there) else {}
+                manifest.setdefault("values", {})[column] = about
+                continue
+            numbers = self._numbers.setdefault(name, {MISSING: -1})
+            ids, first, back = np.unique(values, return_index=True, return_inverse=True)
+            before = len(numbers)
+            for id in ids[np.argsort(first)].tolist():
+                if id not in numbers:
+                    found.append((name, len(numbers) - 1, self._texts[name][id]))
+                    numbers[id] = len(numbers) - 1
+            events[name] = np.array([numbers[id] for id in ids.tolist()], np.int64)[back]
+            end = self._ends.setdefault(name, len(numbers) - 1 + self._room[name])
+            manifest.setdefault("values", {})[column] = {
+                "missing": int((events[name] < 0).sum()),
+                "new": len(numbers) - before,
+                "unknown": int((events[name] >= end).sum()),
+            }
         return found
 
     def _add_texts(self, texts: Sequence[tuple[str, int, str]]) -> None:
@@ -368,6 +403,7 @@ class Stream:
             "count": self.count,
             "length": self._length,
             "rows": self._rows,
+            "ends": self._ends,
             "waiting": self._waiting,
             "digest": self._digest,
         }
@@ -390,7 +426,12 @@ class Stream:
         rule.length, rule.lateness = state["window"], state["lateness"]
         rule.tops, rule.closed = state["tops"], state["closed"]
         self._length, self._rows = state["length"], state["rows"]
-        self._waiting = state["waiting"]
+        self._waiting, self._ends = state["waiting"], state.get("ends", {})
+        texts = self._folder / FIRST / VOCABULARY
+        for name in self._ends:
+            known = select_texts(pq.read_table(texts).slice(0, self._rows), name)
+            ids = [] if known is None else hash_ids(known[1].to_pylist()).tolist()
+            self._numbers[name] = {MISSING: -1} | {id: number for number, id in enumerate(ids)}
         append_at(self._folder / WINDOWS, self._length, b"")
         for path in self._folder.glob("waiting-*.arrow"):
             if path.name != self._waiting:
