@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.command import freescale
 from helpers.ranks import gather_ranks, run_ranks
 from helpers.streams import (
     HOUR,
@@ -25,7 +28,9 @@ from helpers.streams import (
     write_attributes,
 )
 
+from freescale import load
 from freescale.config import RunConfig
+from freescale.data import hash_ids
 from freescale.data.batches.loader import Histories
 from freescale.data.store.build import build_store
 from freescale.train.build import build_specs, evaluate_part, load_features, prepare_data
@@ -47,7 +52,8 @@ def source(tmp_path_factory):
 def configure_run(source, **settings):
     """Events, items and users have features; more values come than have rows."""
     known = write_attributes(source.parent)
-    return configure(source, source.parent / "cache", **known, new_values=9, **settings)
+    known |= {"new_values": 9, "keep_checkpoints": 99, "full_every": 20}
+    return configure(source, source.parent / "cache", **known, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +167,64 @@ def test_each_window_is_evaluated_before_it_is_trained(source, calm, tmp_path):
     path = folder / "stream" / "first" / "histories.parquet"  # of the run that has this window
     found = evaluate_part(config, run.model, path, "validation", window=number)
     assert found == lines[3]["validation"]
+
+
+def test_a_checkpoint_is_evaluated_on_the_next_window(calm, tmp_path):
+    """Of the run, and of a file with the same events."""
+    _, last, folder = calm
+    line = read_metrics(folder, "validation")[4]
+    done = freescale("eval", folder, "--checkpoint", line["step"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "eval-test.json").read_text())
+    assert found["quality"] == line["validation"]
+    events = add_features(make_events())
+    before = np.asarray(events["timestamp"]) < line["window"]["to"]
+    pq.write_table(events.filter(before), tmp_path / "events.parquet")
+    given = ["--data", tmp_path / "events.parquet"]
+    done = freescale("eval", folder, "--checkpoint", line["step"], *given)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("eval-test-*.json")
+    assert json.loads(path.read_text())["quality"] == line["validation"]
+    done = freescale("eval", folder)
+    assert done.returncode and "no window has come that this checkpoint" in done.stderr
+
+
+def test_users_of_the_stream(source, calm, tmp_path):
+    """Their histories are those of the windows."""
+    folder = calm[2]
+    end, known = read_windows(folder / "stream")[-1]["to"], write_attributes(source.parent)
+    events = add_features(make_events()).to_pylist()
+    kinds = {row["user_id"]: row for row in pq.read_table(known["users"]).to_pylist()}
+    names = ["u3", "u9", "u17"]  # the second one has no attributes
+    histories = [
+        [
+            {"item": e["item_id"], "time": e["timestamp"], **e}
+            for e in events
+            if e["user_id"] == name and e["timestamp"] < end
+        ]
+        for name in names
+    ]
+    model = load(folder)
+    attributes = [kinds.get(name, {}) for name in names]
+    expected = model.recommend(histories, attributes=attributes, k=5)
+    found = model.recommend(users=names, k=5)
+    assert found.items == expected.items
+    assert np.array_equal(found.scores, expected.scores)
+    with pytest.raises(ValueError, match="user 'u99' is in no window"):
+        model.recommend(users=["u99"])
+    (tmp_path / "users.txt").write_text("\n".join(names))
+    out = tmp_path / "best.parquet"
+    done = freescale("recommend", folder, "--out", out, "--k", 5, "--users", tmp_path / "users.txt")
+    assert done.returncode == 0, done.stderr
+    table = pq.read_table(out).to_pylist()
+    by_user = {name: [] for name in names}
+    for row in table:
+        by_user[row["user"]].append(row["item"])
+    assert list(by_user.values()) == found.items
+    done = freescale("recommend", folder, "--out", out, "--k", 1)
+    assert done.returncode == 0, done.stderr
+    users = {row["user_id"] for row in events if row["timestamp"] < end}
+    assert set(pq.read_table(out)["user"].to_pylist()) == set(hash_ids(users).tolist())
 
 
 @pytest.mark.parametrize("at", [3, "end"])

@@ -18,6 +18,8 @@ from freescale.data.features.sources import list_event_columns, refuse_leaks
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
+from freescale.data.stream.stream import FIRST
+from freescale.data.stream.stream import FOLDER as STREAM
 from freescale.data.workspace import Progress
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import RowOptimizer, choose_row_optimizer
@@ -83,6 +85,9 @@ def load_features(
     statistics = None if trained is None else trained / FOLDER
     if statistics is not None and not statistics.is_dir():
         return None
+    values = [histories.parent / VOCABULARY] if config.data.follow is not None else []
+    if values and trained is not None:  # whose categories come first
+        values.insert(0, trained / STREAM / FIRST / VOCABULARY)
     store = prepare_features(
         config.data,
         histories,
@@ -91,6 +96,7 @@ def load_features(
         any_ids="item" in config.dynamic_tables,
         trained=statistics,
         continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
+        values=values,
     )
     if store is not None:
         columns = {label.column for label in config.labels}

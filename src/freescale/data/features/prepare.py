@@ -89,6 +89,7 @@ def prepare_features(
     trained: Path | None = None,
     continued: Path | None = None,
     progress: Progress | None = None,
+    values: Sequence[Path] = (),
 ) -> FeatureStore | None:
     """Makes the features of a run, or finds them in the cache; None without features. One process
     of a machine makes them. ValueError for a value, column or option that is not valid.
@@ -97,7 +98,7 @@ def prepare_features(
     are arbitrary ids of a dynamic table. `trained`: the statistics of a run
     (`FeatureStore.copy_statistics`), which count for any data. `continued`: those of the run that
     this one continues, which stay, but for how much the items' own rows count: that follows the
-    events, and never falls.
+    events, and never falls. `values`: as of `FeatureStore`.
     """
     request, report = get_request(config), progress or (lambda stage, share: None)
     if not request:
@@ -131,7 +132,7 @@ def prepare_features(
             content.check_unchanged()
 
     made = make_folder(cache, f"features-{key}", f"features of {histories}", make)
-    return FeatureStore(made, None if config.follow is None else histories.parent / VOCABULARY)
+    return FeatureStore(made, values)
 
 
 def read_statistics(folder: Path) -> dict[str, Any]:

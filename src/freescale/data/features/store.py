@@ -115,9 +115,9 @@ def _write_rows(
 class FeatureStore(Features):
     """Features that `prepare_features` has made; opened by each process that needs them."""
 
-    def __init__(self, folder: Path, values: Path | None = None) -> None:
-        """`values`: vocabulary of a stream, whose categories come after those of the first
-        window."""
+    def __init__(self, folder: Path, values: Sequence[Path] = ()) -> None:
+        """`values`: vocabularies of streams, whose categories come after those of the first window,
+        one after another; the last one is that of the events."""
         self.folder, self._id_dropout, self._seed, self._values = folder, 0.0, 0, values
         self._mapped: dict[str, NDArray[Any] | None] = {}
         about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
@@ -142,17 +142,19 @@ class FeatureStore(Features):
 
     def refresh(self) -> None:
         """Reads the values that a stream has brought since."""
-        if self._values is not None and self._texts and self._values.is_file():
-            self.adopt(pq.read_table(self._values))
+        for path in self._values if self._texts else ():
+            if path.is_file():
+                self.adopt(pq.read_table(path))
 
     def adopt(self, vocabulary: pa.Table) -> None:
         """Values of events that have come with a stream are known from now on, by their numbers.
         Those before keep their rows: a category has the first one that is free when it comes."""
-        for name in self._texts:
-            found = select_texts(vocabulary, f"category.{name}")
-            self._texts[name] = [] if found is None else found[1].to_pylist()
-        for of in (self.event, self.context):
-            of[:] = [each.extend(self._texts.get(each.feature.columns[0], ())) for each in of]
+        found = {name: select_texts(vocabulary, f"category.{name}") for name in self._texts}
+        self._texts = {n: [] if of is None else of[1].to_pylist() for n, of in found.items()}
+        self.event, self.context = (
+            [each.extend(self._texts.get(each.feature.columns[0], ())) for each in of]
+            for of in (self.event, self.context)
+        )
         for name in ("_text_keys", "_event_texts", "_event_codes"):
             vars(self).pop(name, None)
 

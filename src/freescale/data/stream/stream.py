@@ -50,6 +50,7 @@ from freescale.data.stream.source import Chunk, Source
 from freescale.data.stream.windows import WindowRule
 
 Manifest = dict[str, Any]
+FOLDER = "stream"  # name of the folder, in that of a run
 FIRST, STORE, WINDOWS = "first", "store", "windows.jsonl"
 HISTORIES = "histories.parquet"
 _AHEAD = 2  # windows that a partition may be read ahead of the slowest one
@@ -120,6 +121,12 @@ class Stream:
         if chunks or closed:  # however long that took
             self.last_read = time.monotonic()
         return bool(closed)
+
+    def finish(self) -> None:
+        """Reads what there is, and closes all windows."""
+        for chunk in self._source.poll(0.0):
+            self._add(chunk)
+        self._commit(sorted({int(w) for block in self._blocks for w in np.unique(block[_WINDOW])}))
 
     def _add(self, chunk: Chunk) -> None:
         self._heard[chunk.clock] = time.monotonic()
@@ -413,7 +420,7 @@ class Stream:
     def _restore(self) -> None:
         """Goes on behind the last commit."""
         store = EventStore(self._folder / STORE)
-        state = _read_state(self._folder)
+        state = read_state(self._folder)
         for name, value in self._about.items():
             if (before := state["about"].get(name)) != value:
                 raise ValueError(
@@ -476,11 +483,11 @@ class Stream:
 
 def read_unit(folder: Path) -> str | None:
     """The unit of the times of a stream."""
-    unit: str | None = _read_state(folder)["unit"]
+    unit: str | None = read_state(folder)["unit"]
     return unit
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> dict[str, Any]:
     text = (folder / STORE / ABOUT).read_text(encoding="utf-8")
     state: dict[str, Any] = json.loads(text)["stream"]
     return state
@@ -488,7 +495,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def read_manifests(folder: Path) -> Iterator[Manifest]:
     """The manifests of the windows of a stream that are over, in order."""
-    state = _read_state(folder)
+    state = read_state(folder)
     with open(folder / WINDOWS, "rb") as file:
         while file.tell() < state["length"]:
             yield json.loads(file.readline())
