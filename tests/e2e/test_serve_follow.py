@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from helpers import streams
 from helpers.command import wait_for
-from helpers.deltas import EVICTING, list_states, train
+from helpers.deltas import EVICTING, export, find_differences, list_states, read_export, train
 from helpers.serving import Serving, serving
 from helpers.time_order import START, configure, write_events
 
@@ -170,9 +170,11 @@ def test_users_of_the_run_that_is_followed(tmp_path):
     config = streams.configure(tmp_path / "in", tmp_path / "cache", **given)
     streams.train_alone(config, tmp_path / "run")
 
+    rows = pa.concat_tables(part for _, part in parts).to_pylist()
+    new = {row["channel"] for row in rows[500:]} - {row["channel"] for row in rows[:500]}
+
     def read(user: str) -> list[dict]:
         (*_, last) = streams.read_windows(tmp_path / "run" / "stream")
-        rows = pa.concat_tables(part for _, part in parts).to_pylist()
         mine = [r for r in rows if r["user_id"] == user and r["timestamp"] < last["to"]]
         names = {"item": "item_id", "time": "timestamp", "action": "action", "channel": "channel"}
         return [{name: r[column] for name, column in names.items()} for r in mine]
@@ -187,14 +189,18 @@ def test_users_of_the_run_that_is_followed(tmp_path):
         assert agree(pairs(found), expect(deltas, [[*first, event]])[0])
         streams.move(tmp_path / "in", *parts[5])
         streams.train_alone(config, tmp_path / "run", resume=True)
-        await_version(server, Subscriber(deltas).number)
-        second = read("u5")
-        assert second[-1]["time"] > first[-1]["time"] + 3600  # of a window that came since
-        assert "c20" in {row["channel"] for row in second} - {row["channel"] for row in first}
-        assert agree(pairs(server.post("/recommend", user="u5", k=8)), expect(deltas, [second])[0])
+        last = Subscriber(deltas)
+        await_version(server, last.number)
+        last.write(tmp_path / "written")
+        whole = export(tmp_path / "run", tmp_path / "export", last.last.step)
+        assert find_differences(read_export(tmp_path / "written"), whole) == []
+        other = next(row["user_id"] for row in rows[500:] if row["channel"] in new)
+        second = read(other)
+        assert new & {row["channel"] for row in second}  # values that came since
+        assert agree(pairs(server.post("/recommend", user=other, k=8)), expect(deltas, [second])[0])
         found = server.post("/recommend", user="u3", k=8)  # what the server keeps
         assert agree(pairs(found), expect(deltas, [[*first, event]])[0])
-        found = server.post("/recommend", history=second, k=8)  # values that came since
+        found = server.post("/recommend", history=second, k=8)
         assert agree(pairs(found), expect(deltas, [second])[0])
         server.refuse("/recommend", {"user": "nobody"}, 404)
 

@@ -71,7 +71,7 @@ def test_a_run_on_two_ranks_is_killed_and_goes_on(tmp_path):
     page = freescale("report", run, "--out", tmp_path / "report.html")
     assert page.returncode == 0, page.stderr
     text = (tmp_path / "report.html").read_text()
-    assert "Windows: channel: unknown (%)" in text and "Windows: price: mean" in text
+    assert "Windows: channel/unknown" in text and "Windows: price/mean" in text
     assert "Windows of the stream" in text and "Windows: new items" in text
     begin = time.strftime("%Y-%m-%d %H:%M", time.gmtime(START))
     assert begin in text and "Windows: admitted" in text

@@ -155,15 +155,15 @@ def test_values_of_features_come_at_any_time(tmp_path):
         known += new
         end = end or len(known) + 6
         given = [row["price"] for row in own if row["price"] is not None]
-        assert window["values"] == {
-            "channel": {
-                "missing": len(own) - len(values),
-                "new": len(new),
-                "unknown": sum(each in known[end:] for each in values),
-            },
-            "price": {"missing": len(own) - len(given), "mean": pytest.approx(np.mean(given))},
+        expected = {
+            "channel/new": len(new),
+            "channel/unknown": sum(each in known[end:] for each in values) / len(own),
+            "channel/missing": 1 - len(values) / len(own),
+            "price/missing": 1 - len(given) / len(own),
+            "price/mean": np.mean(given),
         }
-    assert window["values"]["channel"]["unknown"]
+        assert window["values"] == pytest.approx(expected)
+    assert window["values"]["channel/unknown"]
     with pytest.raises(ValueError, match="new_values 6, and now it is 7"):
         open_one(tmp_path / "s", tmp_path / "in", features=FEATURES, new_values=7)
 

@@ -23,16 +23,8 @@ FORMATS = (*_GENERAL, *_DATA_SETS)
 OF_RANKING = ("anchor_actions", "min_history", "history_pools")
 OF_TIME = ("window", "windows", *OF_RANKING)
 # Settings of --follow.
-OF_STREAM = (
-    "lateness",
-    "late",
-    "event_id",
-    "event_id_windows",
-    "stop_when_idle",
-    "idle_partition",
-    "avro_schema",
-    "new_values",
-)
+_STREAM = "lateness late event_id event_id_windows stop_when_idle idle_partition avro_schema"
+OF_STREAM = (*_STREAM.split(), "new_values")
 
 
 @dataclass(frozen=True)

@@ -207,15 +207,9 @@ class StreamedUsers(KnownUsers):
 
     def read(self, samples: Samples) -> tuple[Past, Tensor | None, Tensor | None]:
         users, loaded = self.numbers[np.asarray(samples, np.int64)], self._loaded
-        try:
-            located = self._store.locate(users)
-            events = self._store.select(located, np.zeros_like(located.lengths), located.lengths)
-            columns = {name: events.read(name, find_dtype(name)) for name in self._columns}
-        except FileNotFoundError:  # the run, which goes on, has merged its segments
-            before, self._store = self._store.entries, EventStore(self._store.folder)
-            if self._store.entries == before:
-                raise
-            return self.read(samples)
+        located = self._store.locate(users)
+        events = self._store.select(located, np.zeros_like(located.lengths), located.lengths)
+        columns = {name: events.read(name, find_dtype(name)) for name in self._columns}
         features, of_users, context = loaded.features, None, None
         if features is not None and features.user_rows:
             of_users = encode(features.user, {}, len(users))

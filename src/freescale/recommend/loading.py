@@ -17,7 +17,7 @@ from freescale.data.catalogue import Catalogue
 from freescale.data.features.store import ABOUT, FOLDER, FeatureStore
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
-from freescale.data.store.event_store import EventStore
+from freescale.data.store.event_store import EventStore, open_growing
 from freescale.data.stream.stream import FIRST, HISTORIES, STORE
 from freescale.data.stream.stream import FOLDER as STREAM
 from freescale.models.features import FeatureTables
@@ -113,7 +113,7 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
     described, progress = RunData(config, folder, path, features), found.state["progress"]
     catalogue = described.list_items(weights["table.item"], progress)
     module = build_plain(config, weights, catalogue, features)
-    file = EventStore(folder / STREAM / STORE) if follows else described.file
+    file = open_growing(folder / STREAM / STORE) if follows else described.file
     more = described.vocabulary, file, described.time_unit, found, described
     return Loaded(folder, config, module, catalogue, features, *more)
 

@@ -97,7 +97,7 @@ class Subscriber:
         features = FeatureStore(folder / FOLDER) if has_features else None
         config, weights = RunConfig.read(folder), dict(state.weights)
         if features is not None and config.data.follow and state.vocabulary is not None:
-            features.adopt(state.vocabulary)
+            features = features.adopt(state.vocabulary)
         if features is not None:  # the features of items are added to their rows
             item = weights["table.item"]
             weights["table.item"] = item | {"weight": item["weight"].clone()}

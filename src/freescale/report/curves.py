@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from html import escape
-from itertools import chain
 from typing import Any
 
 from freescale.config.metrics import (
@@ -186,12 +185,13 @@ def _render(run: Run, lines: Sequence[dict[str, Any]]) -> str:
         if "validation" in entry and "window" in entry
     }
     moved = _sum_rows(run, [line["step"] for line in lines])
-    streamed = [line["stream"] for line in lines]
-    windows = [w | _read_values(w) | rows for w, rows in zip(streamed, moved, strict=True)]
+    streamed = [line["stream"] | line["stream"].get("values", {}) for line in lines]
+    windows = [window | rows for window, rows in zip(streamed, moved, strict=True)]
     names = select_headlines(dict.fromkeys(n for found in metrics.values() for n in found))
     for window in windows:
         window |= metrics.get(window["number"], {})
-    shown = [*names, *_COUNTS, *_ROWS, *dict.fromkeys(chain(*map(_read_values, streamed))), "lag"]
+    features = dict.fromkeys(name for each in streamed for name in each.get("values", ()))
+    shown, exact = [*names, *_COUNTS, *_ROWS, *features, "lag"], {*names, *features}
     shown = [name for name in shown if any(window.get(name) is not None for window in windows)]
     panels = []
     for name in shown:
@@ -202,7 +202,7 @@ def _render(run: Run, lines: Sequence[dict[str, Any]]) -> str:
         [
             f"{window['number']:,}",
             escape(_format_time(window["from"])),
-            *(_format(window.get(name), 4 * (name in names) or name == "lag") for name in shown),
+            *(_format(window.get(n), 4 * (n in exact) or n == "lag") for n in shown),
         ]
         for window in windows[-_SHOWN:]
     ]
@@ -221,19 +221,6 @@ def _sum_rows(run: Run, ends: Sequence[int]) -> list[dict[str, float]]:
                 count = sum(figures[key] for key in keys)
                 found[place][name] = found[place].get(name, 0) + count
     return found
-
-
-def _read_values(window: dict[str, Any]) -> dict[str, float]:
-    """What features of events held in a window: how many values were new, means, and shares of the
-    events, in percent."""
-    events = max(1, window["events"])
-    return {
-        f"{column}: {name}" + " (%)" * (is_share := name in ("missing", "unknown")): (
-            100 * value / events if is_share else value
-        )
-        for column, about in window.get("values", {}).items()
-        for name, value in about.items()
-    }
 
 
 def _label(name: str) -> str:

@@ -227,7 +227,7 @@ def prepare_followed(config: RunConfig, run: Path, data: str | None) -> Path:
     key = compute_digest([(each.digest, file.member) for each, file in zip(contents, files)], known)
 
     def make(folder: Path) -> None:
-        open_stream(config.data, labels, folder, (data, files, state)).finish()
+        open_stream(config.data, labels, folder, (files, state)).finish()
 
     return make_folder(cache, f"stream-{key}", f"windows of {data}", make) / FIRST / HISTORIES
 
@@ -252,30 +252,29 @@ def open_stream(
     data: DataConfig,
     labels: str,
     folder: Path,
-    given: tuple[str, Sequence[SourceFile], Mapping[str, Any]] | None = None,
+    given: tuple[Sequence[SourceFile], Mapping[str, Any]] | None = None,
 ) -> Stream:
-    """Opens or begins the stream in a folder. `given`: instead of the source, files, their name,
-    and the state of the stream whose unit and columns they have.
+    """Opens or begins the stream in a folder. `given`: instead of the source, files, and the state
+    of the stream whose unit and columns they have.
 
     Raises:
         ValueError: there is no such source, or the folder has a stream with other settings.
     """
     assert data.follow is not None
     declared = declare_events(data, find_cache(data))
-    columns = list(dict.fromkeys(name for each in declared for name in list_stored(each)))
     asked = {name for each in declared if each.source == "context" for name in each.stored_columns}
-    fixed = {name for each in declared if each.least > 1 for name in list_stored(each)}
-    room = {name: data.new_values * (name not in fixed) for name in columns}
-    parser = Parser(data, labels, columns, asked)
+    features = {name: data.new_values for each in declared for name in list_stored(each)}
+    features |= {name: 0 for each in declared if each.least > 1 for name in list_stored(each)}
+    parser = Parser(data, labels, features, asked)
     if given is None:
         source = _open_source(data, parser)
     else:
-        source = FilesSource(*given[:2], parser)
-        parser.unit, parser.columns = given[2]["unit"], given[2]["columns"]
+        source = FilesSource(given[0], parser)
+        parser.unit, parser.columns = given[1]["unit"], given[1]["columns"]
     rule = WindowRule(0, drops=data.late == "drop")
     rule.oldest = data.event_id_windows if data.event_id else None
     about = {name: getattr(data, name) for name in _FIXED} | {"labels": labels}
-    about |= {"features": columns, "new_values": data.new_values} if columns else {}
+    about |= {"features": [*features], "new_values": data.new_values} if features else {}
     return Stream(
         folder,
         source,
@@ -285,7 +284,6 @@ def open_stream(
         about,
         data.event_id_windows,
         data.idle_partition,
-        room,
     )
 
 

@@ -137,7 +137,7 @@ def number_items(
     """Numbers the items of a file of attributes, new ones after those of the histories. Returns [n]
     ids; how many items there are in all; the vocabulary of all, if ids are coded."""
     if file.any_ids:
-        return hash_keys(values), file.num_items, None
+        return np.array(HashedIds(keep=False).encode(values), np.int64), file.num_items, None
     known = read_texts(file.path, "item_id")
     if not len(known):
         ids = _parse_ids(source, values)
@@ -156,11 +156,6 @@ def number_items(
     further = pa.table([pa.repeat("item_id", len(new)), numbers, new], schema=vocabulary.schema)
     ids = np.array(pc.index_in(texts, every), np.int64)
     return ids, max(file.num_items, len(every)), pa.concat_tables([vocabulary, further])
-
-
-def hash_keys(values: pa.Array) -> Ids:
-    """[n] the ids of items or users that come at any time."""
-    return np.array(HashedIds(keep=False).encode(values), np.int64)
 
 
 def number_users(source: AttributeFile, values: pa.Array, file: HistoriesFile) -> Ids:

@@ -27,7 +27,6 @@ from freescale.data.batches.windows import (
 )
 from freescale.data.features.attributes import (
     AttributeFile,
-    hash_keys,
     naming,
     number_items,
     number_users,
@@ -69,6 +68,7 @@ from freescale.data.features.store import (
 )
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.digest import compute_digest, read_contents
+from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.workspace import Progress, make_folder
 
@@ -303,7 +303,7 @@ class _Making:
         declared, read = self._open(source, report)
         values = self._read_ids(source, read)
         if self._follows:  # by their ids: most of them come later
-            ids = hash_keys(values)
+            ids = np.array(HashedIds(keep=False).encode(values), np.int64)
             refuse_repeated_ids(source, values, ids)
             order = np.argsort(ids)
             np.save(out / USER_KEYS, ids[order])

@@ -144,11 +144,17 @@ class FeatureStore(Features):
         """Reads the values that a stream has brought since."""
         for path in self._values if self._texts else ():
             if path.is_file():
-                self.adopt(pq.read_table(path))
+                self._adopt(pq.read_table(path))
 
-    def adopt(self, vocabulary: pa.Table) -> None:
-        """Values of events that have come with a stream are known from now on, by their numbers.
+    def adopt(self, vocabulary: pa.Table) -> FeatureStore:
+        """A store that knows the values of events that have come with a stream, by their numbers.
         Those before keep their rows: a category has the first one that is free when it comes."""
+        store = object.__new__(FeatureStore)  # files of an export may be gone
+        vars(store).update(vars(self))
+        store._adopt(vocabulary)
+        return store
+
+    def _adopt(self, vocabulary: pa.Table) -> None:
         found = {name: select_texts(vocabulary, f"category.{name}") for name in self._texts}
         self._texts = {n: [] if of is None else of[1].to_pylist() for n, of in found.items()}
         self.event, self.context = (

@@ -131,6 +131,7 @@ def select(
 
 
 ABOUT = "store.json"
+_TRIES = 10  # to open a store that grows
 
 
 class EventStore:
@@ -187,3 +188,16 @@ class EventStore:
             elif entry["first_time"] < time:
                 total += segment.count_before(starts, counts, time)
         return total
+
+
+def open_growing(folder: Path) -> EventStore:
+    """Opens a store whose segments another process merges. All files are mapped: they may go."""
+    for left in reversed(range(_TRIES)):
+        try:
+            store = EventStore(folder)
+            _ = [segment.column(name) for segment in store.segments for name in store.columns]
+            break
+        except FileNotFoundError:
+            if not left:
+                raise
+    return store

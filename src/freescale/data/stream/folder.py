@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from freescale.data.ingest.sources import SourceFile
-from freescale.data.stream.parsing import Events, Parser
+from freescale.data.stream.parsing import Parser
 from freescale.data.stream.source import Chunk, Source
 
 _UNFINISHED = (".tmp", ".part", ".crdownload", ".filepart", ".inprogress")
@@ -98,28 +98,20 @@ class FolderSource(Source):
 
 
 class FilesSource(Source):
-    """Files that are all there, as one partition: none of their events is late."""
+    """Files that are all there. Each has a clock of its own: none of their events is late."""
 
-    def __init__(self, name: str, files: Sequence[SourceFile], parser: Parser) -> None:
-        self.name, self._files, self._parser = name, files, parser
+    name = "files"
+
+    def __init__(self, files: Sequence[SourceFile], parser: Parser) -> None:
+        self._files, self._parser = files, parser
 
     def poll(self, seconds: float) -> Sequence[Chunk]:
-        parts = [part for file in self._files if (part := self._parser.parse(file)) is not None]
-        if not parts:
-            raise ValueError(f"{self.name}: no file has an event; give one with events")
-        names, texts = parts[0].columns, dict[str, dict[int, str]]()
-        columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in names}
-        for part in parts:
-            for name, found in part.texts.items():
-                texts.setdefault(name, {}).update(found)
-        events = Events(columns, texts)
-        return [Chunk("", self.name, np.arange(len(events)), events, True, 0.0)]
-
-    def position(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, position: Mapping[str, Any]) -> None:
-        pass
+        found = [(str(file), self._parser.parse(file)) for file in self._files]
+        return [
+            Chunk(name, name, np.arange(len(events)), events, True, 0.0)
+            for name, events in found
+            if events is not None
+        ]
 
 
 def _stamp(stat: os.stat_result) -> Stamp:

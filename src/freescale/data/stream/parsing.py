@@ -6,9 +6,7 @@ So ids need no table of numbers that grows, and a file means the same whenever i
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +50,11 @@ class Parser:
     """
 
     def __init__(
-        self,
-        data: DataConfig,
-        labels: str,
-        features: Sequence[str] = (),
-        context: Collection[str] = (),
+        self, data: DataConfig, labels: str, features: Mapping[str, int], context: Collection[str]
     ) -> None:
-        """`labels`: columns of labels. `features`: of events, as `Interactions` names them.
-        `context`: columns that describe requests."""
+        """`labels`: columns of labels. `features`: of events, as `Interactions` names them, each
+        with the rows for values after the first window. `context`: columns that describe
+        requests."""
         self._data, self._labels, self.features, self._context = data, labels, features, context
         self._names = [label.name for label in parse_labels(labels)]
         self._extra = [*features, *([f"id.{data.event_id}"] if data.event_id else [])]
@@ -105,14 +100,6 @@ class Parser:
             columns[EVENT_ID] = columns.pop(f"id.{data.event_id}")
         self._check(file, columns)
         return Events(columns, {name: found for name, found in texts.items() if found})
-
-    def complete(self, line: bytes) -> bytes:
-        """An event as JSON, which also has the features that are missing: a file that has no other
-        events needs their columns."""
-        names = dict.fromkeys(name.partition(".")[2] for name in self.features)
-        with suppress(ValueError, TypeError):  # its reader says what is wrong
-            return json.dumps(names | json.loads(line)).encode() if names else line
-        return line
 
     def _convert(self, times: TimestampFormat, values: NDArray[Any]) -> NDArray[np.int64]:
         unit = times.unit if times.kind == "integers" else "us"

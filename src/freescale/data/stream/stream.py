@@ -70,7 +70,6 @@ class Stream:
         about: settings that later runs in this folder have to have, too.
         remembered: windows whose event ids are known, to find events that come twice.
         idle: seconds after which a clock without events does not hold up the others.
-        room: of each category of the parser, how many values after the first window have a row.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Stream:
         about: Mapping[str, Any],
         remembered: int,
         idle: float | None = None,
-        room: Mapping[str, int] | None = None,
     ) -> None:
         self._folder, self._source, self._parser, self._rule = folder, source, parser, rule
         self._durations = durations
@@ -95,7 +93,7 @@ class Stream:
         # ids of items and actions that are known, ascending
         self._known = {name: np.zeros(0, np.int64) for name in ("item_id", "action")}
         self._numbers: dict[str, dict[int, int]] = {}  # of categories: column -> id -> number
-        self._room, self._ends = room or {}, dict[str, int]()  # ends: of the numbers with a row
+        self._ends: dict[str, int] = {}  # of the numbers that have a row, by column
         self._seen: dict[int, _Ids] = {}  # ids of events by window
         self._length = self._rows = 0  # bytes of the manifests, rows of the vocabulary
         self._waiting: str | None = None
@@ -123,9 +121,11 @@ class Stream:
         return bool(closed)
 
     def finish(self) -> None:
-        """Reads what there is, and closes all windows."""
+        """Reads what there is, and closes all windows. ValueError: there is nothing."""
         for chunk in self._source.poll(0.0):
             self._add(chunk)
+        if not self._blocks:
+            raise ValueError("the files have no events (0 rows); give one with events")
         self._commit(sorted({int(w) for block in self._blocks for w in np.unique(block[_WINDOW])}))
 
     def _add(self, chunk: Chunk) -> None:
@@ -284,13 +284,13 @@ class Stream:
         """Numbers the categories in the order in which they come, over all windows. Returns
         columns, numbers and texts of the new ones. What features hold goes to the manifest."""
         found: list[tuple[str, int, str]] = []
-        for name in self._parser.features:
+        figures = manifest["values"] = dict[str, float]()
+        for name in self._parser.features if len(events["user_id"]) else ():
             values, column = events[name], name.partition(".")[2]
             if name.startswith("number."):
                 there = values[~np.isnan(values)]
-                about: dict[str, float] = {"missing": len(values) - len(there)}
-                about |= {"mean": float(there.mean())} if len(there) else {}
-                manifest.setdefault("values", {})[column] = about
+                figures[f"{column}/missing"] = 1 - len(there) / len(values)
+                figures |= {f"{column}/mean": float(there.mean())} if len(there) else {}
                 continue
             numbers = self._numbers.setdefault(name, {MISSING: -1})
             ids, first, back = np.unique(values, return_index=True, return_inverse=True)
@@ -300,12 +300,10 @@ class Stream:
                     found.append((name, len(numbers) - 1, self._texts[name][id]))
                     numbers[id] = len(numbers) - 1
             events[name] = np.array([numbers[id] for id in ids.tolist()], np.int64)[back]
-            end = self._ends.setdefault(name, len(numbers) - 1 + self._room[name])
-            manifest.setdefault("values", {})[column] = {
-                "missing": int((events[name] < 0).sum()),
-                "new": len(numbers) - before,
-                "unknown": int((events[name] >= end).sum()),
-            }
+            end = self._ends.setdefault(name, len(numbers) - 1 + self._parser.features[name])
+            figures[f"{column}/new"] = len(numbers) - before
+            figures[f"{column}/unknown"] = float((events[name] >= end).mean())
+            figures[f"{column}/missing"] = float((events[name] < 0).mean())
         return found
 
     def _add_texts(self, texts: Sequence[tuple[str, int, str]]) -> None:

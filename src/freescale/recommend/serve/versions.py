@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -29,7 +28,7 @@ import torch
 
 from freescale.config import ServeConfig
 from freescale.data.catalogue import Catalogue
-from freescale.data.store.event_store import ABOUT, EventStore
+from freescale.data.store.event_store import ABOUT, open_growing
 from freescale.data.stream.stream import FOLDER as STREAM
 from freescale.data.stream.stream import STORE
 from freescale.recommend.recommender import Recommender
@@ -117,11 +116,9 @@ class Follower:
         remote = Remote(Connection(recv_handle(self._control)))
         loaded = replace(self._base.loaded, catalogue=items)
         if loaded.features is not None and values is not None:
-            features = copy(loaded.features)
-            features.adopt(values)
-            loaded = replace(loaded, features=features)
+            loaded = replace(loaded, features=loaded.features.adopt(values))
         if (self._store / ABOUT).is_file():  # users whose events the run has
-            loaded = replace(loaded, histories=EventStore(self._store))
+            loaded = replace(loaded, histories=open_growing(self._store))
         recommender = Recommender(loaded, torch.device("meta"))
         items.find(items.restore(items.popular[:1]))
         reader = Reader(recommender, self._config, about["number"], self._cache)
