@@ -210,7 +210,7 @@ def test_users_of_the_stream(source, calm, tmp_path):
     found = model.recommend(users=names, k=5)
     assert found.items == expected.items
     assert np.array_equal(found.scores, expected.scores)
-    with pytest.raises(ValueError, match="user 'u99' is in no window"):
+    with pytest.raises(ValueError, match="user 'u99' is in no window: give"):
         model.recommend(users=["u99"])
     (tmp_path / "users.txt").write_text("\n".join(names))
     out = tmp_path / "best.parquet"

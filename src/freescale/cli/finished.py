@@ -72,17 +72,9 @@ def evaluate(
     config = RunConfig.from_settings({**given, "data": None if follows else data}, config)
     if data is None and not follows:
         refuse_missing_data(config, run_folder)
-
-    def prepare() -> Path:
-        if not follows:
-            return prepare_data(config)
-        from freescale.train.follow import prepare_followed
-
-        return prepare_followed(config, run_folder, data)
-
     if not is_rank():
         try:
-            prepare()
+            prepare_data(config, run_folder, data)
         except ValueError as error:
             if data is not None or "no such file" not in str(error):
                 raise
@@ -95,6 +87,9 @@ def evaluate(
             arguments = ["eval", str(run_folder), "--part", part, *options]
             return launch(arguments, nproc, port)
     from freescale.train.commands import run_evaluation
+
+    def prepare() -> Path:
+        return prepare_data(config, run_folder, data)
 
     run_evaluation(config, run_folder, part, prepare, checkpoint, ranks, data)
     return 0

@@ -137,10 +137,7 @@ class DataConfig(Checked):
         None, "schema of the values of a topic (--follow kafka://), a file; default: they are JSON"
     )
     new_values: int = option(
-        1000,
-        "with --follow, rows that each categorical feature of events keeps for values that come "
-        "after the first window; later ones count as unknown",
-        minimum=0,
+        1000, "with --follow, rows of a categorical feature for values that come later", minimum=0
     )
     stop_when_idle: float | None = option(
         None, "with --follow, seconds without an event after which the run ends", above=0.0
@@ -230,8 +227,7 @@ class DataConfig(Checked):
             )
         if self.features == "auto":
             raise ValueError(
-                "--features auto with --follow: the columns of events are not known before they "
-                "come; name them with their kinds, as channel=categorical"
+                "--features auto with --follow: name the columns and kinds, as channel=categorical"
             )
         object.__setattr__(self, "data", self.follow)
         object.__setattr__(self, "order", "time")

@@ -195,9 +195,7 @@ class StreamedUsers(KnownUsers):
         ids = hash_ids([str(user) for user in users]).numpy()
         samples = np.searchsorted(self.numbers, ids).clip(max=len(self) - 1)
         if (wrong := np.flatnonzero(self.numbers[samples] != ids)).size:
-            raise ValueError(
-                f"user {users[wrong[0]]!r} is in no window of the run: give the history instead"
-            )
+            raise ValueError(f"user {users[wrong[0]]!r} is in no window: give the history instead")
         self._named |= dict(zip(ids.tolist(), users, strict=True))
         return samples
 

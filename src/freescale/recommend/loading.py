@@ -18,8 +18,7 @@ from freescale.data.features.store import ABOUT, FOLDER, FeatureStore
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.store.event_store import EventStore, open_growing
-from freescale.data.stream.stream import FIRST, HISTORIES, STORE
-from freescale.data.stream.stream import FOLDER as STREAM
+from freescale.data.stream.stream import FIRST, HISTORIES, STORE, STREAM
 from freescale.models.features import FeatureTables
 from freescale.stores.runs import find_checkpoints, open_run
 from freescale.train.build import (
@@ -51,8 +50,7 @@ class Loaded:
         catalogue: the items.
         features: of users, events and requests; None without features.
         vocabulary: texts of users and actions; None if they are integers.
-        histories: of a run, those of its data, or the events of the source that it follows; None
-            for an export.
+        histories: of a run, those of its data, or the events of its stream; None for an export.
         time_unit: of timestamps; None if it is not known.
         checkpoint: of a run; None for an export.
         described: of a run, its data.

@@ -18,8 +18,7 @@ from freescale.data.features.sources import list_event_columns, refuse_leaks
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
-from freescale.data.stream.stream import FIRST
-from freescale.data.stream.stream import FOLDER as STREAM
+from freescale.data.stream.stream import FIRST, STREAM
 from freescale.data.workspace import Progress
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import RowOptimizer, choose_row_optimizer

@@ -24,7 +24,7 @@ from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.ingest.timestamps import guess_unit
 from freescale.data.store.event_store import open_growing
-from freescale.data.stream.stream import STORE, read_unit
+from freescale.data.stream.stream import STORE, read_state
 from freescale.train.build import find_run_vocabulary
 from freescale.train.time_order import find_split, open_file
 
@@ -48,7 +48,7 @@ class RunData:
             self.time_unit = guess_unit(self.file.find_largest("timestamp"))
         else:
             self._stream, self.vocabulary = histories.parent.parent, histories.parent / VOCABULARY
-            self.time_unit = read_unit(self._stream)
+            self.time_unit = read_state(self._stream)["unit"]
         self._counts: Counter[int] = Counter()  # a stream's events by item, before `_counted`
         self._counted = _BEFORE
 

@@ -26,9 +26,9 @@ from freescale.data.stream.parsing import Parser
 from freescale.data.stream.source import Source
 from freescale.data.stream.stream import (
     FIRST,
-    FOLDER,
     HISTORIES,
     STORE,
+    STREAM,
     Manifest,
     Stream,
     read_manifests,
@@ -60,7 +60,7 @@ class Follower:
 
     def __init__(self, config: RunConfig, folder: Path, transport: Transport, resume: bool) -> None:
         self._config, self._transport = config, transport
-        self.folder = folder / FOLDER
+        self.folder = folder / STREAM
         self.window: Manifest = {}
         self.stopping = self.again = False
         self._stream: Stream | None = None
@@ -217,7 +217,7 @@ class Follower:
 def prepare_followed(config: RunConfig, run: Path, data: str | None) -> Path:
     """The histories of the first window of a run or, with `data`, of these files: windows of other
     events, as if they had come to the run."""
-    stream = run / FOLDER
+    stream = run / STREAM
     if data is None:
         return stream / FIRST / HISTORIES
     state, cache, labels = read_state(stream), find_cache(config.data), config.model.labels
@@ -237,15 +237,14 @@ def find_evaluated(run: Path, histories: Path, progress: Mapping[str, Any]) -> i
     of other data (`prepare_followed`)."""
     stream = histories.parent.parent
     windows = [each["window"] for each in read_manifests(stream) if each["events"]]
-    if stream != run / FOLDER:
-        return int(windows[-1])
-    later = [window for window in windows if window > progress["stream"]["window"]]
-    if not later:
+    if stream == run / STREAM:
+        windows = [window for window in windows if window > progress["stream"]["window"]][:1]
+    if not windows:
         raise ValueError(
             f"{run}: no window has come that this checkpoint was not trained on: give other events "
             "with --data, or an earlier --checkpoint"
         )
-    return int(later[0])
+    return int(windows[-1])
 
 
 def open_stream(
@@ -262,10 +261,10 @@ def open_stream(
     """
     assert data.follow is not None
     declared = declare_events(data, find_cache(data))
-    asked = {name for each in declared if each.source == "context" for name in each.stored_columns}
+    context = {n for each in declared if each.source == "context" for n in each.stored_columns}
     features = {name: data.new_values for each in declared for name in list_stored(each)}
     features |= {name: 0 for each in declared if each.least > 1 for name in list_stored(each)}
-    parser = Parser(data, labels, features, asked)
+    parser = Parser(data, labels, features, context)
     if given is None:
         source = _open_source(data, parser)
     else:

@@ -163,7 +163,7 @@ class _Making:
         report("fit events", 0.0)
         of_events, texts = self._fit_events()
         attributes = self._sources.attributes.get("item")
-        file = None if self._follows else self._file
+        file = None if self._sources.follows else self._file
         write_parts(out, of_events["context"], file, attributes, self._item_rows)
         report("fit events", 1.0)
         about = {
@@ -173,15 +173,11 @@ class _Making:
             "item": to_json(items),
             "user": to_json(users),
             **{source: to_json(fitted) for source, fitted in of_events.items()},
-            "event_texts": dict.fromkeys(texts, ()) if self._follows else texts,
+            "event_texts": dict.fromkeys(texts, ()) if self._sources.follows else texts,
             "hour": (self._statistics or {}).get("hour") or measure_hour(self._file),
             "lines": self._lines,
         }
         (out / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
-
-    @property
-    def _follows(self) -> bool:
-        return self._config.follow is not None
 
     # ---- items
 
@@ -202,9 +198,8 @@ class _Making:
             pq.write_table(vocabulary, out / VOCABULARY)
         report("count items", 0.0)
         if self._file.any_ids:
-            if self._follows:  # most of them come later
-                counts = np.ones(len(ids), np.int64)
-            else:
+            counts = np.ones(len(ids), np.int64)  # of a stream: most of them come later
+            if not self._sources.follows:
                 counts = count_train_items(self._file, self._split, ids)
             rows = np.append(np.argsort(ids), -1)  # the last: any other item
         else:
@@ -302,7 +297,7 @@ class _Making:
             return []
         declared, read = self._open(source, report)
         values = self._read_ids(source, read)
-        if self._follows:  # by their ids: most of them come later
+        if self._sources.follows:  # by their ids: most of them come later
             ids = np.array(HashedIds(keep=False).encode(values), np.int64)
             refuse_repeated_ids(source, values, ids)
             order = np.argsort(ids)
@@ -382,7 +377,7 @@ class _Making:
                     counts += np.bincount(codes + 1, minlength=len(counts))
                 given, counts = {feature.columns[0]: pa.array(known, pa.string())}, counts[1:]
             one = fit_feature(feature, given, counts)
-            if self._follows and feature.kind == "categorical" and feature.least == 1:
+            if self._sources.follows and feature.kind == "categorical" and feature.least == 1:
                 one = replace(one, rows=one.rows + self._config.new_values)
             fitted[feature.source].append(one)
         self._lines += [describe_fitted(each, None) for of in fitted.values() for each in of]

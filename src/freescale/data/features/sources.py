@@ -200,10 +200,8 @@ def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
         return _refuse_lists(features)
     unknown = [feature.name for feature in features if feature.kind is None]
     if sources.follows:
-        raise ValueError(
-            f"feature {unknown[0]!r} with --follow: say its kind, as {unknown[0]}=categorical; the "
-            "events that would show it have not come"
-        )
+        name = unknown[0]
+        raise ValueError(f"feature {name!r} with --follow: say its kind, as {name}=categorical")
     columns = infer_events(sources, list(dict.fromkeys(unknown)))
     if request.listed is None:
         columns = [column for column in columns if column.used and column.feature.kind not in LISTS]

@@ -131,7 +131,6 @@ def select(
 
 
 ABOUT = "store.json"
-_TRIES = 10  # to open a store that grows
 
 
 class EventStore:
@@ -190,14 +189,13 @@ class EventStore:
         return total
 
 
-def open_growing(folder: Path) -> EventStore:
+def open_growing(folder: Path, tries: int = 10) -> EventStore:
     """Opens a store whose segments another process merges. All files are mapped: they may go."""
-    for left in reversed(range(_TRIES)):
-        try:
-            store = EventStore(folder)
-            _ = [segment.column(name) for segment in store.segments for name in store.columns]
-            break
-        except FileNotFoundError:
-            if not left:
-                raise
+    try:
+        store = EventStore(folder)
+        _ = [segment.column(name) for segment in store.segments for name in store.columns]
+    except FileNotFoundError:
+        if not tries:
+            raise
+        return open_growing(folder, tries - 1)
     return store

@@ -154,8 +154,6 @@ def _map(path: Path) -> NDArray[Any]:
     `ast`, which Python 3.11 cannot do in two threads (SystemError: recursion depth mismatch)."""
     with open(path, "rb") as file:
         head = file.read(256)
-    found = re.search(rb"'descr': '(.+?)'.*'shape': \((\d+),\)", head)
-    assert found is not None, path
+    ((kind, count),) = re.findall(rb"'descr': '(.+?)'.*'shape': \((\d+),\)", head)
     begin = 10 + int.from_bytes(head[8:10], "little")
-    kind, count = found[1].decode(), int(found[2])
-    return np.asarray(np.memmap(path, kind, "r", begin, (count,)))
+    return np.asarray(np.memmap(path, kind.decode(), "r", begin, (int(count),)))

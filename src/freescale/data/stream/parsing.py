@@ -73,10 +73,7 @@ class Parser:
         except NoEvents:
             return None
         if known := reader.layouts[0].outcomes & set(self._context):
-            raise ValueError(
-                f"{file}: {min(known)!r} is known only after a request, and a feature describes "
-                "the request by it; leave it out"
-            )
+            raise ValueError(f"{file}: {min(known)!r} is known only after a request; leave it out")
         table = pa.Table.from_batches(batches)
         times = reader.times.get(file)
         if times is None:

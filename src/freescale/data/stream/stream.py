@@ -7,8 +7,7 @@ those that are not.
     windows.jsonl    the manifest of each window
     waiting-N.arrow  events that were read and belong to windows that are not over
     first/           the events of the first window as a histories file, and the texts of hashed
-                     ids and of categories of all, as they came: the rows of later windows come
-                     later
+                     ids and categories of all, as they came: later rows are of later windows
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from freescale.data.stream.source import Chunk, Source
 from freescale.data.stream.windows import WindowRule
 
 Manifest = dict[str, Any]
-FOLDER = "stream"  # name of the folder, in that of a run
+STREAM = "stream"  # name of the folder, in that of a run
 FIRST, STORE, WINDOWS = "first", "store", "windows.jsonl"
 HISTORIES = "histories.parquet"
 _AHEAD = 2  # windows that a partition may be read ahead of the slowest one
@@ -479,13 +478,8 @@ class Stream:
         self._source.close()
 
 
-def read_unit(folder: Path) -> str | None:
-    """The unit of the times of a stream."""
-    unit: str | None = read_state(folder)["unit"]
-    return unit
-
-
 def read_state(folder: Path) -> dict[str, Any]:
+    """How a stream was made (`about`), the `unit` of its times, its `columns`, and what is read."""
     text = (folder / STORE / ABOUT).read_text(encoding="utf-8")
     state: dict[str, Any] = json.loads(text)["stream"]
     return state

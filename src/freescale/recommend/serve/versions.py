@@ -29,8 +29,7 @@ import torch
 from freescale.config import ServeConfig
 from freescale.data.catalogue import Catalogue
 from freescale.data.store.event_store import ABOUT, open_growing
-from freescale.data.stream.stream import FOLDER as STREAM
-from freescale.data.stream.stream import STORE
+from freescale.data.stream.stream import STORE, STREAM
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.serve.batching import Compute
 from freescale.recommend.serve.model_process import Remote, make_queries, serve_model
@@ -107,16 +106,14 @@ class Follower:
             if not self._closing:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _open(
-        self, about: dict[str, Any], seconds: float, items: Catalogue, values: Any
-    ) -> Version:
-        """Waits until the process of a version is ready, and makes its reader meanwhile. `values`:
-        those of features of events, with their numbers."""
+    def _open(self, about: dict[str, Any], applied: float, items: Catalogue, texts: Any) -> Version:
+        """Waits until the process of a version is ready, and makes its reader meanwhile. `texts`:
+        of values of events."""
         begin = time.perf_counter()
         remote = Remote(Connection(recv_handle(self._control)))
         loaded = replace(self._base.loaded, catalogue=items)
-        if loaded.features is not None and values is not None:
-            loaded = replace(loaded, features=loaded.features.adopt(values))
+        if loaded.features is not None and texts is not None:
+            loaded = replace(loaded, features=loaded.features.adopt(texts))
         if (self._store / ABOUT).is_file():  # users whose events the run has
             loaded = replace(loaded, histories=open_growing(self._store))
         recommender = Recommender(loaded, torch.device("meta"))
@@ -126,7 +123,7 @@ class Follower:
         remote.wait()
         version = Version(reader, remote.compute, remote.close)
         version.about = about | {"served": time.time()}
-        self.seconds = {"apply": seconds, "build": time.perf_counter() - begin}
+        self.seconds = {"apply": applied, "build": time.perf_counter() - begin}
         return version
 
     def close(self) -> None:
@@ -182,8 +179,9 @@ def _start_version(
     process.start()
     about = {name: last.about[name] for name in ("number", "step", "published", "trained_until")}
     texts = recommender.loaded.texts
-    values = None if texts is None else texts.filter(pc.starts_with(texts["column"], "category."))
-    control.send((None, (about, time.perf_counter() - begin, recommender.items, values)))
+    if texts is not None:
+        texts = texts.filter(pc.starts_with(texts["column"], "category."))
+    control.send((None, (about, time.perf_counter() - begin, recommender.items, texts)))
     send_handle(control, ours.fileno(), os.getppid())
     for pipe in (ours, theirs):
         pipe.close()
