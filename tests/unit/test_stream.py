@@ -164,6 +164,10 @@ def test_values_of_features_come_at_any_time(tmp_path):
         }
         assert window["values"] == pytest.approx(expected)
     assert window["values"]["channel/unknown"]
+    with pytest.raises(ValueError, match="'action' is known only after a request"):
+        read_on(open_one(tmp_path / "t", tmp_path / "in", features="context.action=categorical"))
+    with pytest.raises(ValueError, match="'channel' with --follow: say its kind"):
+        open_one(tmp_path / "t", tmp_path / "in", features="channel")
     with pytest.raises(ValueError, match="new_values 6, and now it is 7"):
         open_one(tmp_path / "s", tmp_path / "in", features=FEATURES, new_values=7)
 

@@ -183,10 +183,8 @@ class StreamedUsers(KnownUsers):
         assert isinstance(loaded.histories, EventStore)
         self._loaded, self._store = loaded, loaded.histories
         self._named: dict[int, Any] = {}
-
-    @cached_property
-    def numbers(self) -> NDArray[np.int64]:
-        return np.unique(np.concatenate([segment.users for segment in self._store.segments]))
+        # here, and not in the first request
+        self.numbers = np.unique(np.concatenate([part.users for part in self._store.segments]))
 
     def __len__(self) -> int:
         return len(self.numbers)
