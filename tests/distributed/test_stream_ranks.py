@@ -35,6 +35,7 @@ from freescale.data.batches.loader import Histories
 from freescale.data.store.build import build_store
 from freescale.train.build import build_specs, evaluate_part, load_features, prepare_data
 from freescale.train.callbacks import Callback
+from freescale.train.follow import prepare_followed
 from freescale.train.time_order import find_windows
 from freescale.train.trainer import Trainer
 from freescale.transport.local import LocalTransport
@@ -53,6 +54,7 @@ def configure_run(source, **settings):
     """Events, items and users have features; more values come than have rows."""
     known = write_attributes(source.parent)
     known |= {"new_values": 9, "keep_checkpoints": 99, "full_every": 20}
+    known |= {"rows": "item=dynamic:64,action=dynamic:8"}
     return configure(source, source.parent / "cache", **known, **settings)
 
 
@@ -187,6 +189,15 @@ def test_a_checkpoint_is_evaluated_on_the_next_window(calm, tmp_path):
     assert json.loads(path.read_text())["quality"] == line["validation"]
     done = freescale("eval", folder)
     assert done.returncode and "no window has come that this checkpoint" in done.stderr
+    # Values of other events keep the rows that they have in the run, in whatever order they come.
+    config = RunConfig.read(folder)
+    pq.write_table(events.slice(400), tmp_path / "late.parquet")
+    other = prepare_followed(config, folder, str(tmp_path / "late.parquet"))
+    own = prepare_followed(config, folder, None)
+    found, known = (load_features(config, path, folder) for path in (other, own))
+    for fitted, expected in zip(found.event, known.event, strict=True):
+        assert fitted.categories[: len(expected.categories)] == expected.categories
+    assert found.event[0].categories == known.event[0].categories != ()
 
 
 def test_users_of_the_stream(source, calm, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -168,7 +168,9 @@ class KnownUsers:
         if features is not None and features.event_rows:
             given = {name: columns[name] for name in features.event_columns}
             codes = features.find_events(given)
-        actions = columns["action"] if self._has_actions else None
+        actions, table = None, cast(Any, loaded.module.action)
+        if table is not None:  # an action that is new has the last row
+            actions = columns["action"].clip(max=table.num_embeddings - 1)
         known = None if keys is None else columns["item_id"]
         return Past(lengths, items, columns["timestamp"], actions, codes, keys=known)
 
