@@ -122,7 +122,9 @@ def test_the_last_windows_alone_are_trained(data, tmp_path):
 
 def open_part(config, part, **more):
     path = prepare_data(config)
-    specs = build_specs(config, part) | find_windows(config, path, find_cache(config), part, None)
+    specs = build_specs(config, part) | find_windows(
+        config, path, find_cache(config.data), part, None
+    )
     return Histories(path, 16, **(specs | more))
 
 

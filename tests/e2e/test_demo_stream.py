@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+from pathlib import Path
 from urllib.request import urlopen
 
 from helpers.command import Begun, wait_for
@@ -35,3 +37,19 @@ def test_events_are_trained_and_served_while_they_come(tmp_path):
         result = process.ended()
     assert result.returncode == 130, result.stderr
     assert "stopped" in (folder / "train.log").read_text()
+
+
+def test_a_demo_that_is_killed_leaves_no_process(tmp_path):
+    folder = tmp_path / "demo"
+    with Begun("demo", "stream", "--port", 0, "--folder", folder, "--seconds", 3000) as process:
+        wait_for(lambda: process.ranks() or not process.runs())
+        (trainer,) = process.ranks()
+        os.kill(process.pid, signal.SIGKILL)
+        wait_for(lambda: has_ended(trainer))
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
+import pyarrow as pa
 import pytest
+from helpers import streams
 from helpers.command import wait_for
-from helpers.deltas import EVICTING, list_states, train
+from helpers.deltas import EVICTING, export, find_differences, list_states, read_export, train
 from helpers.serving import Serving, serving
 from helpers.time_order import START, configure, write_events
 
@@ -157,6 +159,50 @@ def test_a_damaged_delta_leaves_the_old_version(states, tmp_path):
         wait_for(lambda: server.get("/healthz")["status"] == "ok")
         assert server.measure("freescale_delta_alarm") == 0
         assert server.post("/recommend", history=HISTORY, k=8)["version"] == 2
+
+
+def test_users_of_the_run_that_is_followed(tmp_path):
+    """Their events are those of the windows, with what was posted since."""
+    parts = streams.split(streams.add_features(streams.make_events()), 6)
+    for name, part in parts[:5]:
+        streams.move(tmp_path / "in", name, part)
+    given = {"features": "channel=categorical", "deltas": "window", "new_values": 50}
+    config = streams.configure(tmp_path / "in", tmp_path / "cache", **given)
+    streams.train_alone(config, tmp_path / "run")
+
+    rows = pa.concat_tables(part for _, part in parts).to_pylist()
+    new = {row["channel"] for row in rows[500:]} - {row["channel"] for row in rows[:500]}
+
+    def read(user: str) -> list[dict]:
+        (*_, last) = streams.read_windows(tmp_path / "run" / "stream")
+        mine = [r for r in rows if r["user_id"] == user and r["timestamp"] < last["to"]]
+        names = {"item": "item_id", "time": "timestamp", "action": "action", "channel": "channel"}
+        return [{name: r[column] for name, column in names.items()} for r in mine]
+
+    deltas = tmp_path / "run" / "deltas"
+    with serving(tmp_path / "run", "--follow", "--no-access-log") as server:
+        first = read("u3")
+        assert agree(pairs(server.post("/recommend", user="u3", k=8)), expect(deltas, [first])[0])
+        event = {"item": "i3", "time": first[-1]["time"] + 60, "action": 1, "channel": "c1"}
+        server.post("/events", user="u3", events=[event])
+        found = server.post("/recommend", user="u3", k=8)
+        assert agree(pairs(found), expect(deltas, [[*first, event]])[0])
+        streams.move(tmp_path / "in", *parts[5])
+        streams.train_alone(config, tmp_path / "run", resume=True)
+        last = Subscriber(deltas)
+        await_version(server, last.number)
+        last.write(tmp_path / "written")
+        whole = export(tmp_path / "run", tmp_path / "export", last.last.step)
+        assert find_differences(read_export(tmp_path / "written"), whole) == []
+        other = next(row["user_id"] for row in rows[500:] if row["channel"] in new)
+        second = read(other)
+        assert new & {row["channel"] for row in second}  # values that came since
+        assert agree(pairs(server.post("/recommend", user=other, k=8)), expect(deltas, [second])[0])
+        found = server.post("/recommend", user="u3", k=8)  # what the server keeps
+        assert agree(pairs(found), expect(deltas, [[*first, event]])[0])
+        found = server.post("/recommend", history=second, k=8)
+        assert agree(pairs(found), expect(deltas, [second])[0])
+        server.refuse("/recommend", {"user": "nobody"}, 404)
 
 
 def test_a_run_that_has_published_nothing(tmp_path):

@@ -9,7 +9,7 @@ import time
 
 import pyarrow as pa
 from helpers.command import Begun, freescale, wait_for
-from helpers.streams import START, make_events, move, split
+from helpers.streams import START, add_features, make_events, move, split, write_attributes
 
 SMALL = ["--device", "cpu", "--global-batch", "8", "--width", "8", "--negatives", "8", "--layers"]
 SMALL += ["1", "--heads", "1", "--max-length", "12", "--window", "1h", "--event-id", "event"]
@@ -29,10 +29,12 @@ def read_lines(folder, key):
 
 def test_a_run_on_two_ranks_is_killed_and_goes_on(tmp_path):
     """Files come late and twice; what it trains is what an undisturbed run trains."""
-    parts = split(make_events(), 6)
+    parts = split(add_features(make_events()), 6)
     for name, part in parts:
         move(tmp_path / "calm-in", name, part)
-    common = [*SMALL, "--cache", tmp_path / "cache", "--nproc", 2]
+    common = [*SMALL, "--cache", tmp_path / "cache", "--nproc", 2, "--new-values", 9]
+    for name, value in write_attributes(tmp_path).items():
+        common += [f"--{name}", value]
     done = freescale(
         *("train", "--follow", tmp_path / "calm-in", "--folder", tmp_path / "calm", *common)
     )
@@ -69,6 +71,7 @@ def test_a_run_on_two_ranks_is_killed_and_goes_on(tmp_path):
     page = freescale("report", run, "--out", tmp_path / "report.html")
     assert page.returncode == 0, page.stderr
     text = (tmp_path / "report.html").read_text()
+    assert "Windows: channel/unknown" in text and "Windows: price/mean" in text
     assert "Windows of the stream" in text and "Windows: new items" in text
     begin = time.strftime("%Y-%m-%d %H:%M", time.gmtime(START))
     assert begin in text and "Windows: admitted" in text

@@ -36,6 +36,31 @@ def make_events(count: int = 600, hours: int = 12, seed: int = 0, text: bool = T
     )
 
 
+def add_features(table: pa.Table) -> pa.Table:
+    """With a channel, further ones of which come all the time, and a price."""
+    random, count = np.random.default_rng(9), table.num_rows
+    channels = [f"c{n}" for n in random.integers(0, 3 + np.arange(count) // 30)]
+    missing = random.random(count) < 0.1
+    prices = random.integers(0, 40, count) / 4
+    table = table.append_column("channel", pa.array(channels, mask=missing))
+    return table.append_column("price", pa.array(prices, mask=random.random(count) < 0.1))
+
+
+def write_attributes(folder: Path, text: bool = True) -> dict[str, str]:
+    """Files of items and users, a few of them missing; and settings of runs that read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("item", 40), ("user", 20)):
+        ids = [n for n in range(count) if n % 9]
+        table = {f"{name}_id": [f"{name[0]}{n}" for n in ids] if text else ids}
+        table |= {f"{name}_kind": [f"{name}-{n % 6}" for n in ids]}
+        pq.write_table(pa.table(table), folder / f"{name}s.parquet")
+    paths = {f"{name}s": str(folder / f"{name}s.parquet") for name in ("item", "user")}
+    return paths | {"features": f"{FEATURES},item_kind,user_kind"}
+
+
+FEATURES = "channel=categorical,price=numeric:4,context.channel=categorical"
+
+
 def move(folder: Path, name: str, table: pa.Table) -> Path:
     """Writes a file elsewhere and moves it into the folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.checkpoints import killed_at
 from helpers.streams import (
+    FEATURES,
     HOUR,
     START,
+    add_features,
     configure,
     describe_windows,
     make_events,
@@ -123,6 +125,51 @@ def test_a_folder_becomes_windows(tmp_path):
     assert [window["texts"][0] for window in windows] == np.cumsum(
         [0, *(window["texts"][1] for window in windows[:-1])]
     ).tolist()
+
+
+def test_values_of_features_come_at_any_time(tmp_path):
+    """Categories have the number in which they came; a window counts what is new."""
+    events = add_features(make_events())
+    feed(tmp_path / "in", events)
+    settings = {"features": FEATURES, "new_values": 6}
+    stream = open_one(tmp_path / "s", tmp_path / "in", **settings)
+    read_on(stream, 5)
+    del stream  # killed
+    stream = open_one(tmp_path / "s", tmp_path / "in", **settings)
+    read_on(stream)
+    texts = pq.read_table(tmp_path / "s" / "first" / "vocabulary.parquet").to_pylist()
+    texts = {row["id"]: row["text"] for row in texts if row["column"] == "category.channel"}
+    over = events.slice(0, sum(w["events"] for w in read_windows(tmp_path / "s"))).to_pylist()
+    expected = sorted(over, key=lambda row: hash_ids([row["user_id"]]).item())
+    found = read_store(tmp_path / "s", "category.channel", "number.price")
+    assert [texts.get(row[3]) for row in found] == [row["channel"] for row in expected]
+    prices = [None if np.isnan(row[4]) else row[4] for row in found]
+    assert prices == [row["price"] for row in expected]
+    channels = [row["channel"] for row in over if row["channel"] is not None]
+    assert list(texts.values()) == list(dict.fromkeys(channels))
+    known, first, end = [], 0, None
+    for window in read_windows(tmp_path / "s"):
+        own = over[first : (first := first + window["events"])]
+        values = [row["channel"] for row in own if row["channel"] is not None]
+        new = [each for each in dict.fromkeys(values) if each not in known]
+        known += new
+        end = end or len(known) + 6
+        given = [row["price"] for row in own if row["price"] is not None]
+        expected = {
+            "channel/new": len(new),
+            "channel/unknown": sum(each in known[end:] for each in values) / len(own),
+            "channel/missing": 1 - len(values) / len(own),
+            "price/missing": 1 - len(given) / len(own),
+            "price/mean": np.mean(given),
+        }
+        assert window["values"] == pytest.approx(expected)
+    assert window["values"]["channel/unknown"]
+    with pytest.raises(ValueError, match="'action' is known only after a request"):
+        read_on(open_one(tmp_path / "t", tmp_path / "in", features="context.action=categorical"))
+    with pytest.raises(ValueError, match="'channel' with --follow: say its kind"):
+        open_one(tmp_path / "t", tmp_path / "in", features="channel")
+    with pytest.raises(ValueError, match="new_values 6, and now it is 7"):
+        open_one(tmp_path / "s", tmp_path / "in", features=FEATURES, new_values=7)
 
 
 def test_formats_and_times_of_several_kinds(tmp_path):
@@ -257,11 +304,11 @@ def test_files_that_do_not_fit(tmp_path, second, message):
 def test_a_killed_reader_changes_nothing(tmp_path):
     """Killed before each operation on files in turn: the next one finds the windows as they would
     have been."""
-    feed(tmp_path / "in", make_events(60, 3), 2)
-    options = {"event_id": "event", "late": "next"}
+    feed(tmp_path / "in", add_features(make_events(60, 3)), 2)
+    options = {"event_id": "event", "late": "next", "features": FEATURES}
     read_on(open_one(tmp_path / "calm", tmp_path / "in", **options))
     expected = describe_windows(read_windows(tmp_path / "calm"))
-    events = read_store(tmp_path / "calm", "event_id")
+    events = read_store(tmp_path / "calm", "event_id", "category.channel")
     number, reached = 0, True
     while reached:
         folder = tmp_path / "s"
@@ -273,7 +320,7 @@ def test_a_killed_reader_changes_nothing(tmp_path):
         reached = killed_at(number, follow)
         follow()
         assert describe_windows(read_windows(folder)) == expected
-        assert read_store(folder, "event_id") == events
+        assert read_store(folder, "event_id", "category.channel") == events
         number += 1 + number // 8
     assert number > 25
     names = {path.name for path in folder.iterdir()}
@@ -300,7 +347,7 @@ def test_settings_stay_as_they_are(tmp_path):
         ({"data": "other"}, "--data other with --follow"),
         ({"split": "none"}, "--split none with --order time"),
         ({"lateness": "soon"}, "--lateness must be a length of time"),
-        ({"users": "users.csv"}, "--users with --follow"),
+        ({"features": "auto"}, "--features auto with --follow"),
         ({"follow": None, "data": "x", "late": "drop"}, "--late drop is of --follow"),
     ],
 )

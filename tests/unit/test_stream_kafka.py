@@ -7,9 +7,12 @@ import json
 import time
 
 import fastavro
+import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import Producer
 from helpers.streams import (
+    FEATURES,
+    add_features,
     describe_windows,
     make_events,
     open_one,
@@ -28,6 +31,7 @@ SCHEMA = {
         {"name": "event", "type": ["null", "string"]},
     ],
 }
+TEXTS = "first/vocabulary.parquet"  # of a stream
 PARTITIONS = 4  # of a topic of the mock
 
 
@@ -54,10 +58,14 @@ def read_until(stream, count):
 def test_a_topic_becomes_windows_across_restarts(cluster, tmp_path):
     """Every event once, whenever the reader was killed, and whatever came twice."""
     producer, address = cluster
-    events = make_events().to_pylist()
+    events = add_features(make_events()).to_pylist()
+    for number, event in enumerate(events):
+        del event["channel" if event["channel"] is None else "price"]  # JSON leaves fields out
+        event |= {"note": "last"} if number > 500 else {}
     send(producer, "once", events)
     url = f"kafka://{address}/once"
-    calm = open_one(tmp_path / "calm", url, event_id="event")
+    options = {"event_id": "event", "features": f"{FEATURES},note=categorical"}
+    calm = open_one(tmp_path / "calm", url, **options)
     read_until(calm, 11)
     calm.close()
     windows = read_windows(tmp_path / "calm")
@@ -70,13 +78,18 @@ def test_a_topic_becomes_windows_across_restarts(cluster, tmp_path):
         part = events[first : first + 200]
         send(producer, "pieces", part)
         send(producer, "pieces", part[:13])  # a producer that tries again
-        stream = open_one(tmp_path / "s", url, event_id="event")
+        stream = open_one(tmp_path / "s", url, **options)
         over = max(0, part[-1]["timestamp"] // 3600 - events[0]["timestamp"] // 3600 - 1)
         read_until(stream, over)
         del stream  # killed: what was read behind the last manifest is read again
-    stream = open_one(tmp_path / "s", url, event_id="event")
+    stream = open_one(tmp_path / "s", url, **options)
     read_until(stream, 11)
-    assert read_store(tmp_path / "s", "event_id") == read_store(tmp_path / "calm", "event_id")
+    columns = "event_id", "category.channel", "category.note"
+    assert read_store(tmp_path / "s", *columns) == read_store(tmp_path / "calm", *columns)
+    texts = [pq.read_table(tmp_path / each / TEXTS).to_pydict() for each in ("s", "calm")]
+    assert texts[0] == texts[1] and "last" in texts[0]["text"]
+    found, expected = (describe_windows(read_windows(tmp_path / e)) for e in ("s", "calm"))
+    assert found == expected
     stream.close()
 
 

@@ -94,7 +94,7 @@ def inspect(data: str, write_schema: Path | None, **given: Any) -> None:
     )
     for line in describe_inspection(found):
         click.echo(_spell(line))
-    lines, features, notes = inspect_features(config.data, find_cache(config))
+    lines, features, notes = inspect_features(config.data, find_cache(config.data))
     for line in lines:
         click.echo(_spell(line))
     if write_schema is not None:

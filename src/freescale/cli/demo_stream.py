@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import click
 
 from freescale.cli.errors import exit_cleanly
 from freescale.cli.options import PATH, format_arguments
+from freescale.launch.ranks import LAUNCHER
 
 _USERS, _ITEMS = 2000, 1000
 _PAUSE = 0.5  # seconds between two files of events
@@ -179,7 +181,8 @@ def begin_command(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[
     """`freescale ...` inside the block; then it gets SIGTERM, as a service would."""
     command = [sys.executable, "-m", "freescale", *arguments]
     with open(log, "wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        own = os.environ | {LAUNCHER: str(os.getpid())}  # it ends with us, even if we are killed
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=own)
         try:
             yield process
         finally:

@@ -62,15 +62,19 @@ def evaluate(
     Ranks every target among all items of the catalogue, and also evaluates the popularity
     baseline. Ranking tasks are evaluated by NE, AUC and GAUC. All metrics are written to
     eval-PART.json in the run's folder, those of other data to eval-PART-DIGEST.json.
+
+    Of a run with --follow, the window after that of the checkpoint is evaluated, or the last one of
+    --data, whose events are read as those of the run.
     """
     run_folder = open_run(run_folder)
-    given = {"data": data, "device": device}
-    config = RunConfig.from_settings(given, read_config(run_folder))
-    if data is None:
+    given, config = {"data": data, "device": device}, read_config(run_folder)
+    follows = config.data.follow is not None
+    config = RunConfig.from_settings({**given, "data": None if follows else data}, config)
+    if data is None and not follows:
         refuse_missing_data(config, run_folder)
     if not is_rank():
         try:
-            prepare_data(config)
+            prepare_data(config, run_folder, data)
         except ValueError as error:
             if data is not None or "no such file" not in str(error):
                 raise
@@ -84,7 +88,10 @@ def evaluate(
             return launch(arguments, nproc, port)
     from freescale.train.commands import run_evaluation
 
-    run_evaluation(config, run_folder, part, lambda: prepare_data(config), checkpoint, ranks)
+    def prepare() -> Path:
+        return prepare_data(config, run_folder, data)
+
+    run_evaluation(config, run_folder, part, prepare, checkpoint, ranks, data)
     return 0
 
 

@@ -14,7 +14,7 @@ from freescale.cli.layout import GroupedCommand
 from freescale.cli.options import PATH, add_settings, format_arguments, select_given
 from freescale.cli.runs import add_nproc, add_port, show_progress
 from freescale.config import ServeConfig
-from freescale.launch.ranks import is_rank, launch
+from freescale.launch.ranks import follow_launcher, is_rank, launch
 
 
 @click.command()
@@ -123,5 +123,6 @@ def serve(folder: Path, **given: Any) -> None:
         raise ValueError(
             f"{error.name} is missing: `pip install 'freescale[serve]'` has what a server needs"
         ) from None
+    follow_launcher()
     with open_socket(config) as listener:
         run(folder, config, listener, click.echo)

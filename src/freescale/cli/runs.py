@@ -74,14 +74,18 @@ def show_progress() -> Iterator[Callable[[str, float], None] | None]:
         yield show
 
 
-def prepare_data(config: RunConfig) -> Path:
+def prepare_data(config: RunConfig, run: Path | None = None, other: str | None = None) -> Path:
     """Returns the histories file of the data, and makes the event store of a run in order of time.
-    One process of a machine makes them; the others wait."""
+    One process of a machine makes them; the others wait. `run`, `other`: of a run that follows a
+    source, as of `prepare_followed`."""
     from freescale.train.build import find_cache, prepare_data
+    from freescale.train.follow import prepare_followed
     from freescale.train.time_order import prepare_windows
 
+    if run is not None and config.data.follow is not None:
+        return prepare_followed(config, run, other)
     with show_progress() as progress:
         path = prepare_data(config, progress)
         if config.data.order == "time":
-            prepare_windows(config, path, find_cache(config), progress)
+            prepare_windows(config, path, find_cache(config.data), progress)
         return path

@@ -23,15 +23,8 @@ FORMATS = (*_GENERAL, *_DATA_SETS)
 OF_RANKING = ("anchor_actions", "min_history", "history_pools")
 OF_TIME = ("window", "windows", *OF_RANKING)
 # Settings of --follow.
-OF_STREAM = (
-    "lateness",
-    "late",
-    "event_id",
-    "event_id_windows",
-    "stop_when_idle",
-    "idle_partition",
-    "avro_schema",
-)
+_STREAM = "lateness late event_id event_id_windows stop_when_idle idle_partition avro_schema"
+OF_STREAM = (*_STREAM.split(), "new_values")
 
 
 @dataclass(frozen=True)
@@ -143,6 +136,9 @@ class DataConfig(Checked):
     avro_schema: str | None = option(
         None, "schema of the values of a topic (--follow kafka://), a file; default: they are JSON"
     )
+    new_values: int = option(
+        1000, "with --follow, rows of a categorical feature for values that come later", minimum=0
+    )
     stop_when_idle: float | None = option(
         None, "with --follow, seconds without an event after which the run ends", above=0.0
     )
@@ -229,8 +225,10 @@ class DataConfig(Checked):
                 f"--data {self.data} with --follow {self.follow}: all events come from one source; "
                 "move the files into the folder that is followed, or leave --data out"
             )
-        if self.users is not None:
-            raise ValueError("--users with --follow: attributes of users do not come; leave it out")
+        if self.features == "auto":
+            raise ValueError(
+                "--features auto with --follow: name the columns and kinds, as channel=categorical"
+            )
         object.__setattr__(self, "data", self.follow)
         object.__setattr__(self, "order", "time")
 

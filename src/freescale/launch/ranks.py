@@ -22,11 +22,11 @@ from freescale.launch.signals import REQUEUE, SIGNALS, is_second
 from freescale.transport.shared_gpu import GpuBusy
 from freescale.worker_server import count_cores
 
-_LAUNCHER = "FREESCALE_LAUNCHER"  # process id of the launcher, set for its ranks
+LAUNCHER = "FREESCALE_LAUNCHER"  # process id of the launcher, set for its ranks
 # environment variables that identify a rank
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    _LAUNCHER,
+    LAUNCHER,
 )
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 # seconds after a failure until the other ranks get SIGTERM. Connected ranks notice a failure
@@ -64,14 +64,14 @@ def is_rank() -> bool:
 
 def has_launcher() -> bool:
     """Whether `launch` started this process and handles its failures."""
-    return _LAUNCHER in os.environ
+    return LAUNCHER in os.environ
 
 
 def follow_launcher() -> None:
     """Asks the kernel to send this rank SIGTERM when its launcher (`launch` or torchrun) dies. The
     rank then saves, exits and releases the run's folder. Linux only; elsewhere ranks outlive their
     launcher."""
-    launcher, torchrun = os.environ.get(_LAUNCHER), "TORCHELASTIC_RUN_ID" in os.environ
+    launcher, torchrun = os.environ.get(LAUNCHER), "TORCHELASTIC_RUN_ID" in os.environ
     if not (launcher or torchrun) or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
@@ -214,7 +214,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        _LAUNCHER: str(os.getpid()),
+        LAUNCHER: str(os.getpid()),
     }
     # Ranks that each use all cores slow each other down. The user's own value takes precedence.
     return {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", **os.environ, **joined}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from freescale.data.ingest.digest import compute_digest
 from freescale.recommend.filters import find_offered, read_ids
-from freescale.recommend.known_users import KnownUsers
+from freescale.recommend.known_users import KnownUsers, open_users
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.requests import Requests
 from freescale.stores.path import is_store, remove_tree
@@ -81,7 +81,7 @@ def run_job(
         Lines for people: what was written and what was left out.
     """
     loaded = recommender.loaded
-    people = KnownUsers(loaded, job.before)
+    people = open_users(loaded, job.before)
     samples, lines = np.arange(len(people)), []
     if job.users != "all":
         samples = np.sort(people.find(read_ids(job.users, "user")))

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from freescale.data.batches.specs import find_dtype
 from freescale.data.batches.splits import find_ends
 from freescale.data.catalogue import read_texts, to_integer
-from freescale.data.histories import RowGroup
+from freescale.data.histories import HistoriesFile, RowGroup
+from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ranges import list_ranges
+from freescale.data.store.event_store import EventStore
 from freescale.recommend.inputs import Past, encode
 from freescale.recommend.loading import Loaded
 from freescale.train.time_order import find_split
 
 Samples = Sequence[int] | NDArray[np.int64]  # places in the histories file
+
+
+def open_users(loaded: Loaded, before: str | None = None) -> KnownUsers:
+    """The users of a run, and arguments as of `KnownUsers`."""
+    streamed = isinstance(loaded.histories, EventStore)
+    return StreamedUsers(loaded, before) if streamed else KnownUsers(loaded, before)
 
 
 class KnownUsers:
@@ -36,6 +45,7 @@ class KnownUsers:
             raise ValueError(
                 f"{loaded.folder} is an export, which knows no users: give their histories"
             )
+        assert isinstance(loaded.histories, HistoriesFile)
         self._loaded, self._file, self._before = loaded, loaded.histories, before
         self._split = find_split(loaded.config, loaded.histories.path, before or "train")
 
@@ -158,5 +168,51 @@ class KnownUsers:
         if features is not None and features.event_rows:
             given = {name: columns[name] for name in features.event_columns}
             codes = features.find_events(given)
-        actions = columns["action"] if self._has_actions else None
-        return Past(lengths, items, columns["timestamp"], actions, codes)
+        actions, table = None, cast(Any, loaded.module.action)
+        if table is not None:  # an action that is new has the last row
+            actions = columns["action"].clip(max=table.num_embeddings - 1)
+        known = None if keys is None else columns["item_id"]
+        return Past(lengths, items, columns["timestamp"], actions, codes, keys=known)
+
+
+class StreamedUsers(KnownUsers):
+    """Users of a run that follows a source, with the events of all windows that are over. Their
+    texts are not kept: `name` has hashes, but for users that were named to `find`."""
+
+    def __init__(self, loaded: Loaded, before: str | None = None) -> None:
+        if before is not None:
+            raise ValueError(f"--before {before} with a run that follows a source: leave it out")
+        assert isinstance(loaded.histories, EventStore)
+        self._loaded, self._store = loaded, loaded.histories
+        self._named: dict[int, Any] = {}
+        # here, and not in the first request
+        self.numbers = np.unique(np.concatenate([part.users for part in self._store.segments]))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def find(self, users: Sequence[Any]) -> NDArray[np.int64]:
+        ids = hash_ids([str(user) for user in users]).numpy()
+        samples = np.searchsorted(self.numbers, ids).clip(max=len(self) - 1)
+        if (wrong := np.flatnonzero(self.numbers[samples] != ids)).size:
+            raise ValueError(f"user {users[wrong[0]]!r} is in no window: give the history instead")
+        self._named |= dict(zip(ids.tolist(), users, strict=True))
+        return samples
+
+    def name(self, samples: Samples) -> list[Any]:
+        numbers = self.numbers[np.asarray(samples, np.int64)].tolist()
+        return [self._named.get(number, number) for number in numbers]
+
+    def read(self, samples: Samples) -> tuple[Past, Tensor | None, Tensor | None]:
+        users, loaded = self.numbers[np.asarray(samples, np.int64)], self._loaded
+        located = self._store.locate(users)
+        events = self._store.select(located, np.zeros_like(located.lengths), located.lengths)
+        columns = {name: events.read(name, find_dtype(name)) for name in self._columns}
+        features, of_users, context = loaded.features, None, None
+        if features is not None and features.user_rows:
+            of_users = encode(features.user, {}, len(users))
+            if loaded.checkpoint is not None:  # exports describe no users
+                of_users = features.find_users(users)
+        if features is not None and features.context_rows:
+            context = encode(features.context, {}, len(users))
+        return self._make_past(located.lengths, columns), of_users, context

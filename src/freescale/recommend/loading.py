@@ -17,7 +17,8 @@ from freescale.data.catalogue import Catalogue
 from freescale.data.features.store import ABOUT, FOLDER, FeatureStore
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY
-from freescale.data.stream.stream import FIRST, HISTORIES
+from freescale.data.store.event_store import EventStore, open_growing
+from freescale.data.stream.stream import FIRST, HISTORIES, STORE, STREAM
 from freescale.models.features import FeatureTables
 from freescale.stores.runs import find_checkpoints, open_run
 from freescale.train.build import (
@@ -28,7 +29,6 @@ from freescale.train.build import (
 )
 from freescale.train.export import read_weights
 from freescale.train.export_folder import EXPORT, RunData
-from freescale.train.follow import FOLDER as STREAM
 from freescale.train.state.intact import Intact, find_checkpoint
 from freescale.transport.local import LocalTransport
 
@@ -50,7 +50,7 @@ class Loaded:
         catalogue: the items.
         features: of users, events and requests; None without features.
         vocabulary: texts of users and actions; None if they are integers.
-        histories: of a run, those of its data; None for an export, and a run that follows a source.
+        histories: of a run, those of its data, or the events of its stream; None for an export.
         time_unit: of timestamps; None if it is not known.
         checkpoint: of a run; None for an export.
         described: of a run, its data.
@@ -63,7 +63,7 @@ class Loaded:
     catalogue: Catalogue
     features: FeatureStore | None
     vocabulary: Path | None
-    histories: HistoriesFile | None
+    histories: HistoriesFile | EventStore | None
     time_unit: str | None
     checkpoint: Intact | None
     described: RunData | None = None
@@ -111,7 +111,7 @@ def _load_run(folder: Path, checkpoint: str | None, data: str | None) -> Loaded:
     described, progress = RunData(config, folder, path, features), found.state["progress"]
     catalogue = described.list_items(weights["table.item"], progress)
     module = build_plain(config, weights, catalogue, features)
-    file = None if follows else described.file
+    file = open_growing(folder / STREAM / STORE) if follows else described.file
     more = described.vocabulary, file, described.time_unit, found, described
     return Loaded(folder, config, module, catalogue, features, *more)
 
@@ -121,7 +121,9 @@ def _load_export(folder: Path) -> Loaded:
 
     about: dict[str, Any] = json.loads((folder / EXPORT).read_text(encoding="utf-8"))
     config = RunConfig.read(folder)
-    features = FeatureStore(folder / FOLDER) if (folder / FOLDER / ABOUT).is_file() else None
+    features, values = None, [folder / VOCABULARY] if config.data.follow else []
+    if (folder / FOLDER / ABOUT).is_file():
+        features = FeatureStore(folder / FOLDER, values)
     weights = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     catalogue = Catalogue.read(folder)
     module = build_plain(config, weights, catalogue, features)

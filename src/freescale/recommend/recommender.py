@@ -22,7 +22,7 @@ from freescale.kernels.best_items import find_best
 from freescale.recommend.approximate import ApproximateIndex
 from freescale.recommend.filters import find_offered
 from freescale.recommend.inputs import HistoryReader
-from freescale.recommend.known_users import KnownUsers
+from freescale.recommend.known_users import KnownUsers, open_users
 from freescale.recommend.loading import Loaded, load_model
 from freescale.recommend.requests import Requests, add_candidates, make_batch, split_requests
 
@@ -146,7 +146,7 @@ class Recommender:
     @cached_property
     def known_users(self) -> KnownUsers:
         """The users of a run's data."""
-        return KnownUsers(self.loaded)
+        return open_users(self.loaded)
 
     def read(
         self,

@@ -18,8 +18,10 @@ from freescale.config.time_order import DEFAULT_WINDOW
 from freescale.data.catalogue import read_texts
 from freescale.data.features.store import ABOUT, FOLDER
 from freescale.data.ingest.ids import VOCABULARY
+from freescale.data.store.event_store import EventStore
 from freescale.models.heads import Ranking, Retrieval
 from freescale.recommend import example
+from freescale.recommend.known_users import open_users
 from freescale.recommend.loading import Loaded
 from freescale.recommend.portable import Input, PaddedHead, trace
 
@@ -163,8 +165,10 @@ def describe_model(loaded: Loaded) -> dict[str, Any]:
         "torch": torch.__version__,
         "data": {
             "source": Path(config.data.data).name,
-            "users": histories.num_samples,
-            "events": round(histories.mean_length * histories.num_samples),
+            "users": len(open_users(loaded)),
+            "events": histories.num_events
+            if isinstance(histories, EventStore)
+            else round(histories.mean_length * histories.num_samples),
             "items": len(loaded.catalogue.listed),
             "split": "windows" if config.data.order == "time" else config.data.split,
             "split_time": config.data.split_time,

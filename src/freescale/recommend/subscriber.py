@@ -96,6 +96,8 @@ class Subscriber:
         has_features = (folder / FOLDER / ABOUT).is_file()
         features = FeatureStore(folder / FOLDER) if has_features else None
         config, weights = RunConfig.read(folder), dict(state.weights)
+        if features is not None and config.data.follow and state.vocabulary is not None:
+            features = features.adopt(state.vocabulary)
         if features is not None:  # the features of items are added to their rows
             item = weights["table.item"]
             weights["table.item"] = item | {"weight": item["weight"].clone()}

@@ -185,11 +185,13 @@ def _render(run: Run, lines: Sequence[dict[str, Any]]) -> str:
         if "validation" in entry and "window" in entry
     }
     moved = _sum_rows(run, [line["step"] for line in lines])
-    windows = [line["stream"] | rows for line, rows in zip(lines, moved, strict=True)]
+    streamed = [line["stream"] | line["stream"].get("values", {}) for line in lines]
+    windows = [window | rows for window, rows in zip(streamed, moved, strict=True)]
     names = select_headlines(dict.fromkeys(n for found in metrics.values() for n in found))
     for window in windows:
         window |= metrics.get(window["number"], {})
-    shown = [*names, *_COUNTS, *_ROWS, "lag"]
+    features = dict.fromkeys(name for each in streamed for name in each.get("values", ()))
+    shown, exact = [*names, *_COUNTS, *_ROWS, *features, "lag"], {*names, *features}
     shown = [name for name in shown if any(window.get(name) is not None for window in windows)]
     panels = []
     for name in shown:
@@ -200,7 +202,7 @@ def _render(run: Run, lines: Sequence[dict[str, Any]]) -> str:
         [
             f"{window['number']:,}",
             escape(_format_time(window["from"])),
-            *(_format(window.get(name), 4 * (name in names) or name == "lag") for name in shown),
+            *(_format(window.get(n), 4 * (n in exact) or n == "lag") for n in shown),
         ]
         for window in windows[-_SHOWN:]
     ]

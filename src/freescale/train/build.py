@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from freescale.config import RunConfig
+from freescale.config import DataConfig, RunConfig
 from freescale.data.batches.loader import Histories
 from freescale.data.batches.specs import Features, NegativeSpec, ReadSpec, SampleSpec, SplitSpec
 from freescale.data.features.prepare import prepare_features
@@ -18,6 +18,7 @@ from freescale.data.features.sources import list_event_columns, refuse_leaks
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.ids import VOCABULARY, find_vocabulary, read_known
 from freescale.data.ingest.prepare import prepare
+from freescale.data.stream.stream import FIRST, STREAM
 from freescale.data.workspace import Progress
 from freescale.embedding.dynamic_rules import Dynamic, parse_dynamic
 from freescale.embedding.optimizers import RowOptimizer, choose_row_optimizer
@@ -48,7 +49,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
     data = config.data
     return prepare(
         data.data,
-        as_path(data.cache) if data.cache else find_cache(config),
+        as_path(data.cache) if data.cache else find_cache(config.data),
         data.format,
         data.num_items,
         progress,
@@ -57,7 +58,7 @@ def prepare_data(config: RunConfig, progress: Progress | None = None) -> Path:
         missing=data.missing,
         any_ids="item" in config.dynamic_tables,
         vocabulary=data.vocabulary,
-        events=list_event_columns(data, find_cache(config)),
+        events=list_event_columns(data, find_cache(config.data)),
         known=read_known(Path(config.origin.kept) / VOCABULARY) if config.origin else None,
     )
 
@@ -68,9 +69,9 @@ def find_run_vocabulary(histories: Path, features: Features | None) -> Path | No
     return own or find_vocabulary(histories)
 
 
-def find_cache(config: RunConfig) -> Path:
+def find_cache(data: DataConfig) -> Path:
     """The folder of prepared data on this machine."""
-    cache = config.data.cache
+    cache = data.cache
     return Path(cache) if cache and not is_store(cache) else find_cache_folder()
 
 
@@ -83,23 +84,19 @@ def load_features(
     statistics = None if trained is None else trained / FOLDER
     if statistics is not None and not statistics.is_dir():
         return None
-    try:
-        store = prepare_features(
-            config.data,
-            histories,
-            find_cache(config),
-            find_split(config, histories, fits=True),
-            any_ids="item" in config.dynamic_tables,
-            trained=statistics,
-            continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
-        )
-    except KeyError as error:
-        if config.data.follow is None:
-            raise
-        raise ValueError(
-            f"--features {config.data.features} with --follow: {error}; features of events do not "
-            "come with a stream: name columns of --items alone"
-        ) from None
+    values = [histories.parent / VOCABULARY] if config.data.follow is not None else []
+    if values and trained is not None:  # whose categories come first
+        values.insert(0, trained / STREAM / FIRST / VOCABULARY)
+    store = prepare_features(
+        config.data,
+        histories,
+        find_cache(config.data),
+        find_split(config, histories, fits=True),
+        any_ids="item" in config.dynamic_tables,
+        trained=statistics,
+        continued=None if config.origin is None else Path(config.origin.kept) / FOLDER,
+        values=values,
+    )
     if store is not None:
         columns = {label.column for label in config.labels}
         refuse_leaks([each.feature for each in store.context], config.model.task, columns)
@@ -127,7 +124,7 @@ def load_histories(
     train, features = config.train, load_features(config, path, trained)
     specs = build_specs(config, part, features)
     if config.data.order == "time":
-        specs |= find_windows(config, path, find_cache(config), part, window)
+        specs |= find_windows(config, path, find_cache(config.data), part, window)
     return Histories(
         path,
         train.global_batch if part == "train" else train.eval_batch,

@@ -15,6 +15,8 @@ from freescale.config import RunConfig
 from freescale.config.metrics import UNSEEN
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.ids import VOCABULARY, check_vocabulary
+from freescale.data.store.event_store import EventStore
+from freescale.data.stream.stream import STORE
 from freescale.launch.attempts import AUTO
 from freescale.launch.signals import StopSignals, choose_status
 from freescale.stores.runs import find_checkpoints, find_store, upload_run
@@ -25,6 +27,7 @@ from freescale.train.build import (
     load_features,
     load_histories,
 )
+from freescale.train.follow import find_evaluated
 from freescale.train.metrics_log import to_json
 from freescale.train.progress import ConsoleProgress
 from freescale.train.sample_ranks import SampleRanks, write_ranks
@@ -178,14 +181,17 @@ def evaluate_checkpoint(
     Returns:
         The checkpoint, its progress, and the metrics of model and popularity baseline.
     """
-    if keep is not None and config.model.task != "retrieval":
-        raise ValueError(f"--ranks is for retrieval: {folder} is a run of --task ranking")
+    follows = config.data.follow is not None
+    if keep is not None and (config.model.task != "retrieval" or follows):
+        kind = "with --follow" if follows else "of --task ranking"
+        raise ValueError(f"--ranks is for retrieval in order of users: {folder} is a run {kind}")
     checkpoints = Checkpoints(find_checkpoints(folder), transport)
     found = checkpoints.find(checkpoint)
     data = load_histories(config, path, transport, trained=folder)
     model = build_model(config, data, transport)
     progress = checkpoints.load(found, model)
-    quality = evaluate_part(config, model, path, part, baseline=True, keep=keep, trained=folder)
+    window = find_evaluated(folder, path, progress) if follows else None
+    quality = evaluate_part(config, model, path, part, not follows, keep, folder, window)
     return found, progress, quality
 
 
@@ -196,13 +202,15 @@ def run_evaluation(
     prepare: Callable[[], Path],
     checkpoint: str | None = None,
     ranks: Path | None = None,
+    data: str | None = None,
 ) -> None:
     """Evaluates a checkpoint with `evaluate_checkpoint`, on the histories file of `prepare`. Writes
-    eval-PART.json into the run's folder, or eval-PART-DIGEST.json for data other than the run's.
+    eval-PART.json into the run's folder, or eval-PART-DIGEST.json for `data` other than the run's.
     `ranks`: CSV file for the rank of every user's target (retrieval)."""
     path, hashed = prepare(), "item" in config.dynamic_tables
     vocabulary = find_run_vocabulary(path, load_features(config, path, folder))
-    if (folder / VOCABULARY).is_file():
+    follows = config.data.follow is not None
+    if (folder / VOCABULARY).is_file() and not follows:
         columns = ["action"] if hashed else ["item_id", "action"]
         check_vocabulary(vocabulary, folder / VOCABULARY, columns)
     transport = connect(config.train.device, config.train.timeout, config.train.transport)
@@ -217,10 +225,13 @@ def run_evaluation(
 
         fingerprint = HistoriesFile(path, config.data.num_items, hashed).fingerprint
         own = fingerprint == progress["data"]["fingerprint"]
+        if follows:
+            fingerprint = EventStore(path.parent.parent / STORE).fingerprint
+            own = path.is_relative_to(folder)
         written = folder / (f"eval-{part}.json" if own else f"eval-{part}-{fingerprint[:8]}.json")
         result = {
             "checkpoint": found.path.name,
-            "data": config.data.data,
+            "data": data or config.data.data,
             "part": part,
             "torch": torch.__version__,
             "quality": quality,

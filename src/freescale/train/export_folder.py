@@ -23,14 +23,13 @@ from freescale.data.catalogue import Catalogue, number_items, select_texts
 from freescale.data.features.store import FOLDER, FeatureStore
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.ingest.timestamps import guess_unit
-from freescale.data.store.event_store import EventStore
-from freescale.data.stream.stream import STORE, read_unit
+from freescale.data.store.event_store import open_growing
+from freescale.data.stream.stream import STORE, read_state
 from freescale.train.build import find_run_vocabulary
 from freescale.train.time_order import find_split, open_file
 
 EXPORT = "export.json"
 _VERSION = 1
-_TRIES = 10
 _BEFORE = -(1 << 63)  # before all times
 
 
@@ -44,16 +43,18 @@ class RunData:
         self.config, self.run, self.features = config, run, features
         self.file = open_file(config, histories)
         self.vocabulary = find_run_vocabulary(histories, features)
-        self._stream = None if config.data.follow is None else histories.parent.parent
-        self.time_unit = None if self._stream is None else read_unit(self._stream)
-        if self._stream is None:
+        self._stream = None
+        if config.data.follow is None:
             self.time_unit = guess_unit(self.file.find_largest("timestamp"))
+        else:
+            self._stream, self.vocabulary = histories.parent.parent, histories.parent / VOCABULARY
+            self.time_unit = read_state(self._stream)["unit"]
         self._counts: Counter[int] = Counter()  # a stream's events by item, before `_counted`
         self._counted = _BEFORE
 
     def read_texts(self, progress: Mapping[str, Any]) -> pa.Table | None:
         """The vocabulary, which grows with a stream; None: ids are integers."""
-        if self.vocabulary is None:
+        if self.vocabulary is None or not self.vocabulary.is_file():
             return None
         texts = pq.read_table(self.vocabulary)
         return texts if self._stream is None else texts.slice(0, sum(progress["stream"]["texts"]))
@@ -86,25 +87,15 @@ class RunData:
         """[n]: events of items [n] before the end of a window."""
         if self._counted > end:  # the counts belong to a later checkpoint
             self._counted, self._counts = _BEFORE, Counter()
-        for left in reversed(range(_TRIES)):
-            try:
-                found = Counter(self._list_streamed(end))
-                break
-            except FileNotFoundError:  # segments were merged meanwhile
-                if not left:
-                    raise
-        self._counts, self._counted = self._counts + found, end
-        return np.array([self._counts[key] for key in keys.tolist()], np.int64)
-
-    def _list_streamed(self, end: int) -> list[int]:
         assert self._stream is not None
-        store, items = EventStore(self._stream / STORE), list[int]()
+        store = open_growing(self._stream / STORE)
         for segment, entry in zip(store.segments, store.entries, strict=True):
             if entry["last_time"] >= self._counted:
                 times = segment.column("timestamp")
                 new = (times >= self._counted) & (times < end)
-                items += segment.column("item_id")[new].tolist()
-        return items
+                self._counts.update(segment.column("item_id")[new].tolist())
+        self._counted = end
+        return np.array([self._counts[key] for key in keys.tolist()], np.int64)
 
     def write(self, out: Path, items: Catalogue, progress: Mapping[str, Any]) -> Iterator[Path]:
         """Writes all but `write_about`. Removes what an earlier export left."""

@@ -7,6 +7,7 @@ second that they are there, whether one has to stop or has failed, and which win
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -14,13 +15,28 @@ from typing import IO, Any
 from freescale.config import RunConfig
 from freescale.config.data import DataConfig
 from freescale.data.batches.loader import Histories
+from freescale.data.features.sources import declare_events
+from freescale.data.features.store import list_stored
+from freescale.data.ingest.digest import compute_digest, read_contents
+from freescale.data.ingest.sources import SourceFile, find_files
 from freescale.data.store.event_store import EventStore
 from freescale.data.store.window_index import WindowIndex
-from freescale.data.stream.folder import FolderSource
+from freescale.data.stream.folder import FilesSource, FolderSource
 from freescale.data.stream.parsing import Parser
 from freescale.data.stream.source import Source
-from freescale.data.stream.stream import FIRST, HISTORIES, STORE, Manifest, Stream, read_manifests
+from freescale.data.stream.stream import (
+    FIRST,
+    HISTORIES,
+    STORE,
+    STREAM,
+    Manifest,
+    Stream,
+    read_manifests,
+    read_state,
+)
 from freescale.data.stream.windows import WindowRule
+from freescale.data.workspace import make_folder
+from freescale.train.build import find_cache
 from freescale.train.position import Position
 from freescale.train.run_folder import lock_folder
 from freescale.transport.api import Transport, gather_json
@@ -28,7 +44,6 @@ from freescale.transport.failures import RemoteError, run_on_rank_0
 
 # Settings that decide what windows hold: they stay as they are while a run goes on.
 _FIXED = ("columns", "missing", "window", "lateness", "late", "event_id", "event_id_windows")
-FOLDER = "stream"  # name of the folder, in that of a run
 _POLL = 0.25  # seconds between two messages of the ranks, and two looks at the source
 _LONG = {"position", "partitions", "tops", "texts"}  # fields of a manifest that logs leave out
 _KEYS = ("window", "number", "digest", "from", "to", "position", "texts")  # fields of a manifest
@@ -45,7 +60,7 @@ class Follower:
 
     def __init__(self, config: RunConfig, folder: Path, transport: Transport, resume: bool) -> None:
         self._config, self._transport = config, transport
-        self.folder = folder / FOLDER
+        self.folder = folder / STREAM
         self.window: Manifest = {}
         self.stopping = self.again = False
         self._stream: Stream | None = None
@@ -199,20 +214,69 @@ class Follower:
             self._lock.close()
 
 
-def open_stream(data: DataConfig, labels: str, folder: Path) -> Stream:
-    """Opens or begins the stream in a folder.
+def prepare_followed(config: RunConfig, run: Path, data: str | None) -> Path:
+    """The histories of the first window of a run or, with `data`, of these files: windows of other
+    events, as if they had come to the run."""
+    stream = run / STREAM
+    if data is None:
+        return stream / FIRST / HISTORIES
+    state, cache, labels = read_state(stream), find_cache(config.data), config.model.labels
+    files = find_files(data, cache)
+    contents = read_contents([file.path for file in files], cache / "digests", lambda share: None)
+    known = [state[name] for name in ("about", "unit", "columns")]
+    key = compute_digest([(each.digest, file.member) for each, file in zip(contents, files)], known)
+
+    def make(folder: Path) -> None:
+        open_stream(config.data, labels, folder, (files, state)).finish()
+
+    return make_folder(cache, f"stream-{key}", f"windows of {data}", make) / FIRST / HISTORIES
+
+
+def find_evaluated(run: Path, histories: Path, progress: Mapping[str, Any]) -> int:
+    """The window that is evaluated: the one that came after that of a checkpoint, or the last one
+    of other data (`prepare_followed`)."""
+    stream = histories.parent.parent
+    windows = [each["window"] for each in read_manifests(stream) if each["events"]]
+    if stream == run / STREAM:
+        windows = [window for window in windows if window > progress["stream"]["window"]][:1]
+    if not windows:
+        raise ValueError(
+            f"{run}: no window has come that this checkpoint was not trained on: give other events "
+            "with --data, or an earlier --checkpoint"
+        )
+    return int(windows[-1])
+
+
+def open_stream(
+    data: DataConfig,
+    labels: str,
+    folder: Path,
+    given: tuple[Sequence[SourceFile], Mapping[str, Any]] | None = None,
+) -> Stream:
+    """Opens or begins the stream in a folder. `given`: instead of the source, files, and the state
+    of the stream whose unit and columns they have.
 
     Raises:
         ValueError: there is no such source, or the folder has a stream with other settings.
     """
     assert data.follow is not None
-    parser = Parser(data, labels)
+    declared = declare_events(data, find_cache(data))
+    context = {n for each in declared if each.source == "context" for n in each.stored_columns}
+    features = {name: data.new_values for each in declared for name in list_stored(each)}
+    features |= {name: 0 for each in declared if each.least > 1 for name in list_stored(each)}
+    parser = Parser(data, labels, features, context)
+    if given is None:
+        source = _open_source(data, parser)
+    else:
+        source = FilesSource(given[0], parser)
+        parser.unit, parser.columns = given[1]["unit"], given[1]["columns"]
     rule = WindowRule(0, drops=data.late == "drop")
     rule.oldest = data.event_id_windows if data.event_id else None
     about = {name: getattr(data, name) for name in _FIXED} | {"labels": labels}
+    about |= {"features": [*features], "new_values": data.new_values} if features else {}
     return Stream(
         folder,
-        _open_source(data, parser),
+        source,
         parser,
         rule,
         (data.window_length, data.lateness_length),

@@ -14,7 +14,7 @@ from freescale.data.ingest.timestamps import guess_unit
 from freescale.data.store.build import open_store
 from freescale.data.store.event_store import EventStore
 from freescale.data.store.window_index import WindowIndex
-from freescale.data.stream.stream import STORE, read_unit
+from freescale.data.stream.stream import STORE, read_state
 from freescale.data.workspace import Progress
 
 
@@ -177,7 +177,7 @@ def find_windows(
 def _find_followed(config: RunConfig, path: Path, part: str, window: int | None) -> dict[str, Any]:
     """As `find_windows`, of a stream: its first window or, to evaluate it, a given one."""
     store = EventStore(path.parent.parent / STORE)
-    length = config.data.window_length.convert(read_unit(path.parent.parent))
+    length = config.data.window_length.convert(read_state(path.parent.parent)["unit"])
     number = store.first_time // length if window is None else window
     spec = _make_spec(config, store, length, range(number, number + 1))
     return {"split": SplitSpec("windows", number * length, part), "time": spec}

@@ -198,6 +198,8 @@ class Histories(GlobalBatches):
         for name in ("_firsts", "last_time"):
             vars(self).pop(name, None)
         self._sampler = None
+        if self.features is not None:
+            self.features.refresh()
         self._open_reader()
         self._seek(first)
 

@@ -166,8 +166,12 @@ class Features(Protocol):
         """Copies what the training part says into the folder of a run: all that is needed to encode
         other data; and the file of the run's `schema`."""
 
+    def refresh(self) -> None:
+        """Reads the values that a stream has brought since."""
+
     def find_users(self, samples: NDArray[np.int64]) -> Tensor:
-        """Samples [n] of the histories file -> rows [n, places] int64 of user features."""
+        """Samples [n] of the histories file, of a stream users [n] -> rows [n, places] int64 of
+        user features."""
 
     def find_events(
         self,

@@ -218,9 +218,12 @@ class TimeReader:
     # ---- users and items
 
     def find_rows(self, epoch: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n] the row of each sample's user in the histories file."""
+        """[n] the row of each sample's user in the histories file; of a stream the user itself."""
+        found: NDArray[np.int64] = self._order.find(epoch, numbers)["user"]
+        if self._spec.follows:
+            return found
         users, order = self._rows
-        return order[np.searchsorted(users, self._order.find(epoch, numbers)["user"])]
+        return order[np.searchsorted(users, found)]
 
     @cached_property
     def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -54,17 +54,19 @@ def make_keys(values: pa.Array) -> Keys:
 def write_parts(
     folder: Path,
     context: Sequence[Fitted],
-    file: HistoriesFile,
+    file: HistoriesFile | None,
     attributes: AttributeFile | None,
     rows: Keys,
 ) -> None:
     """Writes what crosses of requests read of users and items. `context`: all features of requests;
-    `attributes`: --items; rows [items] of each item in them, -1: none."""
+    `file`: None if samples are known by their users; `attributes`: --items; rows [items] of each
+    item in them, -1: none."""
     joined = [fitted for fitted in context if fitted.feature.is_joined]
     if not joined:
         return
-    users = [file.read_users(group) for group in range(file.num_groups)]
-    np.save(folder / USER_IDS, np.concatenate(users))
+    if file is not None:
+        users = [file.read_users(group) for group in range(file.num_groups)]
+        np.save(folder / USER_IDS, np.concatenate(users))
     if names := list_item_columns(joined):
         assert attributes is not None
         columns = attributes.read(names)

@@ -77,6 +77,14 @@ class Fitted:
         local[np.asarray(pc.is_null(keys))] = _MISSING
         return local
 
+    def extend(self, texts: Iterable[str]) -> Fitted:
+        """With the categories among `texts` that are new, as long as there are rows for them."""
+        known, left = set(self.categories), self.rows - FIRST_KNOWN - len(self.categories)
+        if self.feature.kind != "categorical" or not left:
+            return self
+        new = [text for text in texts if text not in known][:left]
+        return replace(self, categories=(*self.categories, *new))
+
     def find_category(self, value: str) -> int:
         """The row of a category. KeyError if the training part has none like it."""
         place = pc.index(self._values, value).as_py()

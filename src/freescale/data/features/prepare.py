@@ -56,6 +56,7 @@ from freescale.data.features.store import (
     CODES,
     IDS,
     LISTED,
+    USER_KEYS,
     USERS,
     WEIGHTS,
     FeatureStore,
@@ -67,6 +68,7 @@ from freescale.data.features.store import (
 )
 from freescale.data.histories import HistoriesFile
 from freescale.data.ingest.digest import compute_digest, read_contents
+from freescale.data.ingest.hashed_ids import HashedIds
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.workspace import Progress, make_folder
 
@@ -87,6 +89,7 @@ def prepare_features(
     trained: Path | None = None,
     continued: Path | None = None,
     progress: Progress | None = None,
+    values: Sequence[Path] = (),
 ) -> FeatureStore | None:
     """Makes the features of a run, or finds them in the cache; None without features. One process
     of a machine makes them. ValueError for a value, column or option that is not valid.
@@ -95,7 +98,7 @@ def prepare_features(
     are arbitrary ids of a dynamic table. `trained`: the statistics of a run
     (`FeatureStore.copy_statistics`), which count for any data. `continued`: those of the run that
     this one continues, which stay, but for how much the items' own rows count: that follows the
-    events, and never falls.
+    events, and never falls. `values`: as of `FeatureStore`.
     """
     request, report = get_request(config), progress or (lambda stage, share: None)
     if not request:
@@ -107,7 +110,7 @@ def prepare_features(
     fingerprint = compute_digest(
         _VERSION, file.fingerprint, file.num_items, [each.digest for each in digests],
         [asdict(each) for each in request.listed or ()], request.all_of, split.kind, split.time,
-        any_ids,
+        any_ids, *([] if config.follow is None else [config.new_values]),
     )  # fmt: skip
     before = None
     if continued is not None and continued.is_dir():
@@ -128,7 +131,8 @@ def prepare_features(
         for content in digests:
             content.check_unchanged()
 
-    return FeatureStore(make_folder(cache, f"features-{key}", f"features of {histories}", make))
+    made = make_folder(cache, f"features-{key}", f"features of {histories}", make)
+    return FeatureStore(made, values)
 
 
 def read_statistics(folder: Path) -> dict[str, Any]:
@@ -159,7 +163,8 @@ class _Making:
         report("fit events", 0.0)
         of_events, texts = self._fit_events()
         attributes = self._sources.attributes.get("item")
-        write_parts(out, of_events["context"], self._file, attributes, self._item_rows)
+        file = None if self._sources.follows else self._file
+        write_parts(out, of_events["context"], file, attributes, self._item_rows)
         report("fit events", 1.0)
         about = {
             "fingerprint": fingerprint,
@@ -168,7 +173,7 @@ class _Making:
             "item": to_json(items),
             "user": to_json(users),
             **{source: to_json(fitted) for source, fitted in of_events.items()},
-            "event_texts": texts,
+            "event_texts": dict.fromkeys(texts, ()) if self._sources.follows else texts,
             "hour": (self._statistics or {}).get("hour") or measure_hour(self._file),
             "lines": self._lines,
         }
@@ -193,7 +198,9 @@ class _Making:
             pq.write_table(vocabulary, out / VOCABULARY)
         report("count items", 0.0)
         if self._file.any_ids:
-            counts = count_train_items(self._file, self._split, ids)
+            counts = np.ones(len(ids), np.int64)  # of a stream: most of them come later
+            if not self._sources.follows:
+                counts = count_train_items(self._file, self._split, ids)
             rows = np.append(np.argsort(ids), -1)  # the last: any other item
         else:
             events = np.zeros(self._num_items, np.int64)
@@ -290,6 +297,14 @@ class _Making:
             return []
         declared, read = self._open(source, report)
         values = self._read_ids(source, read)
+        if self._sources.follows:  # by their ids: most of them come later
+            ids = np.array(HashedIds(keep=False).encode(values), np.int64)
+            refuse_repeated_ids(source, values, ids)
+            order = np.argsort(ids)
+            np.save(out / USER_KEYS, ids[order])
+            self._lines.append(f"{source.file}: {len(ids):,} users by {source.key}")
+            rows, counts = np.append(order, -1), np.ones(len(ids), np.int64)
+            return self._fit(source, declared, read, counts, out / USERS, rows, report)
         ids = number_users(source, values, self._file)
         refuse_repeated_ids(source, values, ids)
         users = pq.read_table(self._histories, columns=["user_id"]).column("user_id").to_numpy()
@@ -361,7 +376,10 @@ class _Making:
                 for (codes,) in read_train_columns(self._file, self._split, (name,)):
                     counts += np.bincount(codes + 1, minlength=len(counts))
                 given, counts = {feature.columns[0]: pa.array(known, pa.string())}, counts[1:]
-            fitted[feature.source].append(fit_feature(feature, given, counts))
+            one = fit_feature(feature, given, counts)
+            if self._sources.follows and feature.kind == "categorical" and feature.least == 1:
+                one = replace(one, rows=one.rows + self._config.new_values)
+            fitted[feature.source].append(one)
         self._lines += [describe_fitted(each, None) for of in fitted.values() for each in of]
         return {source: stack_rows(of) for source, of in fitted.items()}, texts
 

@@ -43,6 +43,7 @@ class Sources:
     events: SourceFile | None  # the first file of the interactions; None: histories
     layout: Layout | None  # layout of the events
     attributes: Mapping[str, AttributeFile]  # by source: `item`, `user`
+    follows: bool = False  # the events have not come yet
 
     @property
     def event_names(self) -> list[str]:
@@ -53,14 +54,24 @@ class Sources:
         used = [roles[role] for role in ("user", "item", "time") if role in roles]
         return [name for name in self.layout.names if name and name not in used]
 
+    def expect_columns(self, features: Sequence[Feature]) -> list[str]:
+        """The columns that events of a stream need for features: those of no other source."""
+        given = {*REQUEST, *(name for file in self.attributes.values() for name in file.names)}
+        return [
+            name
+            for each in features
+            for name in each.columns
+            if name not in given or (each.source in OF_EVENTS and len(each.columns) == 1)
+        ]
+
 
 def open_sources(config: DataConfig, cache: Path) -> Sources:
     """Finds out how the files are laid out. Reads no values."""
-    first = find_files(config.data, cache)[0]
-    events, layout = None, None
-    if not (first.is_parquet and is_histories(first.path)):
-        events, layout = first, lay_out(first, config.format, parse_columns(config.columns))
-    attributes = {}
+    first = None if config.follow is not None else find_files(config.data, cache)[0]
+    events, layout, given = None, None, parse_columns(config.columns)
+    if first is not None and not (first.is_parquet and is_histories(first.path)):
+        events, layout = first, lay_out(first, config.format, given)
+    roles, attributes = given if layout is None else layout.roles, {}
     items = config.items or find_mapped_items(config.data, cache)
     for source, path in (("item", items), ("user", config.users)):
         if path is None:
@@ -68,13 +79,13 @@ def open_sources(config: DataConfig, cache: Path) -> Sources:
         files = find_files(path, cache)
         if len(files) > 1:
             raise ValueError(f"--{source}s {path}: {len(files)} files; give one")
-        name = f"{source}_id" if layout is None else layout.roles[source]
+        name = roles.get(source, f"{source}_id")
         opened = open_attributes(files[0], source, name)
         if source == "item" and config.items is None:  # numbers that are no amounts
             ids = replace(opened.layout, declared=dict.fromkeys(MAPPINGS, "id"))
             opened = replace(opened, layout=ids)
         attributes[source] = opened
-    return Sources(events, layout, attributes)
+    return Sources(events, layout, attributes, config.follow is not None)
 
 
 def find_mapped_items(data: str, cache: Path) -> str | None:
@@ -104,7 +115,9 @@ def find_columns(sources: Sources, request: Request) -> list[Feature]:
     for a column that is in no file, or in several."""
     names = {source: file.names for source, file in sources.attributes.items()}
     names["event"] = sources.event_names
-    every = {**names, "context": sources.event_names}  # never meant without being named
+    if sources.follows:
+        names["event"] = sources.expect_columns(request.listed or ())
+    every = {**names, "context": names["event"]}  # never meant without being named
     if request.listed is None:
         return [Feature(n, source, None, (n,)) for source in request.all_of for n in names[source]]
     found = []
@@ -171,7 +184,7 @@ def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
         return []
     sources = open_sources(config, cache)
     features = [each for each in find_columns(sources, request) if each.source in OF_EVENTS]
-    if features and sources.layout is None:
+    if features and sources.layout is None and not sources.follows:
         raise ValueError(
             f"{config.data}: a histories file, and event features ({features[0].name}) are made of "
             "interactions only: give those"
@@ -186,6 +199,9 @@ def declare_events(config: DataConfig, cache: Path) -> list[Feature]:
     if all(feature.kind is not None for feature in features):
         return _refuse_lists(features)
     unknown = [feature.name for feature in features if feature.kind is None]
+    if sources.follows:
+        name = unknown[0]
+        raise ValueError(f"feature {name!r} with --follow: say its kind, as {name}=categorical")
     columns = infer_events(sources, list(dict.fromkeys(unknown)))
     if request.listed is None:
         columns = [column for column in columns if column.used and column.feature.kind not in LISTS]

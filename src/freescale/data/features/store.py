@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from freescale.config.features import KEPT_SCHEMA, Feature
 from freescale.data.batches.specs import Features
+from freescale.data.catalogue import select_texts
 from freescale.data.feature_values import PART, read_vectors
 from freescale.data.features.attributes import AttributeFile, naming
 from freescale.data.features.crosses import (
@@ -36,7 +38,8 @@ ABOUT = "features.json"
 CODES = "items.npy"  # [items (+ 1 with arbitrary ids), places]
 WEIGHTS = "own_weights.npy"  # [items]: of their own rows
 IDS = "item_ids.npy"  # [items] sorted, if ids are arbitrary
-USERS = "users.npy"  # [samples, places]
+USERS = "users.npy"  # [samples, places]; of a stream [users (+ 1), places]
+USER_KEYS = "user_keys.npy"  # [users] sorted, of a stream: a sample is known by its user
 LISTED = "listed.npy"
 _DROPPED = 0x1D  # key of the draws that drop ids
 Codes = NDArray[np.int32]
@@ -112,8 +115,10 @@ def _write_rows(
 class FeatureStore(Features):
     """Features that `prepare_features` has made; opened by each process that needs them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._id_dropout, self._seed = folder, 0.0, 0
+    def __init__(self, folder: Path, values: Sequence[Path] = ()) -> None:
+        """`values`: vocabularies of streams, whose categories come after those of the first window,
+        one after another; the last one is that of the events."""
+        self.folder, self._id_dropout, self._seed, self._values = folder, 0.0, 0, values
         self._mapped: dict[str, NDArray[Any] | None] = {}
         about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         self.item, self.user = from_json(about["item"]), from_json(about["user"])
@@ -133,12 +138,38 @@ class FeatureStore(Features):
         stored = (list_stored(each.feature) for each in (*self.event, *self.context))
         self.event_columns = tuple(dict.fromkeys(chain.from_iterable(stored)))
         self.vector_widths = tuple(fitted.width for fitted in self.item if fitted.width)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the values that a stream has brought since."""
+        for path in self._values if self._texts else ():
+            if path.is_file():
+                self._adopt(pq.read_table(path))
+
+    def adopt(self, vocabulary: pa.Table) -> FeatureStore:
+        """A store that knows the values of events that have come with a stream, by their numbers.
+        Those before keep their rows: a category has the first one that is free when it comes."""
+        store = object.__new__(FeatureStore)  # files of an export may be gone
+        vars(store).update(vars(self))
+        store._adopt(vocabulary)
+        return store
+
+    def _adopt(self, vocabulary: pa.Table) -> None:
+        found = {name: select_texts(vocabulary, f"category.{name}") for name in self._texts}
+        self._texts = {n: [] if of is None else of[1].to_pylist() for n, of in found.items()}
+        self.event, self.context = (
+            [each.extend(self._texts.get(each.feature.columns[0], ())) for each in of]
+            for of in (self.event, self.context)
+        )
+        for name in ("_text_keys", "_event_texts", "_event_codes"):
+            vars(self).pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "dropout": self._id_dropout, "seed": self._seed}
+        state = {"folder": self.folder, "dropout": self._id_dropout, "seed": self._seed}
+        return state | {"values": self._values}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(state["folder"])  # type: ignore[misc]
+        self.__init__(state["folder"], state["values"])  # type: ignore[misc]
         self.drop_ids(state["dropout"], state["seed"])
 
     def drop_ids(self, share: float, seed: int) -> None:
@@ -159,7 +190,7 @@ class FeatureStore(Features):
 
     def list_files(self) -> list[Path]:
         """The files that describe items and encode features, without those of the run's users."""
-        left = (USERS, USER_IDS, VOCABULARY)
+        left = (USERS, USER_IDS, USER_KEYS, VOCABULARY)
         return [path for path in self.folder.iterdir() if path.name not in left]
 
     def copy_statistics(self, folder: Path, schema: str | None = None) -> None:
@@ -211,11 +242,11 @@ class FeatureStore(Features):
     def find_vectors(self, ids: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self._find_places(ids.numpy()), np.int64))
 
-    def _find_places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        known = self._map(IDS)
+    def _find_places(self, ids: NDArray[np.int64], keys: str = IDS) -> NDArray[np.int64]:
+        known = self._map(keys)
         if known is None:
             return ids
-        last = len(known)  # row for items without features
+        last = len(known)  # row for those without features
         places = np.searchsorted(known, ids)
         found = known[places.clip(max=max(last - 1, 0))] == ids if last else False
         return np.where(found, places, last)
@@ -223,7 +254,8 @@ class FeatureStore(Features):
     # ---- users
 
     def find_users(self, samples: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self._map(USERS)[samples].astype(np.int64))
+        places = self._find_places(samples, USER_KEYS)
+        return torch.from_numpy(self._map(USERS)[places].astype(np.int64))
 
     # ---- events
 
@@ -261,10 +293,10 @@ class FeatureStore(Features):
         if not joined:
             return []
         assert samples is not None
-        names = list_item_columns(joined)
+        names, users = list_item_columns(joined), self._map(USER_IDS)
         requests = Requests(
             columns,
-            self._map(USER_IDS)[samples],
+            samples if users is None else users[samples],
             self._map(ITEM_KEYS) if names else np.zeros((0, 0), np.int64),
             names,
             self._find_places(columns["item_id"]),

@@ -187,3 +187,15 @@ class EventStore:
             elif entry["first_time"] < time:
                 total += segment.count_before(starts, counts, time)
         return total
+
+
+def open_growing(folder: Path, tries: int = 10) -> EventStore:
+    """Opens a store whose segments another process merges. All files are mapped: they may go."""
+    try:
+        store = EventStore(folder)
+        _ = [segment.column(name) for segment in store.segments for name in store.columns]
+    except FileNotFoundError:
+        if not tries:
+            raise
+        return open_growing(folder, tries - 1)
+    return store

@@ -3,6 +3,7 @@ order of time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import lru_cache
@@ -149,5 +150,10 @@ def _name_file(folder: Path, column: str) -> Path:
 
 
 def _map(path: Path) -> NDArray[Any]:
-    """A file as a plain array: indexing a subclass is slower."""
-    return np.asarray(np.load(path, mmap_mode="r"))
+    """A file as a plain array: indexing a subclass is slower. np.load would parse its header by
+    `ast`, which Python 3.11 cannot do in two threads (SystemError: recursion depth mismatch)."""
+    with open(path, "rb") as file:
+        head = file.read(256)
+    ((kind, count),) = re.findall(rb"'descr': '(.+?)'.*'shape': \((\d+),\)", head)
+    begin = 10 + int.from_bytes(head[8:10], "little")
+    return np.asarray(np.memmap(path, kind.decode(), "r", begin, (int(count),)))

@@ -134,7 +134,11 @@ class KafkaSource(Source):
             shown = f"{self.name}, partition {number}, offsets {first} to {last}"
             try:
                 if self._decode is None:
-                    lines = (value.replace(b"\n", b" ") for value in values)
+                    lines = [value.replace(b"\n", b" ") for value in values]
+                    if features := self._parser.features:
+                        names = dict.fromkeys(name.partition(".")[2] for name in features)
+                        with suppress(ValueError, TypeError):  # the reader says what is wrong
+                            lines[0] = json.dumps(names | json.loads(lines[0])).encode()
                     path.write_bytes(b"\n".join(lines) + b"\n")
                 else:
                     records = [self._decode(value) for value in values]

@@ -1,12 +1,12 @@
 """Reads a file of events as columns of numbers, the same for every file of a stream.
 
-Users, items and actions have ids of 64 bits: a number is its own id, a text is hashed. So ids need
-no table of numbers that grows, and a file means the same whenever it is read.
+Users, items, actions and categories have ids of 64 bits: a number is its own id, a text is hashed.
+So ids need no table of numbers that grows, and a file means the same whenever it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from freescale.config.columns import parse_labels
 from freescale.config.data import DataConfig
+from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.ids import ReadDifferently
 from freescale.data.ingest.interactions import IDS, Interactions, NoEvents
 from freescale.data.ingest.sources import SourceFile
 from freescale.data.ingest.timestamps import TimestampFormat
 
 EVENT_ID = "event_id"  # a column, if events have ids of their own
+MISSING = np.iinfo(np.int64).min  # id of a category that is missing
 _UNITS = ("s", "ms", "us", "ns")
 
 Columns = dict[str, NDArray[Any]]
@@ -47,12 +49,15 @@ class Parser:
         columns: names, None before the first file.
     """
 
-    def __init__(self, data: DataConfig, labels: str, extra: Sequence[str] = ()) -> None:
-        """`labels`: columns of labels. `extra`: features of events, as `Interactions` names
-        them."""
-        self._data, self._labels = data, labels
+    def __init__(
+        self, data: DataConfig, labels: str, features: Mapping[str, int], context: Collection[str]
+    ) -> None:
+        """`labels`: columns of labels. `features`: of events, as `Interactions` names them, each
+        with the rows for values after the first window. `context`: columns that describe
+        requests."""
+        self._data, self._labels, self.features, self._context = data, labels, features, context
         self._names = [label.name for label in parse_labels(labels)]
-        self._extra = [*extra, *([f"id.{data.event_id}"] if data.event_id else [])]
+        self._extra = [*features, *([f"id.{data.event_id}"] if data.event_id else [])]
         self.unit: str | None = None
         self.columns: list[str] | None = None
 
@@ -67,6 +72,8 @@ class Parser:
             batches = _read(reader)
         except NoEvents:
             return None
+        if known := reader.layouts[0].outcomes & set(self._context):
+            raise ValueError(f"{file}: {min(known)!r} is known only after a request; leave it out")
         table = pa.Table.from_batches(batches)
         times = reader.times.get(file)
         if times is None:
@@ -79,11 +86,16 @@ class Parser:
                 raise ValueError(f"{file}: column {name!r} is missing; every file needs it")
             values = table.column(name).to_numpy()
             columns[name] = values.astype(np.float32) if name in self._names else values
+        texts = {name: _collect(reader.hashers[name].texts) for name in ("item_id", "action")}
+        for name in self.features:
+            if name.startswith("category."):
+                numbers = reader.vocabulary.columns.get(name, {})
+                ids = hash_ids(numbers).numpy()
+                columns[name] = np.append(ids, MISSING)[columns[name]]  # -1: missing
+                texts[name] = dict(zip(ids.tolist(), numbers))
         if data.event_id:
             columns[EVENT_ID] = columns.pop(f"id.{data.event_id}")
         self._check(file, columns)
-        hashers = {name: reader.hashers[name] for name in ("item_id", "action")}
-        texts = {name: _collect(hasher.texts) for name, hasher in hashers.items()}
         return Events(columns, {name: found for name, found in texts.items() if found})
 
     def _convert(self, times: TimestampFormat, values: NDArray[Any]) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ those that are not.
     windows.jsonl    the manifest of each window
     waiting-N.arrow  events that were read and belong to windows that are not over
     first/           the events of the first window as a histories file, and the texts of hashed
-                     ids of all, as they came: the rows of later windows come later
+                     ids and categories of all, as they came: later rows are of later windows
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from freescale.config.time_order import Duration
+from freescale.data.catalogue import select_texts
 from freescale.data.durable import append_at, put_in_place, sync, sync_tree
 from freescale.data.histories import HistoriesMetadata
 from freescale.data.histories_writer import HistoriesWriter, make_schema
 from freescale.data.ingest.digest import compute_digest
+from freescale.data.ingest.hashed_ids import hash_ids
 from freescale.data.ingest.ids import VOCABULARY
 from freescale.data.store.build import (
     fit_integers,
@@ -42,11 +44,12 @@ from freescale.data.store.build import (
 )
 from freescale.data.store.event_store import ABOUT, EventStore
 from freescale.data.store.segment import Segment, SegmentWriter
-from freescale.data.stream.parsing import EVENT_ID, Columns, Parser, Texts
+from freescale.data.stream.parsing import EVENT_ID, MISSING, Columns, Parser, Texts
 from freescale.data.stream.source import Chunk, Source
 from freescale.data.stream.windows import WindowRule
 
 Manifest = dict[str, Any]
+STREAM = "stream"  # name of the folder, in that of a run
 FIRST, STORE, WINDOWS = "first", "store", "windows.jsonl"
 HISTORIES = "histories.parquet"
 _AHEAD = 2  # windows that a partition may be read ahead of the slowest one
@@ -88,6 +91,8 @@ class Stream:
         self._entries: list[dict[str, Any]] = []
         # ids of items and actions that are known, ascending
         self._known = {name: np.zeros(0, np.int64) for name in ("item_id", "action")}
+        self._numbers: dict[str, dict[int, int]] = {}  # of categories: column -> id -> number
+        self._ends: dict[str, int] = {}  # of the numbers that have a row, by column
         self._seen: dict[int, _Ids] = {}  # ids of events by window
         self._length = self._rows = 0  # bytes of the manifests, rows of the vocabulary
         self._waiting: str | None = None
@@ -113,6 +118,14 @@ class Stream:
         if chunks or closed:  # however long that took
             self.last_read = time.monotonic()
         return bool(closed)
+
+    def finish(self) -> None:
+        """Reads what there is, and closes all windows. ValueError: there is nothing."""
+        for chunk in self._source.poll(0.0):
+            self._add(chunk)
+        if not self._blocks:
+            raise ValueError("the files have no events (0 rows); give one with events")
+        self._commit(sorted({int(w) for block in self._blocks for w in np.unique(block[_WINDOW])}))
 
     def _add(self, chunk: Chunk) -> None:
         self._heard[chunk.clock] = time.monotonic()
@@ -166,7 +179,7 @@ class Stream:
             events, duplicates = self._order({n: v[chosen] for n, v in waiting.items()}, window)
             manifest = self._describe(window, events, duplicates, position)
             position = self._source.position()  # only the first manifest lists what was read
-            added = self._list_texts(events, manifest)
+            added = [*self._list_texts(events, manifest), *self._number(events, manifest)]
             manifest["texts"] = [self._rows + len(texts), len(added)]
             texts += added
             if not self.count:
@@ -264,6 +277,32 @@ class Stream:
             manifest[f"new_{name.removesuffix('_id')}s"] = int((~known).sum())
             texts = self._texts.get(name, {})
             found += [(name, id, texts[id]) for id in ids[~known].tolist() if id in texts]
+        return found
+
+    def _number(self, events: Columns, manifest: Manifest) -> list[tuple[str, int, str]]:
+        """Numbers the categories in the order in which they come, over all windows. Returns
+        columns, numbers and texts of the new ones. What features hold goes to the manifest."""
+        found: list[tuple[str, int, str]] = []
+        figures = manifest["values"] = dict[str, float]()
+        for name in self._parser.features if len(events["user_id"]) else ():
+            values, column = events[name], name.partition(".")[2]
+            if name.startswith("number."):
+                there = values[~np.isnan(values)]
+                figures[f"{column}/missing"] = 1 - len(there) / len(values)
+                figures |= {f"{column}/mean": float(there.mean())} if len(there) else {}
+                continue
+            numbers = self._numbers.setdefault(name, {MISSING: -1})
+            ids, first, back = np.unique(values, return_index=True, return_inverse=True)
+            before = len(numbers)
+            for id in ids[np.argsort(first)].tolist():
+                if id not in numbers:
+                    found.append((name, len(numbers) - 1, self._texts[name][id]))
+                    numbers[id] = len(numbers) - 1
+            events[name] = np.array([numbers[id] for id in ids.tolist()], np.int64)[back]
+            end = self._ends.setdefault(name, len(numbers) - 1 + self._parser.features[name])
+            figures[f"{column}/new"] = len(numbers) - before
+            figures[f"{column}/unknown"] = float((events[name] >= end).mean())
+            figures[f"{column}/missing"] = float((events[name] < 0).mean())
         return found
 
     def _add_texts(self, texts: Sequence[tuple[str, int, str]]) -> None:
@@ -368,6 +407,7 @@ class Stream:
             "count": self.count,
             "length": self._length,
             "rows": self._rows,
+            "ends": self._ends,
             "waiting": self._waiting,
             "digest": self._digest,
         }
@@ -377,7 +417,7 @@ class Stream:
     def _restore(self) -> None:
         """Goes on behind the last commit."""
         store = EventStore(self._folder / STORE)
-        state = _read_state(self._folder)
+        state = read_state(self._folder)
         for name, value in self._about.items():
             if (before := state["about"].get(name)) != value:
                 raise ValueError(
@@ -390,7 +430,12 @@ class Stream:
         rule.length, rule.lateness = state["window"], state["lateness"]
         rule.tops, rule.closed = state["tops"], state["closed"]
         self._length, self._rows = state["length"], state["rows"]
-        self._waiting = state["waiting"]
+        self._waiting, self._ends = state["waiting"], state.get("ends", {})
+        texts = self._folder / FIRST / VOCABULARY
+        for name in self._ends:
+            known = select_texts(pq.read_table(texts).slice(0, self._rows), name)
+            ids = [] if known is None else hash_ids(known[1].to_pylist()).tolist()
+            self._numbers[name] = {MISSING: -1} | {id: number for number, id in enumerate(ids)}
         append_at(self._folder / WINDOWS, self._length, b"")
         for path in self._folder.glob("waiting-*.arrow"):
             if path.name != self._waiting:
@@ -433,13 +478,8 @@ class Stream:
         self._source.close()
 
 
-def read_unit(folder: Path) -> str | None:
-    """The unit of the times of a stream."""
-    unit: str | None = _read_state(folder)["unit"]
-    return unit
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> dict[str, Any]:
+    """How a stream was made (`about`), the `unit` of its times, its `columns`, and what is read."""
     text = (folder / STORE / ABOUT).read_text(encoding="utf-8")
     state: dict[str, Any] = json.loads(text)["stream"]
     return state
@@ -447,7 +487,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def read_manifests(folder: Path) -> Iterator[Manifest]:
     """The manifests of the windows of a stream that are over, in order."""
-    state = _read_state(folder)
+    state = read_state(folder)
     with open(folder / WINDOWS, "rb") as file:
         while file.tell() < state["length"]:
             yield json.loads(file.readline())

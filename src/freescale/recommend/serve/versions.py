@@ -23,10 +23,13 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 
 from freescale.config import ServeConfig
 from freescale.data.catalogue import Catalogue
+from freescale.data.store.event_store import ABOUT, open_growing
+from freescale.data.stream.stream import STORE, STREAM
 from freescale.recommend.recommender import Recommender
 from freescale.recommend.serve.batching import Compute
 from freescale.recommend.serve.model_process import Remote, make_queries, serve_model
@@ -72,7 +75,7 @@ class Follower:
         self._process = _FORK.Process(target=_build, args=work)
         self._process.start()
         theirs.close()
-        self._config, self._closing = config, False
+        self._config, self._closing, self._store = config, False, folder / STREAM / STORE
         self.alarm: str | None = None
         self.swaps = 0
         self.seconds = {"apply": 0.0, "build": 0.0}  # durations of the last change of version
@@ -103,11 +106,16 @@ class Follower:
             if not self._closing:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _open(self, about: dict[str, Any], seconds: float, items: Catalogue) -> Version:
-        """Waits until the process of a version is ready, and makes its reader meanwhile."""
+    def _open(self, about: dict[str, Any], applied: float, items: Catalogue, texts: Any) -> Version:
+        """Waits until the process of a version is ready, and makes its reader meanwhile. `texts`:
+        of values of events."""
         begin = time.perf_counter()
         remote = Remote(Connection(recv_handle(self._control)))
         loaded = replace(self._base.loaded, catalogue=items)
+        if loaded.features is not None and texts is not None:
+            loaded = replace(loaded, features=loaded.features.adopt(texts))
+        if (self._store / ABOUT).is_file():  # users whose events the run has
+            loaded = replace(loaded, histories=open_growing(self._store))
         recommender = Recommender(loaded, torch.device("meta"))
         items.find(items.restore(items.popular[:1]))
         reader = Reader(recommender, self._config, about["number"], self._cache)
@@ -115,7 +123,7 @@ class Follower:
         remote.wait()
         version = Version(reader, remote.compute, remote.close)
         version.about = about | {"served": time.time()}
-        self.seconds = {"apply": seconds, "build": time.perf_counter() - begin}
+        self.seconds = {"apply": applied, "build": time.perf_counter() - begin}
         return version
 
     def close(self) -> None:
@@ -170,7 +178,10 @@ def _start_version(
     process = _FORK.Process(target=serve_model, args=work, daemon=True)
     process.start()
     about = {name: last.about[name] for name in ("number", "step", "published", "trained_until")}
-    control.send((None, (about, time.perf_counter() - begin, recommender.items)))
+    texts = recommender.loaded.texts
+    if texts is not None:
+        texts = texts.filter(pc.starts_with(texts["column"], "category."))
+    control.send((None, (about, time.perf_counter() - begin, recommender.items, texts)))
     send_handle(control, ours.fileno(), os.getppid())
     for pipe in (ours, theirs):
         pipe.close()
