@@ -53,7 +53,7 @@ def share_heap() -> bool:
     return all([library.mallopt(name, value) == 1 for name, value in _settings.items()])
 
 
-def trim_heap(travelled: int) -> bool:
+def trim_heap(travelled: int = _WORTH) -> bool:
     """Returns free pages inside the heap to the system, if a batch of at least `_WORTH` bytes has
     travelled through it: pieces of it were allocated between smaller blocks that live on. Returns
     whether it did. Takes some milliseconds: small batches keep their pages."""

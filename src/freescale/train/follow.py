@@ -36,6 +36,7 @@ from freescale.data.stream.stream import (
 )
 from freescale.data.stream.windows import WindowRule
 from freescale.data.workspace import make_folder
+from freescale.pipeline.process_memory import trim_heap
 from freescale.train.build import find_cache
 from freescale.train.position import Position
 from freescale.train.run_folder import lock_folder
@@ -171,6 +172,7 @@ class Follower:
         """Goes on to a window, whose batches are numbered from `first` on."""
         self.window = window
         data.open_window(window["window"], first)
+        trim_heap()  # a run without an end keeps no pages of what each window has freed
         if self._transport.rank == 0:
             assert data.time is not None
             store = EventStore(self.folder / STORE)
