@@ -81,6 +81,7 @@ def test_servers_that_mps_leaves_over_are_ended(tmp_path, monkeypatch):
     for answer, expected in (("true", nullcontext()), ("false", pytest.raises(ValueError))):
         control.write_text(
             f'#!/bin/sh\nif [ "$1" = -d ]; then {server} 60 & echo $! > {tmp_path}/pid\n'
+            "until grep -q mps-server /proc/$!/cmdline; do :; done\n"  # a shell until then
             f"else {answer}; fi\n"
         )
         control.chmod(0o755)

@@ -73,8 +73,10 @@ MOMENTS = (
     Moment(RESTORE, "claim folder", "train.run_folder:RunFolder._inspect", rank_0=True),
     Moment(RESTORE, "find checkpoint", f"{_STATE}.checkpoints:find_checkpoint"),
     Moment(RESTORE, "verify files", f"{_STATE}.intact:_compare_all"),
-    Moment(RESTORE, "load tensors", f"{_STATE}.restore:_load_tensors"),
-    Moment(RESTORE, "tensors are loaded", f"{_STATE}.restore:_load_tensors", after=True),
+    Moment(RESTORE, "load tensors", "train.torch_files.safe_reader:SafeReader.fill"),
+    Moment(
+        RESTORE, "tensors are loaded", "train.torch_files.safe_reader:SafeReader.fill", after=True
+    ),
     Moment(RESTORE, "cut logs", "train.resume:truncate_logs", rank_0=True),
     Moment(RESTORE, "restored", "train.trainer:begin_or_resume", after=True),
     Moment(RESTORE, "open folder", "train.run_folder:RunFolder.open"),
