@@ -154,7 +154,7 @@ def _join_hops(hops: Sequence[list[RequestPart]], whole: Relay | None) -> list[R
     if whole is None:
         return hops[0]
     rows = sum(sum(part.send) for part in hops[0])
-    places, joined = whole.members.new_empty(rows), []  # of each row within its part
+    places, joined = whole.members.new_empty(rows), []  # places: each row's within its part
     for part in hops[0]:
         assert part.requested is not None
         numbers = torch.arange(sum(part.send), dtype=places.dtype, device=places.device)

@@ -168,12 +168,12 @@ class Relay:
     leaders."""
 
     requested: Tensor  # [sum(send)] positions among the rows that this rank reads, by leader
-    # [sum(receive)] which row of the part, in the order of its `requested`, each row is that ranks
-    # of this machine request from this leader, in rank order
+    # [sum(receive)] places in the part's `requested` of the rows that this machine's ranks request
+    # from this leader, in rank order
     members: Tensor
-    send: list[int]  # of `requested`, to each leader
-    receive: list[int]  # of `members`, from each rank
-    sum_gradients: SumGradients | None = None  # of `members`, if prepared
+    send: list[int]  # sizes of `requested`, to each leader
+    receive: list[int]  # sizes of `members`, from each rank
+    sum_gradients: SumGradients | None = None  # for `members`, if prepared
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class _Making:
             pq.write_table(vocabulary, out / VOCABULARY)
         report("count items", 0.0)
         if self._file.any_ids:
-            counts = np.ones(len(ids), np.int64)  # of a stream: most of them come later
+            counts = np.ones(len(ids), np.int64)  # in a stream most items come later
             if not self._sources.follows:
                 counts = count_train_items(self._file, self._split, ids)
             rows = np.append(np.argsort(ids), -1)  # the last: any other item

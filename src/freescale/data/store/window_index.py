@@ -23,7 +23,7 @@ from freescale.data.ranges import split_evenly
 from freescale.data.store.event_store import EventStore
 from freescale.data.workspace import Progress, lock_cache, workspace
 
-# A sample: of which user; its first anchor among all events of the user; how many events there are
+# A sample: its user; its first anchor among all events of the user; how many events there are
 # from it to the last anchor; how many events are strictly earlier.
 SAMPLE = np.dtype([("user", "<i8"), ("first", "<i4"), ("span", "<i4"), ("earlier", "<i4")])
 # The same with the window and the time of its first anchor.

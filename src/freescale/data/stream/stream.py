@@ -91,8 +91,8 @@ class Stream:
         self._entries: list[dict[str, Any]] = []
         # ids of items and actions that are known, ascending
         self._known = {name: np.zeros(0, np.int64) for name in ("item_id", "action")}
-        self._numbers: dict[str, dict[int, int]] = {}  # of categories: column -> id -> number
-        self._ends: dict[str, int] = {}  # of the numbers that have a row, by column
+        self._numbers: dict[str, dict[int, int]] = {}  # categories: column -> id -> number
+        self._ends: dict[str, int] = {}  # column -> end of the numbers with a row
         self._seen: dict[int, _Ids] = {}  # ids of events by window
         self._length = self._rows = 0  # bytes of the manifests, rows of the vocabulary
         self._waiting: str | None = None

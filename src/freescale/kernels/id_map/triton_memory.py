@@ -42,7 +42,7 @@ def pad(n: int) -> int:
 @dataclass(frozen=True)
 class Noted:
     """Entries, each once, and the values to swap with them: those that change their id, or in two
-    rows those that a batch used, of which -1 is none."""
+    rows those that a batch used; -1 is none."""
 
     memory: Tensor  # [3, padded] int64
     n: int
